@@ -1,0 +1,82 @@
+"""deftune: SFT objectives as gate x error, from a token's statistics to its gradient.
+
+>>> import torch, deftune
+>>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
+>>> loss = deftune.token_loss(logits, torch.tensor([1]), "deft")
+>>> round(loss.item(), 4)
+1.0883
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from deftune._version import __version__
+
+# name -> module: loaded at first use, so that `deftune --help` does not wait for torch
+_HOMES = {
+    "IGNORE_INDEX": "objectives",
+    "MODIFIERS": "objectives",
+    "OBJECTIVES": "objectives",
+    "Context": "objectives",
+    "Focus": "objectives",
+    "Objective": "objectives",
+    "StepStatistic": "objectives",
+    "StepStats": "objectives",
+    "TokenStats": "objectives",
+    "Weight": "objectives",
+    "objective": "objectives",
+    "step_stats": "objectives",
+    "topk": "objectives",
+    "token_loss": "kernels",
+    "token_stats": "kernels",
+}
+
+if TYPE_CHECKING:
+    from deftune.kernels import token_loss, token_stats
+    from deftune.objectives import (
+        IGNORE_INDEX,
+        MODIFIERS,
+        OBJECTIVES,
+        Context,
+        Focus,
+        Objective,
+        StepStatistic,
+        StepStats,
+        TokenStats,
+        Weight,
+        objective,
+        step_stats,
+        topk,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'deftune' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"deftune.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+__all__ = [
+    "IGNORE_INDEX",
+    "MODIFIERS",
+    "OBJECTIVES",
+    "Context",
+    "Focus",
+    "Objective",
+    "StepStatistic",
+    "StepStats",
+    "TokenStats",
+    "Weight",
+    "__version__",
+    "objective",
+    "step_stats",
+    "token_loss",
+    "token_stats",
+    "topk",
+]

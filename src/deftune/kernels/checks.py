@@ -1,0 +1,113 @@
+"""What is wrong with a call, said where, what and what to do. Shapes and types at once, values where they are seen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deftune.objectives.stats import IGNORE_INDEX
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_targets(targets: object, leading: torch.Size, name: str) -> None:
+    """``targets`` are integer ids, one per row of ``name``."""
+    if not isinstance(targets, Tensor):
+        raise ValueError(f"targets: expected a tensor of token ids, got {type(targets).__name__}")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"targets: token ids must be int64 or int32, got {targets.dtype}; use targets.long()")
+    if targets.shape != leading:
+        raise ValueError(
+            f"targets: shape {tuple(targets.shape)} does not match {name}'s leading shape {tuple(leading)}; "
+            f"targets are already shifted and have one id per row"
+        )
+
+
+def check_float(value: object, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise ValueError(f"{name}: must be floating point, got {value.dtype}; use {name}.float()")
+
+
+def check_logits(logits: object, targets: object) -> None:
+    check_float(logits, "logits")
+    assert isinstance(logits, Tensor)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits: need a last dimension of V >= 1 classes, got shape {tuple(logits.shape)}")
+    check_targets(targets, logits.shape[:-1], "logits")
+
+
+def check_weights(weights: object, leading: torch.Size) -> None:
+    if weights is None:
+        return
+    check_float(weights, "weights")
+    assert isinstance(weights, Tensor)
+    if weights.shape != leading:
+        raise ValueError(
+            f"weights: shape {tuple(weights.shape)} does not match the targets' {tuple(leading)}; one weight per token"
+        )
+    if weights.requires_grad:
+        raise ValueError("weights: are constants of the loss and get no gradient; pass weights.detach()")
+
+
+def check_reduction(reduction: str, num_items: object) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise ValueError(
+            f"num_items: divides the sum for reduction='mean' and has no place with reduction={reduction!r}"
+        )
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"num_items: one count for the step, got a tensor of shape {tuple(num_items.shape)}")
+        if num_items.device.type != "cpu":
+            return  # reading it would synchronise
+        num_items = num_items.item()
+    if not isinstance(num_items, (int, float)) or isinstance(num_items, bool):
+        raise ValueError(f"num_items: a number of supervised tokens, got {type(num_items).__name__}")
+    if not num_items > 0:
+        raise ValueError(
+            f"num_items: the optimizer step has {num_items} supervised tokens; an empty step has no loss, skip it"
+        )
+
+
+def check_count(num_items: Tensor | float | None, count: int) -> None:
+    """A step cannot have fewer supervised tokens than one of its calls."""
+    on_host = not isinstance(num_items, Tensor) or num_items.device.type == "cpu"
+    if num_items is not None and on_host and float(num_items) < count:
+        raise ValueError(
+            f"num_items: {float(num_items):g} is fewer than this call's {count} supervised tokens; it is the count of the "
+            f"whole optimizer step over all micro-batches and ranks, never divided by anything"
+        )
+
+
+def first_bad_label(targets: Tensor, vocab_size: int) -> Tensor:
+    """The flat index of the first label that is neither IGNORE_INDEX nor in [0, V); the number of labels if none."""
+    bad = ((targets < 0) & (targets != IGNORE_INDEX)) | (targets >= vocab_size)
+    positions = torch.arange(targets.numel(), device=targets.device)
+    return torch.where(bad, positions, targets.numel()).amin() if targets.numel() else positions.new_zeros(())
+
+
+def label_error(index: int, label: int, vocab_size: int) -> ValueError:
+    remedy = (
+        f"a label must be below the vocabulary size {vocab_size}; check the tokenizer against the model"
+        if label >= 0
+        else f"only {IGNORE_INDEX} marks a token to ignore; replace other negative labels by it"
+    )
+    return ValueError(f"targets: token {index} (flat index) has label {label}; {remedy}")
+
+
+def check_labels(targets: Tensor, vocab_size: int) -> None:
+    index = int(first_bad_label(targets, vocab_size))
+    if index < targets.numel():
+        raise label_error(index, int(targets[index]), vocab_size)
+
+
+def nan_error(index: int, name: str) -> ValueError:
+    return ValueError(
+        f"{name}: token {index} (flat index) has NaN or +inf logits (or nothing but -inf), so it has no distribution; "
+        f"no gradient was made. Look at the inputs of that token, the learning rate and the weights for NaN"
+    )

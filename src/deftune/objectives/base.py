@@ -1,0 +1,173 @@
+"""An objective: gate x error, as a value.
+
+dL/dz_i = s (P_i - [i = y]): the gate s and the loss's value are functions of a token's statistics, and nothing else
+of an objective is ever asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats, TopK
+
+Kind = Literal["local", "mass", "step"]
+
+
+class StepStatistic(NamedTuple):
+    """One number about the whole optimizer step that an objective needs, as a reduction of a per-token column."""
+
+    key: str
+    column: Any  # Callable[[TokenStats, Context], Tensor]
+    reduce: Literal["mean", "median"]
+
+
+def reduce_step(column: Tensor, how: Literal["mean", "median"]) -> Tensor:
+    """Mean, or the median with the two middle values averaged; an empty column has neither: NaN."""
+    if column.numel() == 0:
+        return column.new_full((), math.nan)
+    if how == "mean":
+        return column.mean()
+    ordered = column.sort().values
+    low, high = (len(ordered) - 1) // 2, len(ordered) // 2
+    return ordered[low] if low == high else (ordered[low] + ordered[high]) / 2
+
+
+def deformed_loss(log_p: Tensor, focus: Tensor) -> Tensor:
+    """L_a(p) = (1 - p^a) / a, and -log p where a log p is below rounding (a = 0 among them).
+
+    >>> deformed_loss(torch.tensor([-2.0, -2.0]), torch.tensor([1.0, 0.0]))
+    tensor([0.8647, 2.0000])
+    """
+    # 0 * -inf is NaN: a = 0 must branch before the product
+    positive = focus > 0
+    power = torch.where(positive, focus * log_p, 0.0)
+    # (1 - e^x)/a = -log p (1 + x/2 + ...): below eps/4 the first term is the rounded value, also for subnormal a
+    tiny = power.abs() < torch.finfo(power.dtype).eps / 4
+    return torch.where(tiny, -log_p, -torch.expm1(power) / torch.where(tiny, 1.0, focus))
+
+
+def deformed_gate(log_p: Tensor, focus: Tensor) -> Tensor:
+    """p^a, with 0^0 = 1."""
+    return torch.where(focus > 0, focus * log_p, 0.0).exp()
+
+
+def weighted_nll(log_p: Tensor, weight: Tensor) -> Tensor:
+    """w * -log p, with 0 * inf = 0: a token whose weight is 0 costs nothing."""
+    return torch.where(weight == 0, 0.0, weight * -log_p)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A token-level objective. Subclass `Focus` or `Weight` rather than this, unless the value has a form of its own.
+
+    ``name`` is how specs and tables call it; ``kind`` says what a gate depends on:
+
+    - ``local``: the token's own statistics
+    - ``mass``: step loss = sum of loss / sum of mass
+    - ``step``: a statistic of the whole optimizer step
+    """
+
+    name: ClassVar[str] = ""
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        """The focus a per token (stop-gradient); 0 for weighted NLL."""
+        raise NotImplementedError
+
+    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        """The gate s per token: exactly what multiplies the error P - onehot."""
+        raise NotImplementedError
+
+    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        """The loss per token; under autograd d loss / d log_p = -gate."""
+        raise NotImplementedError
+
+    def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        """What a token adds to the step's denominator: 1, but for mass objectives."""
+        return torch.ones_like(stats.log_p)
+
+    @property
+    def kind(self) -> Kind:
+        return "step" if self.step_statistics else "local"
+
+    @property
+    def needs(self) -> frozenset[TopK]:
+        """What the objective reads beyond log_p, entropy and log_collision."""
+        return frozenset()
+
+    @property
+    def step_statistics(self) -> tuple[StepStatistic, ...]:
+        """Numbers about the whole step that the gate needs, in the order in which they can be computed."""
+        return ()
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """Fields of the context without which the objective is undefined: 'progress', 'special_ids'."""
+        return frozenset()
+
+    def step_value(self, statistic: StepStatistic, stats: TokenStats, context: Context) -> Tensor:
+        """A step statistic: from the context, or, where it has none, of ``stats`` taken as the whole step."""
+        if context.step == "deferred":
+            raise ValueError(
+                f"`{self}` needs {statistic.key!r} of the whole step before the backward; a deferred mass "
+                f"cannot replace it. Pass context=Context(step=deftune.step_stats(...))"
+            )
+        if context.step is not None:
+            return context.step.get(statistic.key, self)
+        return reduce_step(statistic.column(stats, context), statistic.reduce)
+
+    def __str__(self) -> str:
+        name = self.name or type(self).__name__.lower()
+        shown = [
+            f"{f.name}={render_value(getattr(self, f.name))}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{name}({', '.join(shown)})" if shown else name
+
+
+def render_value(value: object) -> str:
+    """A parameter as the grammar reads it back: 0.5, 20, lnk, deft | floor(0.1)."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Focus(Objective):
+    """An objective given by its focus: L = (1 - p^a)/a, gate p^a. Subclasses define ``focus``.
+
+    >>> @dataclass(frozen=True)
+    ... class Half(Focus):
+    ...     def focus(self, stats, context=NO_CONTEXT):
+    ...         return stats.concentration / 2
+    >>> str(Half())
+    'half'
+    """
+
+    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return deformed_gate(stats.log_p, self.focus(stats, context).detach())
+
+    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return deformed_loss(stats.log_p, self.focus(stats, context).detach())
+
+
+@dataclass(frozen=True)
+class Weight(Objective):
+    """An objective given by a stop-gradient weight on the NLL: L = sg[w] * -log p, gate w. Subclasses define ``weight``."""
+
+    def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        raise NotImplementedError
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return torch.zeros_like(stats.log_p)
+
+    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return self.weight(stats, context).detach()
+
+    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return weighted_nll(stats.log_p, self.weight(stats, context).detach())

@@ -1,0 +1,274 @@
+"""The objectives: the deformed-log family, the paper's two trajectories, and the weights it is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from deftune.objectives.base import Focus, Kind, Objective, StepStatistic, Weight, render_value, weighted_nll
+from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats, TopK, topk
+
+
+def require(holds: bool, name: str, what: str, got: object, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: {what}, got {got}; {remedy}")
+
+
+@dataclass(frozen=True)
+class Alpha(Focus):
+    """L_a(p) = (1 - p^a)/a with one focus a >= 0 for every token: gate p^a (Eq. example_alpha).
+
+    >>> str(Alpha(0.0)), str(Alpha(0.5)), str(Alpha(1.0)), str(Alpha(0.7))
+    ('nll', 'hellinger', 'linear', 'alpha(0.7)')
+    """
+
+    name: ClassVar[str] = "alpha"
+    NAMED: ClassVar[dict[float, str]] = {0.0: "nll", 0.5: "hellinger", 1.0: "linear"}
+    a: float
+
+    def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.a) and self.a >= 0,
+            "alpha",
+            "the focus a must be finite and >= 0 (a < 0 would push hardest on the least likely tokens)",
+            self.a,
+            "use nll for a = 0, linear for a = 1",
+        )
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return torch.full_like(stats.log_p, self.a)
+
+    def __str__(self) -> str:
+        return self.NAMED.get(self.a) or f"alpha({render_value(self.a)})"
+
+
+@dataclass(frozen=True)
+class Dft(Objective):
+    """Dynamic fine-tuning: L = -sg[p] log p, gate p; the gradient is `linear`'s, only the value differs."""
+
+    name: ClassVar[str] = "dft"
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return torch.ones_like(stats.log_p)
+
+    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return stats.p.detach()
+
+    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return weighted_nll(stats.log_p, stats.p.detach())
+
+
+@dataclass(frozen=True)
+class Cayley(Focus):
+    """The Cayley trajectory: z = sqrt(1-p), a = (1-z)/(1 + kappa z); kappa = 1 is the paper's (Eq. alpha_star).
+
+    >>> from deftune.objectives.stats import from_columns
+    >>> Cayley().focus(from_columns([math.log(0.75)], [0.0], [0.0], vocab_size=2))
+    tensor([0.3333], dtype=torch.float64)
+    """
+
+    name: ClassVar[str] = "cayley"
+    kappa: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.kappa) and self.kappa > -1,
+            "cayley",
+            "kappa must be > -1 (the map leaves [0, 1] otherwise)",
+            self.kappa,
+            "the paper's choice is kappa=1",
+        )
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        # (1-z)/(1+kz) = (1-z^2)/((1+z)(1+kz)) = p/((1+z)(1+kz)): the textbook form cancels for small p
+        z = stats.error.sqrt()
+        return (stats.p / ((1 + z) * (1 + self.kappa * z))).detach()
+
+
+@dataclass(frozen=True)
+class CayleyReleased(Focus):
+    """What the authors' repository trains: a = f + (1-f) p/(2-p), f = 0.5 mean p, clamped to [1e-3, 1].
+
+    Their mean is over a micro-batch; here it is over the whole optimizer step.
+    """
+
+    name: ClassVar[str] = "cayley-released"
+
+    @property
+    def step_statistics(self) -> tuple[StepStatistic, ...]:
+        return (StepStatistic("mean p", lambda stats, context: stats.p, "mean"),)
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        p = stats.p.detach()
+        floor = 0.5 * self.step_value(self.step_statistics[0], stats, context).detach()
+        return (floor + (1 - floor) * p / (2 - p)).clamp(1e-3, 1.0)
+
+
+@dataclass(frozen=True)
+class Deft(Focus):
+    """Dynamic entropy fine-tuning: a = sum_v P_v^2 = exp(-H_2(P)) (Eq. deft_alpha), gate p^a.
+
+    >>> from deftune.objectives.stats import from_columns
+    >>> stats = from_columns([math.log(0.25)], [math.log(4)], [-math.log(4)], vocab_size=4)  # uniform over 4
+    >>> Deft().focus(stats), Deft().gate(stats)
+    (tensor([0.2500], dtype=torch.float64), tensor([0.7071], dtype=torch.float64))
+    """
+
+    name: ClassVar[str] = "deft"
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return stats.concentration.detach()
+
+
+@dataclass(frozen=True)
+class Eaft(Weight):
+    """Entropy-adaptive fine-tuning: weight (H_topk / norm)^power, H of the top min(k, V) renormalised.
+
+    ``norm`` names the divisors in use: ``lnk`` (ln of the asked k), ``3`` (LLaMA-Factory's), ``none``, and ``full``
+    (the exact entropy over ln V; k is not used).
+    """
+
+    name: ClassVar[str] = "eaft"
+    k: int = 20
+    power: float = 1.0
+    norm: Literal["lnk", "3", "none", "full"] = "lnk"
+
+    def __post_init__(self) -> None:
+        require(self.k >= 2, "eaft", "k must be at least 2 (one token has no entropy)", self.k, "the default is k=20")
+        require(
+            math.isfinite(self.power) and self.power > 0, "eaft", "power must be > 0", self.power, "the default is 1"
+        )
+        norms = ("lnk", "3", "none", "full")
+        require(self.norm in norms, "eaft", f"norm must be one of {', '.join(norms)}", self.norm, "the default is lnk")
+        require(self.norm != "full" or self.k == 20, "eaft", "norm=full has no k", f"k={self.k}", "leave k out")
+
+    @property
+    def needs(self) -> frozenset[TopK]:
+        return frozenset() if self.norm == "full" else frozenset({topk(self.k)})
+
+    def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        if self.norm == "full":
+            share = stats.entropy / math.log(stats.vocab_size) if stats.vocab_size > 1 else stats.entropy
+        else:
+            top = stats.top_log_p(self.k)
+            log_q = top.log_softmax(-1)
+            entropy = -torch.where(log_q == -math.inf, 0.0, log_q.exp() * log_q).sum(-1)
+            share = entropy.clamp(min=0) / {"lnk": math.log(self.k), "3": 3.0, "none": 1.0}[self.norm]
+        return share**self.power
+
+
+@dataclass(frozen=True)
+class Threshold(Objective):
+    """`top` and `bottom`: only tokens on one side of p = t, with the gate of `nll` or `linear`."""
+
+    t: float
+    of: Literal["nll", "linear"] = "nll"
+
+    def __post_init__(self) -> None:
+        name = self.name
+        require(0 <= self.t <= 1, name, "the threshold t is a probability in [0, 1]", self.t, "ProFit is top(0.1)")
+        require(self.of in ("nll", "linear"), name, "of must be nll or linear", self.of, "the default is nll")
+
+    def selected(self, stats: TokenStats) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def log_t(self) -> float:
+        return math.log(self.t) if self.t > 0 else -math.inf
+
+    @property
+    def base(self) -> Alpha:
+        return Alpha(0.0) if self.of == "nll" else Alpha(1.0)
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return self.base.focus(stats, context)
+
+    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return torch.where(self.selected(stats), self.base.gate(stats, context), 0.0)
+
+    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return torch.where(self.selected(stats), self.base.loss(stats, context), 0.0)
+
+    def __str__(self) -> str:
+        return f"{self.name}({render_value(self.t)}{', of=linear' if self.of == 'linear' else ''})"
+
+
+@dataclass(frozen=True)
+class Top(Threshold):
+    """Gate 1[p >= t] times the gate of ``of``; the denominator stays all supervised tokens."""
+
+    name: ClassVar[str] = "top"
+
+    def selected(self, stats: TokenStats) -> Tensor:
+        return stats.log_p >= self.log_t
+
+
+@dataclass(frozen=True)
+class Bottom(Threshold):
+    """Gate 1[p < t] times the gate of ``of``: what `top` leaves out."""
+
+    name: ClassVar[str] = "bottom"
+
+    def selected(self, stats: TokenStats) -> Tensor:
+        return stats.log_p < self.log_t
+
+
+@dataclass(frozen=True)
+class Mile(Weight):
+    """Weight (1+H)^gamma over its step mean: high-entropy tokens count more, and the mean weight is one."""
+
+    name: ClassVar[str] = "mile"
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.gamma), "mile", "gamma must be finite", self.gamma, "the default is 1")
+
+    @property
+    def kind(self) -> Kind:
+        return "mass"
+
+    @property
+    def step_statistics(self) -> tuple[StepStatistic, ...]:
+        return (StepStatistic(f"mass of {self}", self.mass, "mean"),)
+
+    def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return (1 + stats.entropy.detach()) ** self.gamma
+
+    def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        if context.step == "deferred":
+            return self.mass(stats, context)
+        return self.mass(stats, context) / self.step_value(self.step_statistics[0], stats, context)
+
+
+@dataclass(frozen=True)
+class Clip(Objective):
+    """L = min(NLL, k * median NLL of the step), gate min(1, k * median / NLL), detached."""
+
+    name: ClassVar[str] = "clip"
+    k: float = 3.0
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.k) and self.k > 0, "clip", "k must be > 0", self.k, "the default is k=3")
+
+    @property
+    def step_statistics(self) -> tuple[StepStatistic, ...]:
+        return (StepStatistic("median nll", lambda stats, context: stats.nll.detach(), "median"),)
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return torch.zeros_like(stats.log_p)
+
+    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        cap = self.k * self.step_value(self.step_statistics[0], stats, context)
+        nll = stats.nll.detach()
+        return torch.where(nll <= cap, 1.0, cap / nll)
+
+    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        cap = self.k * self.step_value(self.step_statistics[0], stats, context)
+        gate = self.gate(stats, context)
+        # sg[cap / NLL] * NLL has the value cap and the gate's gradient; at p = 0 only the value is left
+        clipped = torch.where(gate == 0, cap, weighted_nll(stats.log_p, gate))
+        return torch.where(stats.nll <= cap, stats.nll, clipped)

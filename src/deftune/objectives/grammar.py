@@ -1,0 +1,217 @@
+"""Specs: `deft`, `alpha(0.5)`, `cayley(kappa=1)`, `deft | eos(nll) | mean_one`. A grammar, never a substring.
+
+spec  := term ("|" term)*            the first term is an objective, the others are modifiers
+term  := NAME [ "(" [arg ("," arg)*] ")" ]
+arg   := [NAME "="] (NUMBER | spec)  a bare word is a choice (norm=lnk) or an objective (eos(nll))
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from deftune.objectives.base import Objective
+
+MAX_SPEC_LENGTH = 1000
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z][\w-]*)|(?P<sign>[(),=|]))"
+)
+
+
+@dataclass(frozen=True)
+class _Term:
+    name: str
+    positional: list[_Value]
+    named: dict[str, _Value]
+
+
+@dataclass(frozen=True)
+class _Value:
+    """An argument as written: a number's text, or a pipeline of terms."""
+
+    text: str
+    number: bool
+    terms: list[_Term]
+
+
+class _Parser:
+    def __init__(self, spec: str):
+        self.spec = spec
+        self.tokens: list[tuple[str, str, int]] = []
+        at = 0
+        while spec[at:].strip():
+            match = _TOKEN.match(spec, at)
+            if match is None:
+                raise self.error(f"unexpected {spec[at:].strip()[0]!r}", at)
+            kind = match.lastgroup or ""
+            self.tokens.append((kind, match[kind], match.start(kind)))
+            at = match.end()
+        self.next = 0
+
+    def error(self, what: str, at: int) -> ValueError:
+        return ValueError(
+            f"objective spec {self.spec!r}, column {at + 1}: {what}; a spec looks like 'deft | eos(nll) | mean_one'"
+        )
+
+    def peek(self) -> tuple[str, str, int]:
+        return self.tokens[self.next] if self.next < len(self.tokens) else ("end", "", len(self.spec))
+
+    def take(self, kind: str, text: str | None = None) -> str:
+        got_kind, got, at = self.peek()
+        if got_kind != kind or (text is not None and got != text):
+            wanted = repr(text) if text else {"name": "a name"}.get(kind, kind)
+            raise self.error(f"expected {wanted}, found {repr(got) if got else 'the end'}", at)
+        self.next += 1
+        return got
+
+    def pipeline(self) -> list[_Term]:
+        terms = [self.term()]
+        while self.peek()[:2] == ("sign", "|"):
+            self.take("sign", "|")
+            terms.append(self.term())
+        return terms
+
+    def term(self) -> _Term:
+        term = _Term(self.take("name"), [], {})
+        if self.peek()[:2] != ("sign", "("):
+            return term
+        self.take("sign", "(")
+        while self.peek()[:2] != ("sign", ")"):
+            self.argument(term)
+            if self.peek()[:2] != ("sign", ")"):
+                self.take("sign", ",")
+        self.take("sign", ")")
+        return term
+
+    def argument(self, term: _Term) -> None:
+        following = self.tokens[self.next + 1][:2] if self.next + 1 < len(self.tokens) else None
+        if self.peek()[0] == "name" and following == ("sign", "="):
+            key, at = self.take("name"), self.peek()[2]
+            self.take("sign", "=")
+            if key in term.named:
+                raise self.error(f"{term.name}: {key} is given twice", at)
+            term.named[key] = self.value()
+        elif term.named:
+            raise self.error(f"{term.name}: a value without a name after one with a name", self.peek()[2])
+        else:
+            term.positional.append(self.value())
+
+    def value(self) -> _Value:
+        kind, text, at = self.peek()
+        if kind == "number":
+            self.next += 1
+            return _Value(text, True, [])
+        terms = self.pipeline()
+        end = self.peek()[2]
+        return _Value(self.spec[at:end].strip(), False, terms)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """' Did you mean ...?' or nothing."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _unknown(what: str, word: str, known: Iterable[str]) -> ValueError:
+    known = list(known)
+    return ValueError(f"unknown {what} {word!r}.{suggest(word, known)} Known: {', '.join(known)}")
+
+
+def _convert(where: str, wanted: object, value: _Value) -> object:
+    """An argument as the factory's annotation asks for it."""
+    if isinstance(wanted, type) and issubclass(wanted, Objective):
+        if value.number:
+            raise ValueError(f"{where} is an objective, got the number {value.text}; write e.g. nll")
+        return _build(value.terms)
+    if typing.get_origin(wanted) is typing.Literal:
+        choices = [str(choice) for choice in typing.get_args(wanted)]
+        if value.text not in choices:
+            raise ValueError(
+                f"{where} is one of {', '.join(choices)}, got {value.text!r}.{suggest(value.text, choices)}"
+            )
+        return value.text
+    if wanted in (int, float):
+        if not value.number:
+            raise ValueError(f"{where} is a number, got {value.text!r}")
+        if wanted is int:
+            if not re.fullmatch(r"[+-]?\d+", value.text):
+                raise ValueError(f"{where} is a whole number, got {value.text}")
+            return int(value.text)
+        return float(value.text)
+    if wanted is str:
+        return value.text
+    raise ValueError(f"{where} has the type {wanted}, which a spec cannot express; build the objective in Python")
+
+
+def _call(name: str, factory: Callable[..., Objective], term: _Term, first: list[Objective]) -> Objective:
+    """The factory's objective for one term; a modifier takes the objective before it as ``first``."""
+    target = factory.__init__ if inspect.isclass(factory) else factory
+    hints = typing.get_type_hints(target)
+    parameters = list(inspect.signature(factory).parameters)[len(first) :]
+    if len(term.positional) > len(parameters):
+        takes = f"takes {', '.join(parameters)}" if parameters else "takes no values"
+        raise ValueError(f"{name}: {len(term.positional)} values given, it {takes}")
+    given = dict(zip(parameters, term.positional))
+    for key, value in term.named.items():
+        if key not in parameters:
+            raise _unknown(f"parameter of {name}", key, parameters)
+        if key in given:
+            raise ValueError(f"{name}: {key} is given twice")
+        given[key] = value
+    kwargs = {key: _convert(f"{name}: {key}", hints.get(key, str), value) for key, value in given.items()}
+    signature = inspect.signature(factory)
+    missing = [
+        key for key in parameters if signature.parameters[key].default is inspect.Parameter.empty and key not in kwargs
+    ]
+    if missing:
+        raise ValueError(
+            f"{name}: {', '.join(missing)} is missing; write e.g. {name}({', '.join(f'{m}=...' for m in missing)})"
+        )
+    return factory(*first, **kwargs)
+
+
+def _build(terms: list[_Term]) -> Objective:
+    from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES  # the catalogue's doors are parsed by this module
+
+    head, *rest = terms
+    if head.name not in OBJECTIVES:
+        if head.name in MODIFIERS:
+            raise ValueError(f"{head.name!r} is a modifier and needs an objective before it, e.g. 'deft | {head.name}'")
+        raise _unknown("objective", head.name, OBJECTIVES)
+    built = _call(head.name, OBJECTIVES[head.name], head, [])
+    for term in rest:
+        if term.name not in MODIFIERS:
+            if term.name in OBJECTIVES:
+                raise ValueError(
+                    f"{term.name!r} is an objective, not a modifier; '|' is followed by one of {', '.join(MODIFIERS)} "
+                    f"(to mix two objectives: blend({term.name}, 0.5))"
+                )
+            raise _unknown("modifier", term.name, MODIFIERS)
+        built = _call(term.name, MODIFIERS[term.name], term, [built])
+    return built
+
+
+def objective(spec: str | Objective) -> Objective:
+    """The objective that a spec names; an `Objective` is returned as it is. ``str()`` of the result is a spec again.
+
+    >>> str(objective("cayley(kappa=1)")), str(objective("deft|eos( nll )|mean_one"))
+    ('cayley', 'deft | eos(nll) | mean_one')
+    """
+    if isinstance(spec, Objective):
+        return spec
+    if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"an objective is a spec such as 'deft' or an Objective, got {type(spec).__name__}")
+    if len(spec) > MAX_SPEC_LENGTH:
+        raise ValueError(f"objective spec of {len(spec)} characters: at most {MAX_SPEC_LENGTH} are read")
+    if not spec.strip():
+        raise ValueError("objective spec is empty; write e.g. 'deft'")
+    parser = _Parser(spec)
+    terms = parser.pipeline()
+    kind, text, at = parser.peek()
+    if kind != "end":
+        raise parser.error(f"unexpected {text!r}", at)
+    return _build(terms)

@@ -1,0 +1,220 @@
+"""What an objective may see: the statistics of supervised tokens, and the context of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""The label of a token that is not supervised; every function of deftune skips it."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """A need beyond the three statistics: the log-probabilities of the ``k`` likeliest tokens."""
+
+    k: int
+
+    def __str__(self) -> str:
+        return f"topk({self.k})"
+
+
+def topk(k: int) -> TopK:
+    """Declare in ``Objective.needs`` that an objective reads the ``k`` likeliest tokens.
+
+    >>> str(topk(20))
+    'topk(20)'
+    """
+    if k < 1:
+        raise ValueError(f"topk: k must be at least 1, got {k}")
+    return TopK(k)
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """The statistics of the supervised tokens, flat: all that an objective may see.
+
+    With P = softmax(z), p = P[target], one entry per supervised token:
+
+    - ``log_p``: log p
+    - ``entropy``: -sum_v P_v log P_v
+    - ``log_collision``: log sum_v P_v^2, minus the Rényi-2 entropy
+    - ``targets``: the target ids
+    - ``vocab_size``: V
+
+    The three vectors are float64 where the device has it (log p = -11.93 has no float32 within 2e-7).
+    What costs more, the likeliest tokens, is computed when ``top_log_p`` asks for it.
+    """
+
+    log_p: Tensor
+    entropy: Tensor
+    log_collision: Tensor
+    targets: Tensor
+    vocab_size: int
+    _top_source: Callable[[int], Tensor] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def p(self) -> Tensor:
+        """The target's probability."""
+        return self.log_p.exp()
+
+    @property
+    def error(self) -> Tensor:
+        """The prediction error 1 - p, exact for p near 1."""
+        return -torch.expm1(self.log_p)
+
+    @property
+    def nll(self) -> Tensor:
+        """-log p."""
+        return -self.log_p
+
+    @property
+    def concentration(self) -> Tensor:
+        """sum_v P_v^2 in [1/V, 1]: DEFT's focus."""
+        return self.log_collision.exp()
+
+    def top_log_p(self, k: int) -> Tensor:
+        """Log-probabilities of the min(k, V) likeliest tokens, largest first: ``[tokens, min(k, V)]``."""
+        if self._top_source is None:
+            raise ValueError(
+                f"these statistics hold no likeliest tokens, topk({k}) was asked for; "
+                f"declare `needs = frozenset({{topk({k})}})` in the objective or pass needs= where they are made"
+            )
+        return self._top_source(k)
+
+    def detach(self) -> TokenStats:
+        """The same statistics, cut from the autograd graph."""
+        return replace(
+            self, log_p=self.log_p.detach(), entropy=self.entropy.detach(), log_collision=self.log_collision.detach()
+        )
+
+    def __len__(self) -> int:
+        return self.log_p.shape[0]
+
+    @staticmethod
+    def cat(parts: Iterable[TokenStats]) -> TokenStats:
+        """One record for several, in order: the micro-batches of a step, the chunks of a pass.
+
+        >>> a = from_columns(log_p=[-1.0], entropy=[0.5], log_collision=[-0.5], vocab_size=4)
+        >>> len(TokenStats.cat([a, a]))
+        2
+        """
+        parts = list(parts)
+        if not parts:
+            raise ValueError("TokenStats.cat: nothing to join; pass at least one record")
+        sizes = {part.vocab_size for part in parts}
+        if len(sizes) > 1:
+            raise ValueError(f"TokenStats.cat: the records have different vocabularies, {sorted(sizes)}")
+
+        def top(k: int) -> Tensor:
+            return torch.cat([part.top_log_p(k) for part in parts])
+
+        return TokenStats(
+            log_p=torch.cat([part.log_p for part in parts]),
+            entropy=torch.cat([part.entropy for part in parts]),
+            log_collision=torch.cat([part.log_collision for part in parts]),
+            targets=torch.cat([part.targets for part in parts]),
+            vocab_size=sizes.pop(),
+            _top_source=top if all(part._top_source is not None for part in parts) else None,
+        )
+
+
+def from_columns(
+    log_p: Tensor | list[float],
+    entropy: Tensor | list[float],
+    log_collision: Tensor | list[float],
+    *,
+    vocab_size: int,
+    targets: Tensor | list[int] | None = None,
+    top_log_p: Tensor | None = None,
+) -> TokenStats:
+    """A record from columns that something else measured (a log, a table, another engine).
+
+    >>> from_columns([-0.5], [1.0], [-0.7], vocab_size=10).p
+    tensor([0.6065], dtype=torch.float64)
+    """
+
+    def column(values: Tensor | list[float]) -> Tensor:
+        return values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+
+    columns = [column(log_p), column(entropy), column(log_collision)]
+    if len({c.shape for c in columns}) != 1 or columns[0].dim() != 1:
+        raise ValueError(
+            f"from_columns: the columns must be flat and equally long, got shapes {[tuple(c.shape) for c in columns]}"
+        )
+    if targets is None:
+        targets = torch.zeros(columns[0].shape, dtype=torch.long, device=columns[0].device)
+    source: Callable[[int], Tensor] | None = None
+    if top_log_p is not None:
+        source = columns_of(top_log_p, vocab_size)
+    return TokenStats(*columns, torch.as_tensor(targets), vocab_size, source)
+
+
+def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:
+    """A source of the likeliest tokens out of ones already taken, refusing more than there are."""
+
+    def take(k: int) -> Tensor:
+        if min(k, vocab_size) > top.shape[-1]:
+            raise ValueError(f"topk({k}) was asked for, but these statistics were made with topk({top.shape[-1]})")
+        return top[:, : min(k, vocab_size)]
+
+    return take
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Statistics of one whole optimizer step, over every micro-batch and rank: what `step_stats` returns."""
+
+    values: Mapping[str, Tensor]
+    num_items: int
+
+    def get(self, key: str, asker: object) -> Tensor:
+        if key not in self.values:
+            raise ValueError(
+                f"the context's step statistics lack {key!r}, which `{asker}` needs (they hold "
+                f"{sorted(self.values)}); make them with deftune.step_stats for this very objective"
+            )
+        return self.values[key]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a token's own statistics do not tell.
+
+    - ``progress``: the share of training done, 0 to 1 (`warmup`)
+    - ``special_ids``: ids of end and format tokens (`eos`)
+    - ``step``: statistics of the whole optimizer step from `step_stats` (`clip`, `cayley-released`, inner means), or
+      ``"deferred"``: the caller accumulates unnormalised gradients of a mass objective and rescales them
+      once by num_items / mass
+    """
+
+    progress: float | None = None
+    special_ids: tuple[int, ...] | None = None
+    step: StepStats | Literal["deferred"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.progress is not None and not (0.0 <= self.progress <= 1.0 and math.isfinite(self.progress)):
+            raise ValueError(f"Context: progress is the share of training done, from 0 to 1, got {self.progress}")
+        if self.special_ids is not None:
+            object.__setattr__(self, "special_ids", tuple(int(i) for i in self.special_ids))
+
+    def need_progress(self, asker: object) -> float:
+        if self.progress is None:
+            raise ValueError(f"`{asker}` needs the training progress: pass context=Context(progress=step / num_steps)")
+        return self.progress
+
+    def need_special_ids(self, asker: object) -> tuple[int, ...]:
+        if not self.special_ids:
+            raise ValueError(
+                f"`{asker}` needs the ids of the end and format tokens: "
+                f"pass context=Context(special_ids=(tokenizer.eos_token_id, ...))"
+            )
+        return self.special_ids
+
+
+NO_CONTEXT = Context()
