@@ -1,1 +1,1 @@
-
+"""What an objective does, as tables and figures."""

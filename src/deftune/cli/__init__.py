@@ -1,1 +1,31 @@
+"""The command line. Nothing here imports torch before a command that needs it runs."""
 
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from deftune._version import __version__
+from deftune.cli import objectives
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="deftune", description="SFT objectives as gate x error.")
+    parser.add_argument("--version", action="version", version=f"deftune {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    objectives.add_to(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; a user's mistake is one line on stderr and exit code 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # `deftune ... | head`
+        sys.stderr.close()
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"deftune: {error}", file=sys.stderr)
+        return 2

@@ -79,8 +79,8 @@ def check_count(num_items: Tensor | float | None, count: int) -> None:
     on_host = not isinstance(num_items, Tensor) or num_items.device.type == "cpu"
     if num_items is not None and on_host and float(num_items) < count:
         raise ValueError(
-            f"num_items: {float(num_items):g} is fewer than this call's {count} supervised tokens; it is the count of the "
-            f"whole optimizer step over all micro-batches and ranks, never divided by anything"
+            f"num_items: {float(num_items):g} is fewer than this call's {count} supervised tokens; it is the count "
+            f"of the whole optimizer step over all micro-batches and ranks, never divided by anything"
         )
 
 

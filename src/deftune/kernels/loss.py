@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,22 +31,23 @@ def token_loss(
 
         d loss / d z_i = gate (P_i - [i = y])
 
-    ``targets`` are already shifted, IGNORE_INDEX is skipped. ``reduction="mean"`` divides by ``num_items``, the supervised
-    tokens of the whole optimizer step (never times the world size), or by this call's; ``"none"`` has the targets'
-    shape, 0 at ignored tokens. ``weights`` are constants per token. ``context`` is what the objective needs beyond the
-    tokens (progress, special ids, step statistics). The loss is float32, float64 for float64 logits.
+    ``targets`` are already shifted, IGNORE_INDEX is skipped. ``reduction="mean"`` divides by ``num_items``, the
+    supervised tokens of the whole optimizer step (never times the world size), or by this call's; ``"none"`` has
+    the targets' shape, 0 at ignored tokens. ``weights`` are constants per token. ``context`` is what the objective
+    needs beyond the tokens (progress, special ids, step statistics). The loss is float32, float64 for float64 logits.
 
     >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
     >>> token_loss(logits, torch.tensor([1]), "linear").backward()
     >>> logits.grad
-    tensor([[ 0.0963, -0.1011,  0.0048]])
+    tensor([[ 0.0964, -0.1012,  0.0048]])
     """
     objective = parse_objective(objective)
     check_logits(logits, targets)
     check_reduction(reduction, num_items)
     check_weights(weights, targets.shape)
     flat = targets.reshape(-1)
-    losses = _losses(logits, flat, objective, context or NO_CONTEXT, num_items)
+    run = _uncompiled_losses() if torch.compiler.is_compiling() else _losses
+    losses = run(logits, flat, objective, context or NO_CONTEXT, num_items)
     losses = losses.to(compute_dtype(logits.dtype)) if reduction == "none" else losses
     if weights is not None:
         losses = losses * torch.where(flat == IGNORE_INDEX, 0.0, weights.reshape(-1).to(losses.dtype))
@@ -55,11 +57,15 @@ def token_loss(
     return reduce_losses(losses, reduction, num_items, count).to(compute_dtype(logits.dtype))
 
 
-@torch.compiler.disable
 def _losses(
     logits: Tensor, targets: Tensor, objective: Objective, context: Context, num_items: Tensor | float | None
 ) -> Tensor:
     return _TokenLoss.apply(logits, targets, objective, context, num_items)[0]  # pyright: ignore
+
+
+def _uncompiled_losses() -> Callable[..., Tensor]:
+    # not as a decorator: that would import the compiler, and triton, together with deftune
+    return torch.compiler.disable(_losses)  # pyright: ignore
 
 
 class _TokenLoss(Function):
@@ -96,7 +102,7 @@ class _TokenLoss(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        logits, targets, objective, context, num_items = inputs
+        logits, targets, objective, context, _ = inputs
         if objective.kind != "local" and context.step is None:
             raise ValueError(f"`{objective}` depends on the whole optimizer step and cannot be mapped over its parts")
         logits = _batch_first(logits, in_dims[0], info.batch_size)

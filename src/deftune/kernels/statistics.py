@@ -168,9 +168,9 @@ def token_stats(logits: Tensor, targets: Tensor) -> TokenStats:
 
         u = z - max z;  log_p = u_y - log sum e^u;  log_collision = log sum e^{2u} - 2 log sum e^u
 
-    ``targets`` are already shifted; IGNORE_INDEX is skipped, any other label outside [0, V) is an error. The rows are read
-    once, in blocks, without a copy of the logits; the record keeps a reference to them for what an objective asks beyond
-    these three. No gradient flows: for a loss use `token_loss`.
+    ``targets`` are already shifted; IGNORE_INDEX is skipped, any other label outside [0, V) is an error. The rows
+    are read once, in blocks, without a copy of the logits; the record keeps a reference to them for what an objective
+    asks beyond these three. No gradient flows: for a loss use `token_loss`.
 
     >>> stats = token_stats(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([1, -100]))
     >>> stats.p, stats.concentration

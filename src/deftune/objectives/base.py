@@ -7,8 +7,9 @@ of an objective is ever asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class StepStatistic(NamedTuple):
     """One number about the whole optimizer step that an objective needs, as a reduction of a per-token column."""
 
     key: str
-    column: Any  # Callable[[TokenStats, Context], Tensor]
+    column: Callable[[TokenStats, Context], Tensor]
     reduce: Literal["mean", "median"]
 
 
@@ -158,7 +159,7 @@ class Focus(Objective):
 
 @dataclass(frozen=True)
 class Weight(Objective):
-    """An objective given by a stop-gradient weight on the NLL: L = sg[w] * -log p, gate w. Subclasses define ``weight``."""
+    """An objective given by a stop-gradient weight: L = sg[w] * -log p, gate w. Subclasses define ``weight``."""
 
     def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         raise NotImplementedError

@@ -45,11 +45,11 @@ class Modifier(Objective):
 
     @property
     def needs(self) -> frozenset[TopK]:
-        return frozenset().union(*(part.needs for part in self.parts))
+        return frozenset(need for part in self.parts for need in part.needs)
 
     @property
     def requires(self) -> frozenset[str]:
-        return frozenset().union(*(part.requires for part in self.parts))
+        return frozenset(name for part in self.parts for name in part.requires)
 
     @property
     def step_statistics(self) -> tuple[StepStatistic, ...]:

@@ -152,7 +152,8 @@ def from_columns(
     source: Callable[[int], Tensor] | None = None
     if top_log_p is not None:
         source = columns_of(top_log_p, vocab_size)
-    return TokenStats(*columns, torch.as_tensor(targets), vocab_size, source)
+    log_p, entropy, log_collision = columns
+    return TokenStats(log_p, entropy, log_collision, torch.as_tensor(targets), vocab_size, source)
 
 
 def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:

@@ -1,0 +1,3 @@
+from deftune.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""The command line, as a user runs it: in a process of its own where start-up is what is tested."""
+
+import csv
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deftune.cli import main
+from deftune.objectives.catalogue import ABOUT, MODIFIERS, OBJECTIVES
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "deftune", *args], capture_output=True, text=True)
+
+
+def test_help_answers_in_0_3_seconds_without_torch():
+    probe = "import sys; from deftune.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    best = min(_timed(probe) for _ in range(5))
+    assert best < 0.3, f"deftune --help took {best:.2f} s at best"
+
+
+def _timed(probe: str) -> float:
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.rstrip().endswith("False"), "deftune --help imported torch"
+    assert "objectives" in done.stdout
+    return time.perf_counter() - start
+
+
+def test_import_deftune_loads_neither_triton_nor_transformers():
+    probe = (
+        "import sys, deftune; deftune.token_loss; print({'triton', 'transformers', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_table_names_every_objective_and_modifier(capsys: pytest.CaptureFixture[str]):
+    assert main(["objectives"]) == 0
+    printed = capsys.readouterr().out
+    assert ABOUT.keys() == OBJECTIVES.keys() | MODIFIERS.keys()
+    for name in ABOUT:
+        assert name in printed
+
+
+def test_show_prints_the_closed_form(capsys: pytest.CaptureFixture[str]):
+    assert main(["objectives", "show", "linear"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()[:1].isdigit()]
+    assert rows, "no row of numbers"
+    for p, _, gate, signal, value in ([float(cell) for cell in row] for row in rows):
+        assert gate == pytest.approx(p, abs=1e-4)
+        assert signal == pytest.approx(p * (1 - p), abs=1e-4)
+        assert value == pytest.approx(1 - p, abs=1e-4)
+
+
+@pytest.mark.parametrize("spec", [*OBJECTIVES, *MODIFIERS, "deft | eos(nll) | mean_one", "deft | warmup(0.1)"])
+def test_show_knows_every_name(spec: str, capsys: pytest.CaptureFixture[str]):
+    spec = {"alpha": "alpha(0.3)", "top": "top(0.1)", "bottom": "bottom(0.1)"}.get(spec, spec)
+    assert main(["objectives", "show", spec]) == 0
+    assert "gate" in capsys.readouterr().out
+
+
+def test_a_mistake_is_one_line_and_exit_code_2():
+    done = run("objectives", "show", "defft")
+    assert done.returncode == 2
+    assert done.stderr.startswith("deftune: unknown objective 'defft'. Did you mean 'deft'?")
+    assert done.stderr.count("\n") == 1
+
+
+def test_plot_writes_pictures_and_their_tables(tmp_path, capsys: pytest.CaptureFixture[str]):
+    assert main(["objectives", "plot", "nll", "deft", "--out", str(tmp_path / "new")]) == 0
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {f"{stem}.{kind}" for stem in ("gates", "signal_maps") for kind in ("png", "svg", "csv")}
+    assert (tmp_path / "new/gates.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    rows = list(csv.DictReader((tmp_path / "new/gates.csv").open()))
+    for row in rows:
+        p, focus, gate = float(row["p"]), float(row["focus"]), float(row["gate"])
+        assert gate == pytest.approx(p**focus, rel=1e-12)
+        assert float(row["signal"]) == pytest.approx(gate * (1 - p), rel=1e-9)
+
+
+def test_plot_refuses_what_a_curve_cannot_show(capsys: pytest.CaptureFixture[str]):
+    assert main(["objectives", "plot", "deft | warmup(0.1)"]) == 2
+    assert "progress" in capsys.readouterr().err
