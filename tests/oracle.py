@@ -7,7 +7,6 @@ a difference quotient of it is the gradient that the objective claims to have.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,9 +17,10 @@ from torch import Tensor
 
 mp = mpmath.MPContext()  # our own context: its precision is nobody else's
 mp.dps = 50
-DEEP = 400  # digits where 1 - x cancels; the smallest float64 is 5e-324
+DEEP = 800  # digits where 1 - x cancels: x differs from 1 by a product of two floats, 5e-324 the least of them
 
 Number = mpmath.mpf
+ZERO, ONE = mp.mpf(0), mp.mpf(1)
 
 
 def number(x: float) -> Number:
@@ -149,12 +149,12 @@ def deformed(row: Row, a: Number) -> Token:
             return (1 - mp.exp(a * log_p)) / a
 
     with mp.workdps(DEEP):
-        return Token(a, mp.mpf(1) if a == 0 else mp.exp(a * row.log_p), value_at)
+        return Token(a, ONE if a == 0 else mp.exp(a * row.log_p), value_at)
 
 
-def weighted(row: Row, weight: Number, focus: Number = mp.mpf(0)) -> Token:
+def weighted(row: Row, weight: Number, focus: Number = ZERO) -> Token:
     """sg[w] * -log p, gate w; a token of weight 0 costs nothing, also at p = 0."""
-    return Token(focus, weight, lambda log_p: mp.mpf(0) if weight == 0 else -weight * log_p)
+    return Token(focus, weight, lambda log_p: ZERO if weight == 0 else -weight * log_p)
 
 
 def local(token: Callable[[Row], Token]) -> Oracle:
@@ -166,7 +166,7 @@ def alpha(a: float) -> Oracle:
 
 
 nll, hellinger, linear = alpha(0), alpha(0.5), alpha(1)
-dft = local(lambda row: weighted(row, row.p, focus=mp.mpf(1)))
+dft = local(lambda row: weighted(row, row.p, focus=ONE))
 deft = local(lambda row: deformed(row, row.collision))
 
 
@@ -182,14 +182,14 @@ def cayley(kappa: float = 1.0) -> Oracle:
 
 def cayley_released(step: Sequence[Row], setting: Setting) -> list[Token]:
     f = mp.fsum(row.p for row in step) / len(step) / 2
-    return [deformed(row, min(max(f + (1 - f) * row.p / (2 - row.p), number(1e-3)), mp.mpf(1))) for row in step]
+    return [deformed(row, min(max(f + (1 - f) * row.p / (2 - row.p), number(1e-3)), ONE)) for row in step]
 
 
 def eaft(k: int = 20, power: float = 1.0, norm: str = "lnk") -> Oracle:
     def weight(row: Row) -> Number:
         if norm == "full":
-            return (row.entropy / mp.log(row.vocab_size) if row.vocab_size > 1 else mp.mpf(0)) ** number(power)
-        divisor = {"lnk": mp.log(k), "3": mp.mpf(3), "none": mp.mpf(1)}[norm]
+            return (row.entropy / mp.log(row.vocab_size) if row.vocab_size > 1 else ZERO) ** number(power)
+        divisor = {"lnk": mp.log(k), "3": mp.mpf(3), "none": ONE}[norm]
         return (top_entropy(row.likeliest, k) / divisor) ** number(power)
 
     return local(lambda row: weighted(row, weight(row)))
@@ -200,7 +200,7 @@ def threshold(t: float, of: str, above: bool) -> Oracle:
         base = deformed(row, mp.mpf(0 if of == "nll" else 1))
         if (row.p >= number(t)) == above:
             return base
-        return Token(base.focus, mp.mpf(0), lambda log_p: mp.mpf(0))
+        return Token(base.focus, ZERO, lambda log_p: ZERO)
 
     return local(token)
 
@@ -235,9 +235,9 @@ def clip(k: float = 3.0) -> Oracle:
 
         def token(row: Row) -> Token:
             if -row.log_p <= cap:
-                return weighted(row, mp.mpf(1))
+                return weighted(row, ONE)
             gate = cap / -row.log_p
-            return Token(mp.mpf(0), gate, lambda log_p: cap if gate == 0 else -gate * log_p)
+            return Token(ZERO, gate, lambda log_p: cap if gate == 0 else -gate * log_p)
 
         return [token(row) for row in step]
 
@@ -249,7 +249,7 @@ def clip(k: float = 3.0) -> Oracle:
 
 def floor(inner: Oracle, g: float) -> Oracle:
     def raised(row: Row, token: Token) -> Token:
-        lift = max(mp.mpf(0), number(g) - token.gate)
+        lift = max(ZERO, number(g) - token.gate)
         extra = weighted(row, lift).value_at
         return Token(token.focus, max(token.gate, number(g)), lambda log_p: token.value_at(log_p) + extra(log_p))
 
@@ -287,7 +287,7 @@ def warmup(inner: Oracle, f: float) -> Oracle:
     """NLL until progress f, linear to self at 2f; the focus is the inner one's throughout."""
 
     def tokens(step: Sequence[Row], setting: Setting) -> list[Token]:
-        share = min(mp.mpf(1), max(mp.mpf(0), number(setting.progress) / number(f) - 1))
+        share = min(ONE, max(ZERO, number(setting.progress) / number(f) - 1))
         pairs = zip(inner(step, setting), nll(step, setting))
         return [mixed(ours, plain, 1 - share) for ours, plain in pairs]
 
@@ -343,6 +343,3 @@ def difference_quotient(token: Token, logits: Sequence[float], target: int) -> l
 
     return [float((value(i, h) - value(i, -h)) / (2 * h)) for i in range(len(logits))]
 
-
-def finite(values: Sequence[float]) -> bool:
-    return all(math.isfinite(v) for v in values)

@@ -395,7 +395,7 @@ def test_table_8_amc_is_off_the_grid():
 
 
 def test_aime_values_are_means_of_rounded_runs():
-    """AIME24 has 30 questions: half of the printed values are no k/480, all are means of 16 runs rounded to 0.1."""
+    """AIME24 has 30 questions: ten of 18 printed values are no k/480; all are means of 16 runs rounded to 0.1."""
     values = sorted({row[3] for row in MATH_ROWS})
     off = [v for v in values if not on_grid(v, 480)]
     assert off == [0.41, 1.03, 1.45, 1.65, 1.86, 2.49, 2.90, 6.47, 7.09, 8.14]
