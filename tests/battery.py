@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import oracle as exact
 import torch
 from torch import Tensor
 
 import deftune
+import oracle as exact
 from deftune import Context, Objective, TokenStats
 from deftune.objectives.stats import from_columns
 

@@ -342,4 +342,3 @@ def difference_quotient(token: Token, logits: Sequence[float], target: int) -> l
         return token.value_at(z[target] - mp.log(mp.fsum(mp.exp(x) for x in z)))
 
     return [float((value(i, h) - value(i, -h)) / (2 * h)) for i in range(len(logits))]
-

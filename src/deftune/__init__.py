@@ -27,12 +27,23 @@ _HOMES = {
     "objective": "objectives",
     "step_stats": "objectives",
     "topk": "objectives",
+    "linear_loss": "kernels",
+    "linear_loss_with_stats": "kernels",
+    "linear_token_stats": "kernels",
+    "raise_pending": "kernels",
     "token_loss": "kernels",
     "token_stats": "kernels",
 }
 
 if TYPE_CHECKING:
-    from deftune.kernels import token_loss, token_stats
+    from deftune.kernels import (
+        linear_loss,
+        linear_loss_with_stats,
+        linear_token_stats,
+        raise_pending,
+        token_loss,
+        token_stats,
+    )
     from deftune.objectives import (
         IGNORE_INDEX,
         MODIFIERS,
@@ -74,7 +85,11 @@ __all__ = [
     "TokenStats",
     "Weight",
     "__version__",
+    "linear_loss",
+    "linear_loss_with_stats",
+    "linear_token_stats",
     "objective",
+    "raise_pending",
     "step_stats",
     "token_loss",
     "token_stats",

@@ -2,17 +2,17 @@
 
 import math
 
-import oracle as exact
 import pytest
 import torch
-from battery import sample_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close, assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import oracle as exact
+from battery import sample_logits
 from deftune import IGNORE_INDEX, token_loss, token_stats
+from tolerances import assert_close, assert_near
 
 properties = settings(deadline=None, derandomize=True, max_examples=50, database=None)
 QWEN = 152064  # Qwen2.5's padded vocabulary
@@ -36,15 +36,21 @@ def laid_out(logits: torch.Tensor, how: str) -> torch.Tensor:
 def check_against_oracle(logits: torch.Tensor, targets: torch.Tensor, rows=None) -> None:
     stats = token_stats(logits, targets)
     rows = exact.rows(logits, targets) if rows is None else rows
-    largest = torch.tensor([size_of(z) for z, y in zip(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)) if y >= 0])
+    largest = torch.tensor(
+        [size_of(z) for z, y in zip(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)) if y >= 0]
+    )
     size = 1 + largest.double()
     assert stats.log_p.dtype == torch.float64 and len(stats) == len(rows)
     assert_near(stats.log_p, exact.column([row.log_p for row in rows]), "log p", condition=size, what="log p")
     assert_near(
-        stats.log_collision, exact.column([row.log_collision for row in rows]), "log p", condition=2 * size, what="collision"
+        stats.log_collision,
+        exact.column([row.log_collision for row in rows]),
+        "log p",
+        condition=2 * size,
+        what="collision",
     )
     assert_near(
-        stats.entropy, exact.column([row.entropy for row in rows]), "float32 entropy", condition=size**2, what="entropy"
+        stats.entropy, exact.column([row.entropy for row in rows]), "float32 entropy", condition=size, what="entropy"
     )
     assert torch.equal(stats.targets.long(), targets[targets != IGNORE_INDEX].long())
 
@@ -108,7 +114,7 @@ def test_random_logits_over_a_whole_vocabulary(scale):
     size = 1 + logits.abs().amax(-1).double()
     assert_near(stats.log_p, twin.log_p, "log p", condition=size)
     assert_near(stats.log_collision, twin.collision.log(), "log p", condition=2 * size)
-    assert_near(stats.entropy, twin.entropy, "float32 entropy", condition=size**2)
+    assert_near(stats.entropy, twin.entropy, "float32 entropy", condition=size)
 
 
 def test_more_rows_than_a_block():
@@ -122,6 +128,18 @@ def test_more_rows_than_a_block():
     assert_near(stats.log_collision, twin.collision.log()[kept], "log p", condition=2 * size[kept])
     top = stats.top_log_p(20).log_softmax(-1)
     assert_near(-(top.exp() * top).sum(-1), twin.top_entropy[kept], "log p", condition=size[kept])
+
+
+@pytest.mark.parametrize("margin", [10.0, 40.0, 80.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_error_of_a_confident_token_keeps_its_digits(margin, dtype):
+    """1 - p = 1e-17 is below the rounding of p = 1, in float64 too; log p and 1 - p know it all the same."""
+    logits, _ = sample_logits(6, 30, dtype)
+    targets = torch.arange(6)
+    logits[targets, targets] = logits.amax(-1) + margin
+    stats, rows = token_stats(logits, targets), exact.rows(logits, targets)
+    assert_close(stats.log_p, exact.column([row.log_p for row in rows]), "confident gradient")
+    assert_close(stats.error, exact.column([-exact.mp.expm1(row.log_p) for row in rows]), "confident gradient")
 
 
 # --- offsets and impossible tokens ------------------------------------------------------------------------------------
@@ -211,7 +229,9 @@ def test_ignored_rows_anywhere(kept, dtype):
 def test_no_gradient_flows_through_statistics():
     logits = torch.randn(3, 5, requires_grad=True)
     stats = token_stats(logits, torch.tensor([0, 1, 2]))
-    assert not any(column.requires_grad for column in (stats.log_p, stats.entropy, stats.log_collision, stats.top_log_p(2)))
+    assert not any(
+        column.requires_grad for column in (stats.log_p, stats.entropy, stats.log_collision, stats.top_log_p(2))
+    )
 
 
 def test_top_tokens_are_sorted_and_at_most_the_vocabulary():
@@ -320,14 +340,34 @@ def test_a_row_of_nothing_but_minus_infinity_is_named():
 @pytest.mark.parametrize(
     ("logits", "targets", "text"),
     [
-        (torch.zeros(2, 4), torch.tensor([0, 4]), r"targets: token 1 .* label 4; .*below the vocabulary size 4.*tokenizer"),
+        (
+            torch.zeros(2, 4),
+            torch.tensor([0, 4]),
+            r"targets: token 1 .* label 4; .*below the vocabulary size 4.*tokenizer",
+        ),
         (torch.zeros(2, 4), torch.tensor([-1, 0]), r"targets: token 0 .* label -1; only -100 marks.*replace"),
-        (torch.zeros(2, 4), torch.tensor([[0, 1]]), r"targets: shape \(1, 2\) does not match logits's leading shape \(2,\)"),
-        (torch.zeros(2, 4), torch.tensor([0.0, 1.0]), r"targets: token ids must be int64 or int32, got torch.float32.*long\(\)"),
+        (
+            torch.zeros(2, 4),
+            torch.tensor([[0, 1]]),
+            r"targets: shape \(1, 2\) does not match logits's leading shape \(2,\)",
+        ),
+        (
+            torch.zeros(2, 4),
+            torch.tensor([0.0, 1.0]),
+            r"targets: token ids must be int64 or int32, got torch.float32.*long\(\)",
+        ),
         (torch.zeros(2, 4), [0, 1], r"targets: expected a tensor of token ids, got list"),
-        (torch.zeros(2, 4, dtype=torch.long), torch.tensor([0, 1]), r"logits: must be floating point, got torch.int64.*float\(\)"),
+        (
+            torch.zeros(2, 4, dtype=torch.long),
+            torch.tensor([0, 1]),
+            r"logits: must be floating point, got torch.int64.*float\(\)",
+        ),
         ([[0.0]], torch.tensor([0]), r"logits: expected a tensor, got list"),
-        (torch.zeros(2, 0), torch.tensor([0, 1]), r"logits: need a last dimension of V >= 1 classes, got shape \(2, 0\)"),
+        (
+            torch.zeros(2, 0),
+            torch.tensor([0, 1]),
+            r"logits: need a last dimension of V >= 1 classes, got shape \(2, 0\)",
+        ),
         (torch.tensor(1.0), torch.tensor(0), r"logits: need a last dimension"),
     ],
 )

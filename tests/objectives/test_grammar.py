@@ -7,11 +7,11 @@ from typing import Literal
 
 import pytest
 import torch
-from battery import CASES, CONTEXT, HalfDeft, sample_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deftune
+from battery import CASES, CONTEXT, HalfDeft, sample_logits
 from deftune import MODIFIERS, OBJECTIVES, Objective, objective
 from deftune.objectives.family import Alpha, Bottom, Cayley, CayleyReleased, Clip, Deft, Dft, Eaft, Mile, Top
 from deftune.objectives.modifiers import Blend, Eos, Floor, MeanOne, Warmup
@@ -188,7 +188,25 @@ def test_any_text_parses_or_is_a_value_error(text):
     accepts_or_refuses(text)
 
 
-words = [*OBJECTIVES, *MODIFIERS, "(", ")", ",", "=", "|", " ", "0", "1", "-1", ".5", "1e999", "9" * 300, "k", "norm", "٣"]
+words = [
+    *OBJECTIVES,
+    *MODIFIERS,
+    "(",
+    ")",
+    ",",
+    "=",
+    "|",
+    " ",
+    "0",
+    "1",
+    "-1",
+    ".5",
+    "1e999",
+    "9" * 300,
+    "k",
+    "norm",
+    "٣",
+]
 
 
 @settings(properties, max_examples=500)

@@ -2,19 +2,20 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
-import oracle as exact
 import pytest
 import torch
-from battery import CASES, CONTEXT, SETTING, V_EXTREME, Case, extreme_columns, names_in, of_kind, sample_logits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close, assert_near
 
 import deftune
+import oracle as exact
+from battery import CASES, CONTEXT, SETTING, V_EXTREME, Case, extreme_columns, names_in, of_kind, sample_logits
 from deftune import Context, TokenStats, token_loss, token_stats
 from deftune.objectives.base import deformed_gate, deformed_loss
 from deftune.objectives.stats import from_columns
+from tolerances import assert_close, assert_near
 
 properties = settings(deadline=None, derandomize=True, max_examples=60, database=None)
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -135,7 +136,14 @@ def test_extreme_tokens(case: Case):
 def test_extreme_values_are_infinite_for_open_gates_only():
     stats, _ = extreme_columns()
     impossible = stats.log_p == -math.inf
-    for spec, infinite in {"nll": True, "cayley": True, "deft": False, "linear": False, "dft": False, "clip": False}.items():
+    for spec, infinite in {
+        "nll": True,
+        "cayley": True,
+        "deft": False,
+        "linear": False,
+        "dft": False,
+        "clip": False,
+    }.items():
         loss = deftune.objective(spec).loss(stats)
         assert bool(loss[impossible].isinf().all()) == infinite, spec
         assert loss[~impossible].isfinite().all(), spec
@@ -192,11 +200,25 @@ def test_local_objectives_property(logits, target, case):
         assert_near(got, want, "float64 column", condition=1 + stats.nll, what=what)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.make is None], ids=str)
+def test_a_focus_is_a_stop_gradient_quantity(case: Case):
+    stats, _ = columns()
+    stats = replace(stats, **{f: getattr(stats, f).requires_grad_() for f in ("log_p", "entropy", "log_collision")})
+    assert not case.objective.focus(stats, CONTEXT).requires_grad
+
+
 @every_case
 def test_a_gate_is_never_negative(case: Case):
     stats, _ = columns()
     gate = case.objective.gate(stats, CONTEXT)
     assert (gate >= 0).all() and gate.shape == stats.log_p.shape
+
+
+@pytest.mark.parametrize("log_p", [-14.0, -1e4, -math.inf])
+def test_released_cayley_is_clamped_from_below(log_p):
+    """A step in which the model knows nothing: f and p/(2-p) are below 1e-3, the focus is not."""
+    stats = from_columns([log_p] * 2, [0.1] * 2, [-0.1] * 2, vocab_size=4)
+    assert deftune.objective("cayley-released").focus(stats).tolist() == [1e-3, 1e-3]
 
 
 # --- modifiers, by their definitions ----------------------------------------------------------------------------------
@@ -365,7 +387,7 @@ def split(stats: TokenStats, cuts: list[int]) -> list[TokenStats]:
             targets=stats.targets[a:b],
             top_log_p=tops[a:b],
         )
-        for a, b in zip(edges, edges[1:])
+        for a, b in pairwise(edges)
     ]
 
 
@@ -408,7 +430,7 @@ def test_deferred_mass_rescales_to_the_whole_step(cuts, case):
     edges = [0, *sorted(cuts), 15]
     parts = logits.clone().requires_grad_()
     mass = 0.0
-    for a, b in zip(edges, edges[1:]):
+    for a, b in pairwise(edges):
         token_loss(parts[a:b], targets[a:b], case.objective, num_items=15, context=deferred).backward()
         mass += case.objective.mass(token_stats(logits[a:b], targets[a:b]), deferred).sum().item()
     assert_near(parts.grad * 15 / mass, whole.grad, "split")
@@ -439,7 +461,9 @@ def test_float64_twin_agrees_with_the_oracle(vocab_size):
     assert_near(twin.log_p, exact.column([row.log_p for row in rows]), "twin", condition=10)
     assert_near(twin.entropy, exact.column([row.entropy for row in rows]), "twin", condition=10)
     assert_near(twin.collision, exact.column([row.collision for row in rows]), "twin")
-    assert_near(twin.top_entropy, exact.column([exact.top_entropy(row.likeliest, 20) for row in rows]), "twin", condition=10)
+    assert_near(
+        twin.top_entropy, exact.column([exact.top_entropy(row.likeliest, 20) for row in rows]), "twin", condition=10
+    )
 
 
 def test_oracle_by_hand():

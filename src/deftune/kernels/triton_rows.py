@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deftune.kernels.head import Head
+
 HEADROOM = 40.0  # r = z_y + 40: E of a certain row starts at e^-40, far above bf16's e^-87
 OVERFLOW = 85.0  # e^85 < 3e38, with room for the GEMMs' sums
 
@@ -189,13 +191,12 @@ def _finish_hidden(
 
 @triton.jit
 def _subtract_targets(
-    x_ptr, y_ptr, order_ptr, t_ptr, dw_ptr, C, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+    x_ptr, sorted_ptr, order_ptr, t_ptr, dw_ptr, C, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     # rows come sorted by target; the first of a run of equal targets adds up the whole run: no atomics
     first = tl.program_id(0)
-    row = tl.load(order_ptr + first)
-    y = tl.load(y_ptr + row)
-    before = tl.load(y_ptr + tl.load(order_ptr + tl.maximum(first - 1, 0)))
+    y = tl.load(sorted_ptr + first)
+    before = tl.load(sorted_ptr + tl.maximum(first - 1, 0))
     if (first == 0) | (before != y):
         d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         total = tl.zeros((BLOCK_D,), dtype=tl.float32)
@@ -203,8 +204,8 @@ def _subtract_targets(
         more = True
         while more:
             at = start + tl.arange(0, BLOCK_R)
-            rows = tl.load(order_ptr + at, mask=at < C, other=0).to(tl.int64)
-            same = (at < C) & (tl.load(y_ptr + rows) == y)
+            same = (at < C) & (tl.load(sorted_ptr + at, mask=at < C, other=-1) == y)
+            rows = tl.load(order_ptr + at, mask=same, other=0).to(tl.int64)
             x = tl.load(x_ptr + rows[:, None] * D + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
             t = tl.load(t_ptr + rows, mask=same, other=0.0)
             total += tl.sum(x.to(tl.float32) * t[:, None], axis=0)
@@ -215,9 +216,168 @@ def _subtract_targets(
 
 
 @triton.jit
-def _scale(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
+def _candidates(
+    tiles_ptr, e_ptr, ref_ptr, out_ptr, C, V, TILES, stride_e, COUNT,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # the COUNT likeliest columns but the target: each round takes the best tile's best column, then looks up that
+    # tile's next one. A tile's first value is its fp32 maximum, later ones come of the stored E
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, BLOCK_T)
+    n = tl.arange(0, BLOCK_N)
+    best = tl.load(tiles_ptr + t.to(tl.int64) * C + row, mask=t < TILES, other=float("-inf"))
+    ref = tl.load(ref_ptr + row)
+    # the last column taken of each tile, in the order (E falling, column rising)
+    taken_e = tl.full((BLOCK_T,), float("inf"), dtype=tl.float32)
+    taken_n = tl.full((BLOCK_T,), -1, dtype=tl.int32)
+    for j in range(COUNT):
+        tile = tl.argmax(best, axis=0)
+        here = t == tile
+        last_e = tl.max(tl.where(here, taken_e, float("-inf")), axis=0)
+        last_n = tl.max(tl.where(here, taken_n, -1), axis=0)
+        cols = tile * BLOCK_N + n
+        e = tl.load(e_ptr + row * stride_e + cols, mask=cols < V, other=-1.0).to(tl.float32)
+        e = tl.where((e < last_e) | ((e == last_e) & (n > last_n)), e, -1.0)
+        now_e, now_n = tl.max(e, axis=0), tl.argmax(e, axis=0)
+        tl.store(out_ptr + row * COUNT + j, tl.minimum(tile * BLOCK_N + now_n, V - 1))
+        after = tl.max(tl.where((n != now_n), e, -1.0), axis=0)
+        best = tl.where(here, tl.where(after > 0, tl.log(after) + ref, float("-inf")), best)
+        taken_e = tl.where(here, now_e, taken_e)
+        taken_n = tl.where(here, now_n.to(tl.int32), taken_n)
+
+
+@triton.jit
+def _gathered_logits(
+    x_ptr, w_ptr, bias_ptr, y_ptr, cols_ptr, out_ptr, D, scale, softcap, COUNT,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK_J)
+    cols = tl.load(cols_ptr + row * COUNT + j, mask=j < COUNT, other=0)
+    total = tl.zeros((BLOCK_J,), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+        mask = (j < COUNT)[:, None] & (d < D)[None, :]
+        w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(w * x[None, :], axis=1)
+    bias = tl.load(bias_ptr + cols, mask=j < COUNT, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    # a row with fewer columns than candidates repeats the target's place; it must not count twice
+    z = tl.where(cols == tl.load(y_ptr + row), float("-inf"), z)
+    tl.store(out_ptr + row * COUNT + j, z, mask=j < COUNT)
+
+
+@triton.jit
+def _scale(x_ptr, out_ptr, factor_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if (factor != 1.0) | (not IN_PLACE):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < n, other=0.0)
-        tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x_ptr.dtype.element_ty), mask=at < n)
+        tl.store(out_ptr + at, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+# --- launches -------------------------------------------------------------------------------------------------------
+
+
+def _head_options(head: Head) -> dict[str, bool]:
+    return {"HAS_BIAS": head.bias is not None, "HAS_SOFTCAP": head.softcap is not None}
+
+
+def _head_numbers(head: Head) -> tuple[float, float]:
+    return head.scale, head.softcap or 1.0
+
+
+def target_logits(x: Tensor, y: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """(z_y, reference) in fp32."""
+    z, ref = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
+    rows = 16
+    _target_logits[(triton.cdiv(len(x), rows),)](
+        x, head.weight, head.bias, y, z, ref, len(x), head.width, *_head_numbers(head), HEADROOM,
+        **_head_options(head), BLOCK_R=rows, BLOCK_D=128,
+    )  # fmt: skip
+    return z, ref
+
+
+def exponentials(
+    x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None, *, blocks: tuple[int, int, int] | None = None,
+    warps: int = 8, stages: int = 3, persistent: bool = True,
+) -> Tensor:  # fmt: skip
+    """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C]."""
+    block_m, block_n, block_k = blocks or (BLOCK_M, BLOCK_N, BLOCK_K)
+    tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, block_n)
+    tiles = torch.empty(4, tiles_n, len(x), dtype=torch.float32, device=x.device)
+    programs = tiles_m * tiles_n
+    if persistent:
+        programs = min(programs, processors(x.device))
+    _exponentials[(programs,)](
+        TensorDescriptor.from_tensor(x, [block_m, block_k]), TensorDescriptor.from_tensor(head.weight, [block_n, block_k]),
+        head.bias, y, ref, x if e is None else e, tiles, len(x), head.vocab_size, head.width,
+        0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
+        **_head_options(head), STORE=e is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, FLATTEN=persistent, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return tiles
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def reduce_tiles(tiles: Tensor, z_y: Tensor) -> Tensor:
+    """[5, C]: shift, target, rest, squares, moment."""
+    _, count, rows = tiles.shape
+    sums = torch.empty(5, rows, dtype=torch.float32, device=tiles.device)
+    block = 32
+    _reduce_tiles[(triton.cdiv(rows, block),)](tiles, z_y, sums, rows, count, BLOCK_R=block, BLOCK_T=32)
+    return sums
+
+
+def repair(x: Tensor, y: Tensor, ref: Tensor, sums: Tensor, head: Head, e: Tensor) -> None:
+    """Recompute, about their maximum, the rows of ``e`` that overflowed; ``ref`` then says so."""
+    _repair[(len(x),)](
+        x, head.weight, head.bias, y, ref, sums, e, head.vocab_size, head.width, e.stride(0), *_head_numbers(head), OVERFLOW,
+        **_head_options(head), BLOCK_V=64, BLOCK_D=64,
+    )  # fmt: skip
+
+
+def finish_hidden(u: Tensor, y: Tensor, index: Tensor, v: Tensor, t: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out[index] = v u - t W[y], rounded once."""
+    _finish_hidden[(len(u),)](u, weight, y, index, v, t, out, u.shape[1], BLOCK_D=1024)
+
+
+def subtract_targets(x: Tensor, sorted_y: Tensor, order: Tensor, t: Tensor, dw: Tensor) -> None:
+    """dw[y] -= t x, rows with the same target added up in the order given (``sorted_y`` = y[order])."""
+    rows, width = x.shape
+    block = min(512, triton.next_power_of_2(width))
+    _subtract_targets[(rows, triton.cdiv(width, block))](
+        x, sorted_y, order, t, dw, rows, width, BLOCK_R=8, BLOCK_D=block
+    )  # fmt: skip
+
+
+def top_logits(x: Tensor, y: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, k: int) -> Tensor:
+    """The min(k, V) largest logits of each row in fp32, falling: [C, min(k, V)].
+
+    Candidates are found on the stored E, a few more than k so that its rounding cannot hide one, and their logits are
+    computed anew in fp32.
+    """
+    k = min(k, head.vocab_size)
+    count = min(k + 4 + k // 8, head.vocab_size)
+    cols = torch.empty(len(x), count, dtype=torch.int32, device=x.device)
+    z = torch.empty(len(x), count, dtype=torch.float32, device=x.device)
+    _candidates[(len(x),)](
+        tiles, e, ref, cols, len(x), head.vocab_size, tiles.shape[1], e.stride(0), count,
+        BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=BLOCK_N, num_warps=1,
+    )  # fmt: skip
+    _gathered_logits[(len(x),)](
+        x, head.weight, head.bias, y, cols, z, head.width, *_head_numbers(head), count,
+        **_head_options(head), BLOCK_J=triton.next_power_of_2(count), BLOCK_D=128,
+    )  # fmt: skip
+    return torch.cat([z_y[:, None], z], 1).topk(k).values
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """factor x in ``dtype``, rounded once; in place where the dtype is x's, and then a factor of 1 costs a launch."""
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    _scale[(triton.cdiv(x.numel(), 4096),)](x, out, factor, x.numel(), IN_PLACE=out is x, BLOCK=4096)
+    return out

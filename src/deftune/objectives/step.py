@@ -21,12 +21,13 @@ def step_stats(
     *,
     context: Context | None = None,
     group: dist.ProcessGroup | None = None,
+    local: bool = False,
 ) -> StepStats:
     """What ``objective`` needs to know of the whole step, from a no-grad pass over its micro-batches.
 
     ``batches`` are this rank's token statistics, one record per micro-batch (a rank may have none that is supervised).
-    Where torch.distributed is initialised every rank must call it, and all get the same numbers. The price is one
-    forward pass; local objectives need none of this.
+    Where torch.distributed is initialised every rank must call it, and all get the same numbers (``local=True``: these
+    batches are the whole step, ask no other rank). The price is one forward pass; local objectives need none of this.
 
     >>> from deftune.objectives.stats import from_columns
     >>> half = from_columns([-1.0, -2.0], [0.0, 0.0], [0.0, 0.0], vocab_size=4)
@@ -36,13 +37,14 @@ def step_stats(
     objective = parse_objective(objective)
     stats = TokenStats.cat(batches).detach()
     values: dict[str, Tensor] = {}
-    num_items = int(_sum_over_ranks(stats.log_p.new_tensor(len(stats)), group))
+    ranks = 1 if local else _ranks(group)
+    num_items = int(_sum_over_ranks(stats.log_p.new_tensor(len(stats)), ranks, group))
     if num_items == 0:
         raise ValueError("step_stats: the step has no supervised token on any rank; skip it or check the labels")
     context = replace(context or NO_CONTEXT, step=StepStats(values, num_items))
     for statistic in objective.step_statistics:  # each may read the ones before it
         column = statistic.column(stats, context).detach()
-        values[statistic.key] = _reduce_over_ranks(column, statistic.reduce, num_items, group)
+        values[statistic.key] = _reduce_over_ranks(column, statistic.reduce, num_items, ranks, group)
     return StepStats(values, num_items)
 
 
@@ -50,18 +52,17 @@ def _ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def _sum_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if _ranks(group) > 1:
+def _sum_over_ranks(value: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
+    if ranks > 1:
         dist.all_reduce(value, group=group)
     return value
 
 
 def _reduce_over_ranks(
-    column: Tensor, how: Literal["mean", "median"], num_items: int, group: dist.ProcessGroup | None
+    column: Tensor, how: Literal["mean", "median"], num_items: int, ranks: int, group: dist.ProcessGroup | None
 ) -> Tensor:
     if how == "mean":
-        return _sum_over_ranks(column.sum(), group) / num_items
-    ranks = _ranks(group)
+        return _sum_over_ranks(column.sum(), ranks, group) / num_items
     if ranks > 1:  # a median needs every value: columns padded to the longest, with their lengths
         lengths = [torch.zeros(1, dtype=torch.long, device=column.device) for _ in range(ranks)]
         dist.all_gather(lengths, torch.tensor([len(column)], device=column.device), group=group)

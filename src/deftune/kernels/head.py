@@ -1,0 +1,61 @@
+"""The language-model head: how logits come of hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deftune.kernels.checks import check_float
+
+
+@dataclass(frozen=True)
+class Head:
+    """z = softcap(scale (x W^T + bias)), softcap(a) = c tanh(a / c)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[1]
+
+    def slope(self, z: Tensor) -> Tensor:
+        """d softcap at a logit z that it returned: 1 - (z/c)^2."""
+        return torch.ones_like(z) if self.softcap is None else 1 - (z / self.softcap) ** 2
+
+
+def check_head(hidden: object, weight: object, bias: object, logit_scale: float, softcap: float | None) -> None:
+    check_float(hidden, "hidden")
+    check_float(weight, "weight")
+    assert isinstance(hidden, Tensor) and isinstance(weight, Tensor)
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if hasattr(tensor, "full_tensor"):
+            raise ValueError(
+                f"{name}: is a DTensor, a shard of it only is here. Call the loss inside the forward of the module that "
+                f"FSDP wraps, where the parameter is gathered and its gradient will be reduced"
+            )
+    if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
+        raise ValueError(f"weight: the head's weight is [V, D], got shape {tuple(weight.shape)}")
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden: last dimension of shape {tuple(hidden.shape)} does not match the weight's width {weight.shape[1]}"
+        )
+    if hidden.device != weight.device:
+        raise ValueError(f"hidden is on {hidden.device} and weight on {weight.device}; move them together")
+    if bias is not None:
+        check_float(bias, "bias")
+        assert isinstance(bias, Tensor)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias: shape {tuple(bias.shape)} does not match the vocabulary of {weight.shape[0]}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: must be > 0, got {softcap}; None is no cap")
+    if not (logit_scale != 0 and abs(logit_scale) < float("inf")):
+        raise ValueError(f"logit_scale: must be finite and not 0, got {logit_scale}")
