@@ -138,8 +138,9 @@ def test_the_error_of_a_confident_token_keeps_its_digits(margin, dtype):
     targets = torch.arange(6)
     logits[targets, targets] = logits.amax(-1) + margin
     stats, rows = token_stats(logits, targets), exact.rows(logits, targets)
-    assert_close(stats.log_p, exact.column([row.log_p for row in rows]), "confident gradient")
-    assert_close(stats.error, exact.column([-exact.mp.expm1(row.log_p) for row in rows]), "confident gradient")
+    size = 1 + logits.abs().amax(-1).double()  # float32's z - max z is off by up to 2^-24 of itself
+    assert_close(stats.log_p, exact.column([row.log_p for row in rows]), "log p", condition=size)
+    assert_close(stats.error, exact.column([-exact.mp.expm1(row.log_p) for row in rows]), "log p", condition=size)
 
 
 # --- offsets and impossible tokens ------------------------------------------------------------------------------------

@@ -1,0 +1,416 @@
+"""The fused linear loss against every installed peer, in one run, on whatever device there is.
+
+    python benchmarks/linear_loss.py                              # the paper's shapes on a GPU, one small shape on a CPU
+    python benchmarks/linear_loss.py --shapes 8192,576,49152 --json out.json --markdown out.md
+    python benchmarks/linear_loss.py --hidden smollm2.safetensors # real hidden states, head and labels (see --make-hidden)
+    python benchmarks/linear_loss.py --scaling 4096,8192,16384    # cost and memory against the number of tokens
+
+Peers are used where they import: liger_kernel, cut_cross_entropy, trl, quack. Every row is forward + backward on the
+same inputs, 10% of the rows ignored.
+
+- floor: 6 N D V at the GEMM rate the card sustains (8192^3 looped for 3 s in the same run), N counting supervised rows
+- ms: median of the repeats; spread: the two halves' medians, apart, in per cent
+- extra memory: peak - inputs - dX - dW in float32
+- error: gradients against float64 from the same inputs, ||g - g64|| / ||g64||
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import inspect
+import json
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import deftune
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+PAPER_SHAPES = [(8192, 576, 49152), (16384, 1536, 151936), (16384, 3584, 152064), (16384, 4096, 128256)]
+CPU_SHAPES = [(2048, 576, 49152)]
+
+
+# --- contenders -------------------------------------------------------------------------------------------------------
+
+
+def logits32(hidden: Tensor, weight: Tensor) -> Tensor:
+    """fp32 logits, from the accumulators where the device can."""
+    if hidden.device.type == "cuda" and hidden.dtype != torch.float32:
+        return _Logits32.apply(hidden, weight)  # pyright: ignore
+    return (hidden @ weight.T).float()
+
+
+class _Logits32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # pyright: ignore
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore
+        hidden, weight = ctx.saved_tensors
+        low = grad.to(hidden.dtype)
+        return low @ weight, low.T @ hidden
+
+
+def softmax_deft(logits: Tensor, targets: Tensor) -> Tensor:
+    """What one writes from the paper: full softmax, stop-gradient on the focus."""
+    log_probs = F.log_softmax(logits, -1)
+    focus = log_probs.exp().square().sum(-1).detach()
+    log_p = log_probs.gather(-1, targets[:, None])[:, 0]
+    return (-torch.expm1(focus * log_p) / focus).mean()
+
+
+def supervised(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    keep = targets != deftune.IGNORE_INDEX
+    return hidden[keep], targets[keep]
+
+
+def torch_deft(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    hidden, targets = supervised(hidden, targets)
+    return softmax_deft(logits32(hidden, weight), targets)
+
+
+def torch_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits32(hidden, weight), targets)
+
+
+def logits_and_token_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return deftune.token_loss(hidden @ weight.T, targets, "deft")
+
+
+def compiled_deft() -> Loss:
+    @torch.compile(dynamic=False)
+    def core(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return softmax_deft((hidden @ weight.T).float(), targets)
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        hidden, targets = supervised(hidden, targets)
+        return core(hidden, weight, targets)
+
+    return run
+
+
+def ours(spec: str) -> Loss:
+    return lambda hidden, weight, targets: deftune.linear_loss(hidden, weight, targets, spec)
+
+
+def contenders(device: str) -> Iterator[tuple[str, str, Callable[[], Loss]]]:
+    """(name, objective, maker); a maker may raise ImportError."""
+    for spec in ("nll", "deft", "cayley", "eaft"):
+        yield f"deftune {spec}", spec, lambda spec=spec: ours(spec)
+    yield "torch eager deft, fp32 logits", "deft", lambda: torch_deft
+    if device == "cpu":
+        yield "logits + token_loss deft", "deft", lambda: logits_and_token_loss
+        return
+    yield "torch.compile deft, compacted", "deft", compiled_deft
+    yield "TRL fused head deft", "deft", trl_deft
+    yield "Liger dft", "linear", lambda: liger(use_token_scaling=True)
+    yield "Liger nll", "nll", liger
+    yield "Liger nll, fp32 dW", "nll", lambda: liger(accum_dtype=torch.float32)
+    yield "Liger nll, large chunks", "nll", lambda: liger(chunk_mem_const=16)
+    yield "CCE nll", "nll", cce
+    yield "CCE nll, torch_compile", "nll", lambda: cce(impl="torch_compile")
+    yield "QuACK nll", "nll", quack
+
+
+def liger(**options: Any) -> Loss:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as loss  # pyright: ignore
+
+    unknown = set(options) - set(inspect.signature(loss).parameters)
+    if unknown:
+        raise ImportError(f"this liger_kernel has no option {', '.join(unknown)}")
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        out = loss(hidden, weight, targets, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def cce(**options: Any) -> Loss:
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore
+
+    return lambda hidden, weight, targets: linear_cross_entropy(hidden, weight, targets, **options)
+
+
+def quack() -> Loss:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy  # pyright: ignore
+
+    return lambda hidden, weight, targets: chunked_linear_cross_entropy(hidden, weight, targets)
+
+
+def trl_deft() -> Loss:
+    import trl.kernels.chunked_logprob as head  # pyright: ignore
+
+    if "trl.trainer.utils" not in sys.modules:  # what the backward imports is not needed for plain tensors
+        package, utils = types.ModuleType("trl.trainer"), types.ModuleType("trl.trainer.utils")
+        package.__path__ = []
+        utils.maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()  # pyright: ignore
+        sys.modules.update({"trl.trainer": package, "trl.trainer.utils": utils})
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        hidden, targets = supervised(hidden, targets)
+        out = head.ChunkedLogProbFunction.apply(
+            hidden, weight, None, targets, 1.0, 32768, None, 1.0, ("log_sum_sq_probs",)
+        )
+        focus = out[2].exp().detach()
+        return (-torch.expm1(focus * out[0]) / focus).mean()
+
+    return run
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def synthetic(n: int, d: int, v: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states whose target probability spans a strong model's spectrum, most of it near 1; 10% ignored."""
+    torch.manual_seed(0)
+    weight = torch.randn(v, d, device=device) / d**0.5
+    targets = torch.randint(v, (n,), device=device)
+    strength = torch.rand(n, 1, device=device) * 24
+    hidden = weight[targets] * strength + torch.randn(n, d, device=device)
+    targets[torch.rand(n, device=device) < 0.1] = deftune.IGNORE_INDEX
+    return hidden.to(dtype), weight.to(dtype), targets
+
+
+def read_hidden(path: Path, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    return tensors["hidden"].to(device, dtype), tensors["weight"].to(device, dtype), tensors["targets"].to(device)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def sustained_rate(device: str, seconds: float = 3.0) -> float:
+    """FLOP/s of a bf16 (CPU: float32) GEMM over the last half of some seconds: what the power limit lets it keep."""
+    side = 8192 if device == "cuda" else 2048
+    a = torch.randn(side, side, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    b = torch.randn_like(a)
+    rates: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(20 if device == "cuda" else 1):
+            a @ b
+        synchronize(device)
+        rates.append((20 if device == "cuda" else 1) * 2 * side**3 / (time.perf_counter() - start))
+    return statistics.mean(rates[len(rates) // 2 :])
+
+
+def reference(spec: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Float64 gradients of the mean loss, written out: gate (P - onehot), a few rows at a time."""
+    n, d, v = len(hidden), hidden.shape[1], len(weight)
+    w = weight.double()
+    dx = torch.zeros(n, d, dtype=torch.float64, device=hidden.device)
+    dw = torch.zeros(v, d, dtype=torch.float64, device=hidden.device)
+    rows = (targets != deftune.IGNORE_INDEX).nonzero()[:, 0]
+    objective = deftune.objective(spec)
+    for part in rows.split(512):
+        x, y = hidden[part].double(), targets[part]
+        z = x @ w.T
+        stats = deftune.token_stats(z, y)  # float64, itself tested against 50 digits
+        dz = torch.softmax(z, -1)
+        dz[torch.arange(len(part), device=z.device), y] -= 1
+        dz *= objective.gate(stats)[:, None] / len(rows)
+        dx[part] = dz @ w
+        dw.addmm_(dz.T, x)
+    return dx, dw
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    total = 0.0
+    for a, b in zip(got.split(8192), want.split(8192)):
+        total += float((a.double() - b).square().sum())
+    return (total / float(want.square().sum())) ** 0.5
+
+
+class Peak:
+    """Peak bytes above what is there at the start: allocator's on CUDA, resident set on Linux otherwise."""
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def __enter__(self) -> Peak:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.base = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.base = self._resident("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            self.bytes = torch.cuda.max_memory_allocated() - self.base
+        else:
+            self.bytes = self._resident("VmHWM") - self.base
+
+    @staticmethod
+    def _resident(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def measure(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], repeats: int) -> dict[str, Any]:
+    hidden, weight, targets = (t.detach() for t in inputs)
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    device = hidden.device.type
+
+    def step() -> Tensor:
+        hidden.grad = weight.grad = None
+        out = loss(hidden, weight, targets)
+        out.backward()
+        return out
+
+    value = step().item()  # compiles
+    step()
+    hidden.grad = weight.grad = None
+    gc.collect()
+    with Peak(device) as peak:
+        step()
+    milliseconds: list[float] = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        synchronize(device)
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+    half = repeats // 2
+    first, second = statistics.median(milliseconds[:half]), statistics.median(milliseconds[half:])
+    grad_bytes = hidden.grad.nbytes + 4 * weight.numel()  # pyright: ignore
+    return {
+        "loss": value,
+        "ms": statistics.median(milliseconds),
+        "spread": abs(first - second) / statistics.median(milliseconds),
+        "extra_gib": max(0.0, (peak.bytes - grad_bytes) / 2**30),
+        "grads": (hidden.grad, weight.grad),
+    }
+
+
+def run_shape(
+    inputs: tuple[Tensor, Tensor, Tensor], rate: float, repeats: int, only: str, name: str
+) -> tuple[dict[str, Any], list[str]]:
+    hidden, weight, targets = inputs
+    (n, d), v = hidden.shape, len(weight)
+    rows = int((targets != deftune.IGNORE_INDEX).sum())
+    floor = 6 * rows * d * v / rate * 1e3
+    lines = [
+        f"\n### {name}N {n} ({rows} supervised), D {d}, V {v}; floor {floor:.2f} ms\n",
+        "| | ms | x floor | spread | extra GiB | error dX | error dW |\n|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    table: dict[str, Any] = {}
+    truth: dict[str, tuple[Tensor, Tensor]] = {}
+    for label, spec, make in contenders(hidden.device.type):
+        if only not in label:
+            continue
+        try:
+            result = measure(make(), inputs, repeats)
+        except (ImportError, torch.OutOfMemoryError, RuntimeError, TypeError) as failure:
+            table[label] = {"failed": f"{type(failure).__name__}: {failure}"[:200]}
+            line = f"| {label} | not run: {type(failure).__name__} {str(failure).splitlines()[0][:80]} | | | | | |"
+            print(line, flush=True)
+            lines.append(line)
+            continue
+        if spec not in truth:
+            truth = {spec: reference(spec, *inputs)}
+        dx, dw = result.pop("grads")
+        result |= {"ratio": result["ms"] / floor, "error_dx": error(dx, truth[spec][0]), "error_dw": error(dw, truth[spec][1])}
+        table[label] = result
+        line = (
+            f"| {label} | {result['ms']:.2f} | {result['ratio']:.2f} | {result['spread']:.1%} | {result['extra_gib']:.2f} "
+            f"| {result['error_dx']:.1e} | {result['error_dw']:.1e} |"
+        )
+        print(line, flush=True)
+        lines.append(line)
+        del dx, dw
+        gc.collect()
+        if hidden.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"n": n, "supervised": rows, "d": d, "v": v, "floor_ms": floor, "rows": table}, lines
+
+
+def run_scaling(tokens: list[int], d: int, v: int, device: str, dtype: torch.dtype, repeats: int) -> tuple[Any, list[str]]:
+    lines = [
+        f"\n### Cost and memory against the number of tokens, deft, D {d}, V {v}\n",
+        "| tokens | ms | ms per 1k supervised tokens | extra GiB |\n|---|---|---|---|",
+    ]
+    table: list[dict[str, float]] = []
+    for n in tokens:
+        inputs = synthetic(n, d, v, device, dtype)
+        rows = int((inputs[2] != deftune.IGNORE_INDEX).sum())
+        result = measure(ours("deft"), inputs, repeats)
+        result.pop("grads")
+        table.append({"n": n, "supervised": rows, **result})
+        lines.append(f"| {n} | {result['ms']:.2f} | {1e3 * result['ms'] / rows:.3f} | {result['extra_gib']:.2f} |")
+        del inputs, result
+    print("\n".join(lines), flush=True)
+    return table, lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", help="N,D,V (default: the paper's on a GPU, one small shape on a CPU)")
+    parser.add_argument("--hidden", type=Path, help="safetensors with hidden [N, D], weight [V, D] and targets [N]")
+    parser.add_argument("--scaling", help="token counts, e.g. 4096,8192: cost and memory of deft at the first shape")
+    parser.add_argument("--only", default="", help="only contenders whose name contains this")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rate = sustained_rate(device)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    head = f"{name}, torch {torch.__version__}, {dtype}; sustained GEMM {rate / 1e12:.3g} TFLOP/s"
+    command = "python benchmarks/linear_loss.py " + " ".join(sys.argv[1:])
+    lines = [f"`{command}`\n\n{head}"]
+    print(lines[0], flush=True)
+    results: dict[str, Any] = {"machine": head, "command": command, "rate": rate, "shapes": []}
+    if args.hidden:
+        table, text = run_shape(read_hidden(args.hidden, device, dtype), rate, args.repeats, args.only, "real hidden states: ")
+        results["shapes"].append(table | {"hidden": args.hidden.name})
+        lines += text
+    shapes = [tuple(map(int, s.split(","))) for s in args.shapes or []]
+    if args.shapes is None and not args.hidden and not args.scaling:
+        shapes = PAPER_SHAPES if device == "cuda" else CPU_SHAPES
+    for shape in shapes if not args.scaling else []:
+        table, text = run_shape(synthetic(*shape, device, dtype), rate, args.repeats, args.only, "")  # pyright: ignore
+        results["shapes"].append(table)
+        lines += text
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    if args.scaling:
+        _, d, v = shapes[0] if shapes else (PAPER_SHAPES if device == "cuda" else CPU_SHAPES)[0]
+        results["scaling"], text = run_scaling(list(map(int, args.scaling.split(","))), d, v, device, dtype, args.repeats)
+        lines += text
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    if args.markdown:
+        args.markdown.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
