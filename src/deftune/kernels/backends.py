@@ -19,19 +19,37 @@ import torch
 from torch import Tensor
 
 from deftune.kernels.head import Head
-from deftune.kernels.statistics import RowSums, block_rows, compute_dtype
+from deftune.kernels.statistics import RowSums, block_rows, block_sums, compute_dtype, stats_columns, wide
+
+
+@dataclass
+class Rows:
+    """The supervised rows of a call: x = hidden[index], targets y."""
+
+    hidden: Tensor  # [N, D]
+    index: Tensor  # [M]
+    y: Tensor  # [M]
+
+    def take(self, part: slice) -> Tensor:
+        if len(self.index) == len(self.hidden):
+            return self.hidden[part]
+        return self.hidden.index_select(0, self.index[part])
 
 
 @dataclass
 class Chunk:
-    """A chunk of rows after the forward GEMM: its sums, and E [C, V] about ``reference`` (None where not kept)."""
+    """A chunk of the rows after the forward GEMM.
 
+    ``columns`` are its log_p, entropy, log_collision, log_sum = log sum e^u and shift = max z, [5, C] in float64; ``e`` is
+    E [C, V], where it was kept; ``top`` the largest logits, where they were asked for.
+    """
+
+    part: slice
     x: Tensor
     y: Tensor
-    sums: RowSums
-    reference: Tensor
+    columns: Tensor
     e: Tensor | None
-    top: Tensor | None  # the largest logits, where they were asked for
+    top: Tensor | None
 
 
 @dataclass
@@ -41,28 +59,35 @@ class Gradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
-    started: bool = False  # whether weight holds anything yet: the first chunk writes, the others add
+    factor: Tensor | None = None  # what they are still to be multiplied with
+
+    @property
+    def wanted(self) -> bool:
+        return not (self.hidden is None and self.weight is None and self.bias is None)
 
 
 class Backend(Protocol):
-    """What the driver in `linear` asks of a backend."""
-
-    name: str
+    """What the driver in `linear` asks of a backend; one is made for each call."""
 
     def rows(self, total: int) -> int:
         """Rows of a chunk."""
         ...
 
-    def measure(self, x: Tensor, y: Tensor, keep: bool, top: int) -> Chunk:
-        """The forward GEMM and the rows' sums; E where ``keep``, the ``top`` largest logits where > 0."""
+    def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
+        """The forward GEMM and the statistics of some rows, into ``columns`` [5, C]."""
         ...
 
-    def add(self, chunk: Chunk, index: Tensor, v: Tensor, t: Tensor, to: Gradients) -> None:
-        """A chunk's gradients, for dz = v E off the target and -t on it."""
+    def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
+        """The gradients of dz = gate (P - onehot) of a chunk."""
         ...
 
-    def finish(self, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """factor * grad in ``dtype``."""
+    def end(self, to: Gradients) -> None:
+        """What is left to do once, after the last chunk."""
+        ...
+
+    @staticmethod
+    def finish(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """factor * grad in ``dtype``; ``grad`` may be written to."""
         ...
 
 
@@ -78,9 +103,7 @@ def balanced(total: int, limit: int, multiple: int = 1) -> int:
 class TorchBackend:
     """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
 
-    name = "torch"
-
-    def __init__(self, head: Head, dtype: torch.dtype):
+    def __init__(self, head: Head, dtype: torch.dtype, rows: Rows):
         weight = head.weight
         self.device = weight.device
         self.dtype = compute_dtype(dtype)
@@ -88,6 +111,8 @@ class TorchBackend:
         # a CPU has no GEMM from half precision to float32: it gets one float32 copy of the weight per call
         self.weight = weight.to(dtype) if self.low else weight.to(self.dtype)
         self.head = head
+        self.all = rows
+        self.started = False  # whether dW holds anything yet: the first chunk writes, the others add
 
     def rows(self, total: int) -> int:
         limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
@@ -109,139 +134,161 @@ class TorchBackend:
             z.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
         return z
 
-    def measure(self, x: Tensor, y: Tensor, keep: bool, top: int) -> Chunk:
+    def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
+        x, y = self.all.take(part), self.all.y[part]
         z = self.logits(x)
         largest = z.topk(min(top, z.shape[1]), -1).values if top else None
         sums = torch.empty(5, len(x), dtype=self.dtype, device=self.device)
         size = min(block_rows(z.shape[1], self.dtype, self.device), max(1, len(x)))
         buffer = torch.empty(size, z.shape[1], dtype=self.dtype, device=self.device)
         for start in range(0, len(x), size):
-            part = slice(start, start + size)
-            self.exponentiate(z[part], y[part], buffer[: len(z[part])], sums[:, part])
-        return Chunk(x, y, RowSums(*sums), sums[0], z if keep else None, largest)
+            some = slice(start, start + size)
+            self.exponentiate(z[some], y[some], buffer[: len(z[some])], sums[:, some])
+        columns[0], columns[1], columns[2], columns[3] = stats_columns(RowSums(*sums))
+        columns[4] = sums[0]
+        self.target = sums[1]
+        return Chunk(part, x, y, columns, z if keep else None, largest)
 
     def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
         """z becomes E about its maximum, the target left out, times the softcap's slope; its sums go to ``out``."""
-        target = y[:, None]
-        shift = z.amax(-1, keepdim=True)
-        out[0], out[1] = shift[:, 0], z.gather(-1, target)[:, 0]
         slope = None if self.head.softcap is None else self.head.slope(z)
-        torch.sub(z, shift, out=u)
-        torch.exp(u, out=z)
-        z.scatter_(-1, target, 0)
-        torch.sum(z, -1, out=out[2])
-        out[3] = torch.linalg.vecdot(z, z)
-        out[4] = torch.linalg.vecdot(u, z)
-        if z.device.type != "cpu" or bool(out[4].isnan().any()):
-            out[4] = torch.linalg.vecdot(u.clamp_(min=-800), z)  # 0 * -inf = 0
+        block_sums(z, y, u, z, out)
         if slope is not None:
             z *= slope
 
-    def add(self, chunk: Chunk, index: Tensor, v: Tensor, t: Tensor, to: Gradients) -> None:
-        assert chunk.e is not None
-        v, t = v.to(self.dtype), t.to(self.dtype)
-        # a gate of 0 has t = 0 too
-        chunk.e.scatter_(-1, chunk.y[:, None], torch.where(v == 0, 0.0, -t / v)[:, None])
-        self.add_rows(chunk, index, v, to)
+    def target_slope(self) -> Tensor:
+        """The softcap's slope at the target of the chunk measured last."""
+        return wide(self.head.slope(self.target))
 
-    def add_rows(self, chunk: Chunk, index: Tensor, v: Tensor, to: Gradients) -> None:
+    def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
+        assert chunk.e is not None
+        log_p, _, _, log_sum, _ = chunk.columns
+        # E is about the shift: P = E / sum e^u, and the target's entry is -(1 - p) sum e^u
+        on_target = torch.expm1(log_p) * log_sum.exp() * self.target_slope()
+        chunk.e.scatter_(-1, chunk.y[:, None], on_target[:, None].to(self.dtype))
+        self.add_rows(chunk, torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum)), to)
+
+    def add_rows(self, chunk: Chunk, v: Tensor, to: Gradients) -> None:
         """The gradients of dz = v E, the target's entry of E included."""
         e = chunk.e
         assert e is not None
+        v = (v * self.head.scale).to(self.dtype)
         if self.low:
             e = e.to(self.weight.dtype)
         if to.hidden is not None:
-            to.hidden.index_copy_(0, index, (self.matmul(e, self.weight) * v[:, None]).to(to.hidden.dtype))
+            rows = (self.matmul(e, self.weight) * v[:, None]).to(to.hidden.dtype)
+            to.hidden.index_copy_(0, self.all.index[chunk.part], rows)
         if to.weight is not None:
             scaled = chunk.x.to(self.dtype) * v[:, None]
             if self.low:
-                to.weight += self.matmul(e.T, scaled.to(e.dtype))
-            elif to.started:
+                product = self.matmul(e.T, scaled.to(e.dtype))
+                to.weight = to.weight.add_(product) if self.started else to.weight.copy_(product)
+            elif self.started:
                 to.weight.addmm_(e.T, scaled)
             else:
                 torch.mm(e.T, scaled, out=to.weight)
         if to.bias is not None:
-            to.bias += torch.mv(e.T, v.to(e.dtype))
-        to.started = True
+            to.bias += torch.mv(e.T.to(self.dtype), v)
+        self.started = True
 
-    def finish(self, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    def end(self, to: Gradients) -> None:
+        if not self.started and to.weight is not None:
+            to.weight.zero_()
+
+    @staticmethod
+    def finish(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return grad.mul_(factor.to(grad.dtype)).to(dtype)
 
 
 class TritonBackend:
     """CUDA: one GEMM with the statistics in its epilogue, E stored once in the inputs' dtype, two cuBLAS GEMMs."""
 
-    name = "triton"
     max_rows = 4096  # below 1024 the float32 traffic of dW costs 20%
     max_bytes = 5 << 28  # 1.25 GiB of E
 
-    def __init__(self, head: Head, dtype: torch.dtype):
+    def __init__(self, head: Head, dtype: torch.dtype, rows: Rows):
         from deftune.kernels import triton_rows
 
         self.kernels = triton_rows
-        weight = head.weight.to(dtype).contiguous()
-        self.head = Head(weight, head.bias, head.scale, head.softcap)
+        self.head = Head(head.weight.to(dtype).contiguous(), head.bias, head.scale, head.softcap)
         self.dtype = dtype
+        self.all = Rows(rows.hidden.to(dtype).contiguous(), rows.index, rows.y)
         # rows of E start on 128 bytes whatever V is
         self.stride = -(-head.vocab_size // 64) * 64
-        self.buffer: Tensor | None = None
-        self.wide: Tensor | None = None
+        self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=rows.hidden.device)
+        self.started = False
+        if len(rows.y):
+            self.z_y, self.reference = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head)
+            self.t = torch.empty_like(self.z_y)
 
     def rows(self, total: int) -> int:
         limit = min(self.max_rows, self.max_bytes // (self.stride * self.dtype.itemsize))
         return balanced(total, max(128, limit // 128 * 128), 128)
 
-    def measure(self, x: Tensor, y: Tensor, keep: bool, top: int) -> Chunk:
+    def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
         kernels, head = self.kernels, self.head
-        x = x.to(self.dtype).contiguous()
+        x, y = self.all.take(part), self.all.y[part]
+        z_y, reference = self.z_y[part], self.reference[part]
         e = None
         if keep or top:
-            if self.buffer is None or len(self.buffer) < len(x):
-                self.buffer = torch.empty(len(x), self.stride, dtype=self.dtype, device=x.device)
-            e = self.buffer[: len(x)]
-        z_y, reference = kernels.target_logits(x, y, head)
+            if len(self.e) < len(x):
+                self.e = torch.empty(len(x), self.stride, dtype=self.dtype, device=x.device)
+            e = self.e[: len(x)]
         tiles = kernels.exponentials(x, y, reference, head, e)
-        sums = kernels.reduce_tiles(tiles, z_y)
+        kernels.reduce_tiles(tiles, z_y, columns)
         largest = None
         if e is not None:
-            kernels.repair(x, y, reference, sums, head, e)
+            kernels.repair(x, y, reference, columns[4], head, e)
             if top:
                 largest = kernels.top_logits(x, y, z_y, reference, tiles, e, head, top)
-        return Chunk(x, y, RowSums(*sums), reference, None if e is None else e[:, : head.vocab_size], largest)
+        return Chunk(part, x, y, columns, None if e is None else e[:, : head.vocab_size], largest)
 
-    def add(self, chunk: Chunk, index: Tensor, v: Tensor, t: Tensor, to: Gradients) -> None:
-        kernels, weight, e = self.kernels, self.head.weight, chunk.e
+    def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
+        kernels, weight, e, part = self.kernels, self.head.weight, chunk.e, chunk.part
         assert e is not None
-        v, t = v.float(), t.float()
+        v, t = torch.empty_like(self.t[part]), self.t[part]
+        kernels.coefficients(gate, chunk.columns, self.reference[part], self.z_y[part], self.head, v, t)
         if to.hidden is not None:
-            u = self.product(e, weight, None)
-            kernels.finish_hidden(u, chunk.y, index, v, t, weight, to.hidden)
+            if len(self.u) != len(e):
+                self.u = torch.empty(len(e), self.head.width, dtype=torch.float32, device=e.device)
+            self.product(e, weight, self.u)
+            kernels.finish_hidden(self.u, chunk.y, self.all.index[part], v, t, weight, to.hidden)
         if to.weight is not None:
-            scaled = torch.empty_like(chunk.x)
-            torch.mul(chunk.x, v[:, None], out=scaled)
-            self.product(e.T, scaled, to.weight, add=to.started)
-            ordered, order = torch.sort(chunk.y, stable=True)
-            kernels.subtract_targets(chunk.x, ordered, order, t, to.weight)
+            if len(self.scaled) != len(e):
+                self.scaled = torch.empty_like(chunk.x)
+            torch.mul(chunk.x, v[:, None], out=self.scaled)
+            self.product(e.T, self.scaled, to.weight, add=self.started)
         if to.bias is not None:
             to.bias += torch.mv(e.T, v.to(e.dtype))
-            to.bias.index_put_((chunk.y,), -t, accumulate=True)
-        to.started = True
+        self.started = True
 
-    def product(self, a: Tensor, b: Tensor, out: Tensor | None, add: bool = False) -> Tensor:
+    def product(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         """a @ b in float32, into or onto ``out``."""
         if self.dtype == torch.float32:
-            out = torch.empty(a.shape[0], b.shape[1], device=a.device) if out is None else out
-            return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
-        if out is None:
-            if self.wide is None or self.wide.shape != (a.shape[0], b.shape[1]):
-                self.wide = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-            out = self.wide
-        if add:
-            return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+            out.addmm_(a, b, beta=1.0 if add else 0.0)
+        elif add:
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
 
-    def finish(self, grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.kernels.scaled(grad, factor, dtype)
+    def end(self, to: Gradients) -> None:
+        if not self.started:
+            if to.weight is not None:
+                to.weight.zero_()
+            return
+        rows = self.all
+        if to.weight is not None:
+            self.kernels.subtract_targets(rows.hidden, rows.index, rows.y, self.t, to.weight)
+        if to.bias is not None:
+            column = to.bias[:, None]
+            ones = torch.ones(1, 1, device=column.device)
+            self.kernels.subtract_targets(ones, torch.zeros_like(rows.index), rows.y, self.t, column)
+
+    @staticmethod
+    def finish(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        from deftune.kernels import triton_rows
+
+        return triton_rows.scaled(grad, factor, dtype)
 
 
 BACKENDS = {"torch": TorchBackend, "triton": TritonBackend}
@@ -268,7 +315,10 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head: 
         (device.type != "cuda" and not interpreted(), f"the device is {device.type}, not cuda"),
         (bool(triton_status()), triton_status()),
         (dtype not in (torch.bfloat16, torch.float32), f"{dtype} has not the range that E needs; bfloat16 has"),
-        (head.width * dtype.itemsize % 16 != 0, f"a row of the weight ({head.width} x {dtype}) is no multiple of 16 bytes"),
+        (
+            head.width * dtype.itemsize % 16 != 0,
+            f"a row of the weight ({head.width} x {dtype}) is no multiple of 16 bytes",
+        ),
         (bool(top) and head.softcap is not None, "the likeliest tokens under a softcap are found by torch only"),
     ]
     against = next((why for holds, why in reasons if holds), "")

@@ -84,13 +84,6 @@ def check_count(num_items: Tensor | float | None, count: int) -> None:
         )
 
 
-def first_bad_label(targets: Tensor, vocab_size: int) -> Tensor:
-    """The flat index of the first label that is neither IGNORE_INDEX nor in [0, V); the number of labels if none."""
-    bad = ((targets < 0) & (targets != IGNORE_INDEX)) | (targets >= vocab_size)
-    positions = torch.arange(targets.numel(), device=targets.device)
-    return torch.where(bad, positions, targets.numel()).amin() if targets.numel() else positions.new_zeros(())
-
-
 def label_error(index: int, label: int, vocab_size: int) -> ValueError:
     remedy = (
         f"a label must be below the vocabulary size {vocab_size}; check the tokenizer against the model"
@@ -98,12 +91,6 @@ def label_error(index: int, label: int, vocab_size: int) -> ValueError:
         else f"only {IGNORE_INDEX} marks a token to ignore; replace other negative labels by it"
     )
     return ValueError(f"targets: token {index} (flat index) has label {label}; {remedy}")
-
-
-def check_labels(targets: Tensor, vocab_size: int) -> None:
-    index = int(first_bad_label(targets, vocab_size))
-    if index < targets.numel():
-        raise label_error(index, int(targets[index]), vocab_size)
 
 
 def nan_error(index: int, name: str) -> ValueError:

@@ -11,7 +11,15 @@ from torch.autograd import Function
 
 from deftune.kernels.checks import check_logits, check_reduction, check_weights
 from deftune.kernels.reduction import check_step, reduce_losses
-from deftune.kernels.statistics import Rows, block_rows, compute_dtype, logits_stats, no_autocast, supervised_index
+from deftune.kernels.statistics import (
+    Rows,
+    block_rows,
+    compute_dtype,
+    logits_stats,
+    no_autocast,
+    supervised_index,
+    widened_difference,
+)
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import NO_CONTEXT
@@ -50,7 +58,8 @@ def token_loss(
     losses = run(logits, flat, objective, context or NO_CONTEXT, num_items)
     losses = losses.to(compute_dtype(logits.dtype)) if reduction == "none" else losses
     if weights is not None:
-        losses = losses * torch.where(flat == IGNORE_INDEX, 0.0, weights.reshape(-1).to(losses.dtype))
+        factor = torch.where(flat == IGNORE_INDEX, 0.0, weights.reshape(-1).to(losses.dtype))
+        losses = torch.where(factor == 0, 0.0, losses * factor)  # 0 * inf = 0
     if reduction == "none":
         return losses.view(targets.shape)
     count = (flat != IGNORE_INDEX).sum()
@@ -132,7 +141,7 @@ class _GateTimesError(Function):
                 rows = index[part]
                 dense = len(index) == targets.numel()
                 block = flat[part] if dense and flat.dtype == dtype else e[: len(z)]
-                torch.sub(z, shift[rows, None].to(dtype), out=block)
+                widened_difference(z, shift[rows, None], block)
                 block.exp_().mul_((scale[rows] * inverse_sum[rows])[:, None].to(dtype))
                 block.scatter_(-1, targets[rows, None], (-scale[rows] * error[rows])[:, None].to(dtype))
                 if block.data_ptr() != flat[part].data_ptr():

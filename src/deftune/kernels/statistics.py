@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deftune.kernels.checks import check_labels, check_logits, nan_error
+from deftune.kernels.checks import check_logits, label_error, nan_error
 from deftune.objectives.stats import IGNORE_INDEX, TokenStats
 
 # what fits a core's share of cache is three times faster than what does not; a GPU wants fewer, larger blocks
@@ -107,7 +107,7 @@ def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor) -> None:
     y = y[:, None]
     shift = z.amax(-1, keepdim=True)
     out[0], out[1] = shift[:, 0], z.gather(-1, y)[:, 0]
-    torch.sub(z, shift, out=u)
+    widened_difference(z, shift, u)
     torch.exp(u, out=e)
     e.scatter_(-1, y, 0)
     torch.sum(e, -1, out=out[2])
@@ -118,6 +118,11 @@ def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor) -> None:
         out[4] = torch.linalg.vecdot(u.clamp_(min=-800), e)
 
 
+def widened_difference(z: Tensor, shift: Tensor, out: Tensor) -> None:
+    """z - shift in the precision of ``out``: torch would subtract half precision in half precision."""
+    torch.sub(z if z.dtype == out.dtype else out.copy_(z), shift.to(out.dtype), out=out)
+
+
 def no_autocast(device: torch.device) -> torch.autocast:
     """The sums stay in float32 or better whatever the caller's autocast says."""
     return torch.autocast(device.type, enabled=False)
@@ -126,6 +131,18 @@ def no_autocast(device: torch.device) -> torch.autocast:
 def supervised_index(targets: Tensor) -> Tensor:
     """Flat indices of the supervised tokens."""
     return (targets != IGNORE_INDEX).nonzero()[:, 0]
+
+
+def supervised_rows(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(flat indices, labels) of the supervised tokens; a label outside [0, V) is named."""
+    index = supervised_index(targets)
+    labels = targets[index]
+    if len(labels):
+        low, high = labels.aminmax()
+        if int(low) < 0 or int(high) >= vocab_size:
+            bad = index[((labels < 0) | (labels >= vocab_size)).nonzero()[0, 0]]
+            raise label_error(int(bad), int(targets[bad]), vocab_size)
+    return index, labels
 
 
 def top_source(logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor) -> Callable[[int], Tensor]:
@@ -149,9 +166,7 @@ def top_source(logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor) ->
 
 def logits_stats(logits: Tensor, targets: Tensor) -> tuple[TokenStats, Tensor, RowSums, Tensor]:
     """(statistics, supervised index, sums, log_sum) of flat targets; bad labels and NaN rows are named at once."""
-    check_labels(targets, logits.shape[-1])
-    index = supervised_index(targets)
-    targets = targets[index]
+    index, targets = supervised_rows(targets, logits.shape[-1])
     with no_autocast(logits.device):
         sums = row_sums(logits, index, targets)
         log_p, entropy, log_collision, log_sum = stats_columns(sums)

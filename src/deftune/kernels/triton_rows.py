@@ -5,8 +5,9 @@ For a chunk of C rows of hidden states x and the head W, with z = softcap(scale 
     1. `target_logits`: z_y by a dot product in fp32, and a reference r = z_y + 40 for the row
     2. `exponentials`: one GEMM whose epilogue turns the fp32 accumulators into E = e^{z - r}, stored once in the inputs'
        dtype, and into per-tile sums of e, e^2 and u e about the tile's own maximum. The target is left out of all of them
-    3. `reduce_tiles`: the tiles' sums to the row's (max, then sums)
+    3. `reduce_tiles`: the tiles' sums to the row's (max, then sums), and those to its statistics in float64
     4. `repair`: rows whose E left the range of the dtype (log p < -125) are recomputed about their maximum; others exit
+    5. `coefficients`: the gate, once an objective has given it, to v and t below
 
 With v = gate / sum E, the gradients are two more GEMMs on E as it is: dX = v (E W) - t W[y], dW = E^T (v X) - t X at y,
 t = gate (1 - p) kept in fp32. E is rounded once, from fp32 accumulators, as a gradient of an fp32 softmax would be; bf16
@@ -14,6 +15,8 @@ has fp32's range, so that E needs no row maximum in advance, only a reference wi
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
@@ -25,8 +28,6 @@ from deftune.kernels.head import Head
 
 HEADROOM = 40.0  # r = z_y + 40: E of a certain row starts at e^-40, far above bf16's e^-87
 OVERFLOW = 85.0  # e^85 < 3e38, with room for the GEMMs' sums
-
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 
 
 @triton.jit
@@ -41,17 +42,18 @@ def _logit(dot, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.co
 
 @triton.jit
 def _target_logits(
-    x_ptr, w_ptr, bias_ptr, y_ptr, z_ptr, ref_ptr, C, D, scale, softcap, headroom,
+    x_ptr, w_ptr, bias_ptr, index_ptr, y_ptr, z_ptr, ref_ptr, C, D, scale, softcap, headroom,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = rows < C
     y = tl.load(y_ptr + rows, mask=live, other=0)
+    place = tl.load(index_ptr + rows, mask=live, other=0).to(tl.int64)
     total = tl.zeros((BLOCK_R,), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         mask = live[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + place[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + y.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(x * w, axis=1)
     bias = tl.load(bias_ptr + y, mask=live, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
@@ -87,8 +89,8 @@ def _exponentials(
         # sums about the tile's maximum: no logit, however large, overflows them
         top = tl.max(z, axis=1)
         shift = tl.where(top == float("-inf"), 0.0, top)
-        # below -200 e is 0 in fp32; the bound keeps 0 * -inf out of the moment
-        u = tl.maximum(z - shift[:, None], -200.0)
+        # below -200 e is 0 in fp32; the bound keeps 0 * -inf out of the moment, and lets NaN through
+        u = tl.maximum(z - shift[:, None], -200.0, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(u)
         part = tiles_ptr + (tile // tiles_m).to(tl.int64) * C + rows
         plane = tiles_n.to(tl.int64) * C
@@ -107,7 +109,7 @@ def _exponentials(
 
 @triton.jit
 def _reduce_tiles(
-    tiles_ptr, z_ptr, sums_ptr, C, TILES, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr
+    tiles_ptr, z_ptr, out_ptr, C, TILES, plane_out, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = rows < C
@@ -118,9 +120,7 @@ def _reduce_tiles(
         t = start + tl.arange(0, BLOCK_T)
         at = tiles_ptr + t.to(tl.int64)[:, None] * C + rows[None, :]
         top = tl.load(at, mask=(t < TILES)[:, None] & live[None, :], other=float("-inf"))
-        # tl.max drops NaN; a row with a NaN logit must come out as NaN, which its sums of e do
         shift = tl.maximum(shift, tl.max(top, axis=0))
-    safe = tl.where(shift == float("-inf"), 0.0, shift)
     rest = tl.zeros((BLOCK_R,), dtype=tl.float32)
     squares = tl.zeros((BLOCK_R,), dtype=tl.float32)
     moment = tl.zeros((BLOCK_R,), dtype=tl.float32)
@@ -132,27 +132,68 @@ def _reduce_tiles(
         s = tl.load(at + plane, mask=mask, other=0.0)
         s2 = tl.load(at + 2 * plane, mask=mask, other=0.0)
         ue = tl.load(at + 3 * plane, mask=mask, other=0.0)
-        lower = tl.maximum(top - safe[None, :], -200.0)  # an empty tile has top = -inf and sums of 0
+        # an empty tile has top = -inf and sums of 0; a NaN is in the sums and stays
+        lower = tl.maximum(top - shift[None, :], -200.0)
         factor = tl.exp(lower)
-        empty = top == float("-inf")
-        rest += tl.sum(tl.where(empty, 0.0, s * factor), axis=0)
-        squares += tl.sum(tl.where(empty, 0.0, s2 * factor * factor), axis=0)
-        moment += tl.sum(tl.where(empty, 0.0, (ue + lower * s) * factor), axis=0)
-    out = sums_ptr + rows
-    tl.store(out, shift, mask=live)
-    tl.store(out + C, z_y, mask=live)
-    tl.store(out + 2 * C, rest, mask=live)
-    tl.store(out + 3 * C, squares, mask=live)
-    tl.store(out + 4 * C, moment, mask=live)
+        rest += tl.sum(s * factor, axis=0)
+        squares += tl.sum(s2 * factor * factor, axis=0)
+        moment += tl.sum((ue + lower * s) * factor, axis=0)
+
+    # the statistics, as `statistics.stats_columns` has them, in float64
+    u_y = z_y.to(tl.float64) - shift.to(tl.float64)
+    e_y = tl.exp(u_y)
+    log_sum = _log1p((e_y - 1) + rest.to(tl.float64))
+    collision = _log1p((e_y * e_y - 1) + squares.to(tl.float64)) - 2 * log_sum
+    own = tl.where(e_y == 0, 0.0, u_y * e_y)  # 0 * -inf = 0
+    entropy = log_sum - (own + moment.to(tl.float64)) / tl.exp(log_sum)
+    out = out_ptr + rows
+    tl.store(out, u_y - log_sum, mask=live)
+    tl.store(out + plane_out, tl.where(entropy < 0, 0.0, entropy), mask=live)
+    tl.store(out + 2 * plane_out, tl.where(collision > 0, 0.0, collision), mask=live)
+    tl.store(out + 3 * plane_out, log_sum, mask=live)
+    tl.store(out + 4 * plane_out, shift.to(tl.float64), mask=live)
+
+
+@triton.jit
+def _log1p(x):
+    # log(1 + x) with what rounding 1 + x lost put back
+    w = 1 + x
+    return tl.log(w) - ((w - 1) - x) / w
+
+
+@triton.jit
+def _coefficients(
+    gate_ptr, columns_ptr, plane, ref_ptr, z_ptr, v_ptr, t_ptr, C, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # dz = v E off the target and -t on it, for dz = gate (P - onehot); P = E e^{reference - shift - log_sum}
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = rows < C
+    gate = tl.load(gate_ptr + rows, mask=live, other=0.0).to(tl.float64) * scale
+    log_p = tl.load(columns_ptr + rows, mask=live, other=0.0)
+    log_sum = tl.load(columns_ptr + 3 * plane + rows, mask=live, other=0.0)
+    shift = tl.load(columns_ptr + 4 * plane + rows, mask=live, other=0.0)
+    ref = tl.load(ref_ptr + rows, mask=live, other=0.0).to(tl.float64)
+    v = gate * tl.exp(ref - shift - log_sum)
+    # 1 - p, exact for p near 1: (e^x - 1) x / log(e^x)
+    p = tl.exp(log_p)
+    error = tl.where(p == 1, -log_p, tl.where(p == 0, 1.0, (1 - p) * log_p / tl.log(p)))
+    t = gate * error
+    if HAS_SOFTCAP:
+        z = tl.load(z_ptr + rows, mask=live, other=0.0).to(tl.float64)
+        t = t * (1 - (z / softcap) * (z / softcap))
+    # a shut gate is 0 whatever stands beside it
+    tl.store(v_ptr + rows, tl.where(gate == 0, 0.0, v).to(tl.float32), mask=live)
+    tl.store(t_ptr + rows, tl.where(gate == 0, 0.0, t).to(tl.float32), mask=live)
 
 
 @triton.jit
 def _repair(
-    x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, sums_ptr, e_ptr, V, D, stride_e, scale, softcap, overflow,
+    x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, shift_ptr, e_ptr, V, D, stride_e, scale, softcap, overflow,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    shift = tl.load(sums_ptr + row)
+    shift = tl.load(shift_ptr + row).to(tl.float32)
     if shift - tl.load(ref_ptr + row) > overflow:
         y = tl.load(y_ptr + row)
         for start in range(0, V, BLOCK_V):
@@ -191,7 +232,7 @@ def _finish_hidden(
 
 @triton.jit
 def _subtract_targets(
-    x_ptr, sorted_ptr, order_ptr, t_ptr, dw_ptr, C, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+    x_ptr, index_ptr, sorted_ptr, order_ptr, t_ptr, dw_ptr, C, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     # rows come sorted by target; the first of a run of equal targets adds up the whole run: no atomics
     first = tl.program_id(0)
@@ -205,8 +246,9 @@ def _subtract_targets(
         while more:
             at = start + tl.arange(0, BLOCK_R)
             same = (at < C) & (tl.load(sorted_ptr + at, mask=at < C, other=-1) == y)
-            rows = tl.load(order_ptr + at, mask=same, other=0).to(tl.int64)
-            x = tl.load(x_ptr + rows[:, None] * D + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
+            rows = tl.load(order_ptr + at, mask=same, other=0)
+            place = tl.load(index_ptr + rows, mask=same, other=0).to(tl.int64)
+            x = tl.load(x_ptr + place[:, None] * D + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
             t = tl.load(t_ptr + rows, mask=same, other=0.0)
             total += tl.sum(x.to(tl.float32) * t[:, None], axis=0)
             start += BLOCK_R
@@ -288,56 +330,66 @@ def _head_numbers(head: Head) -> tuple[float, float]:
     return head.scale, head.softcap or 1.0
 
 
-def target_logits(x: Tensor, y: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """(z_y, reference) in fp32."""
-    z, ref = torch.empty(2, len(x), dtype=torch.float32, device=x.device)
+def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """(z_y, reference) in fp32 of the rows x[index]."""
+    z, ref = torch.empty(2, len(y), dtype=torch.float32, device=x.device)
     rows = 16
-    _target_logits[(triton.cdiv(len(x), rows),)](
-        x, head.weight, head.bias, y, z, ref, len(x), head.width, *_head_numbers(head), HEADROOM,
+    _target_logits[(triton.cdiv(len(y), rows),)](
+        x, head.weight, head.bias, index, y, z, ref, len(y), head.width, *_head_numbers(head), HEADROOM,
         **_head_options(head), BLOCK_R=rows, BLOCK_D=128,
     )  # fmt: skip
     return z, ref
 
 
-def exponentials(
-    x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None, *, blocks: tuple[int, int, int] | None = None,
-    warps: int = 8, stages: int = 3, persistent: bool = True,
-) -> Tensor:  # fmt: skip
+def blocks_for(width: int) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, stages), the fastest of those measured; a narrow head is all epilogue."""
+    return (256, 128, 64, 3) if width < 1024 else (128, 256, 64, 4)
+
+
+def exponentials(x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None) -> Tensor:
     """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C]."""
-    block_m, block_n, block_k = blocks or (BLOCK_M, BLOCK_N, BLOCK_K)
+    block_m, block_n, block_k, stages = blocks_for(head.width)
     tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, block_n)
     tiles = torch.empty(4, tiles_n, len(x), dtype=torch.float32, device=x.device)
-    programs = tiles_m * tiles_n
-    if persistent:
-        programs = min(programs, processors(x.device))
+    programs = min(tiles_m * tiles_n, processors(x.device))
     _exponentials[(programs,)](
-        TensorDescriptor.from_tensor(x, [block_m, block_k]), TensorDescriptor.from_tensor(head.weight, [block_n, block_k]),
+        TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
+        TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [block_n, block_k]),
         head.bias, y, ref, x if e is None else e, tiles, len(x), head.vocab_size, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
         **_head_options(head), STORE=e is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, FLATTEN=persistent, num_warps=warps, num_stages=stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, FLATTEN=True, num_warps=8, num_stages=stages,
     )  # fmt: skip
     return tiles
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def reduce_tiles(tiles: Tensor, z_y: Tensor) -> Tensor:
-    """[5, C]: shift, target, rest, squares, moment."""
+def reduce_tiles(tiles: Tensor, z_y: Tensor, out: Tensor) -> None:
+    """log_p, entropy, log_collision, log_sum and shift of each row into ``out`` [5, C], float64, rows adjacent."""
     _, count, rows = tiles.shape
-    sums = torch.empty(5, rows, dtype=torch.float32, device=tiles.device)
     block = 32
-    _reduce_tiles[(triton.cdiv(rows, block),)](tiles, z_y, sums, rows, count, BLOCK_R=block, BLOCK_T=32)
-    return sums
+    _reduce_tiles[(triton.cdiv(rows, block),)](tiles, z_y, out, rows, count, out.stride(0), BLOCK_R=block, BLOCK_T=32)
 
 
-def repair(x: Tensor, y: Tensor, ref: Tensor, sums: Tensor, head: Head, e: Tensor) -> None:
+def repair(x: Tensor, y: Tensor, ref: Tensor, shift: Tensor, head: Head, e: Tensor) -> None:
     """Recompute, about their maximum, the rows of ``e`` that overflowed; ``ref`` then says so."""
     _repair[(len(x),)](
-        x, head.weight, head.bias, y, ref, sums, e, head.vocab_size, head.width, e.stride(0), *_head_numbers(head), OVERFLOW,
-        **_head_options(head), BLOCK_V=64, BLOCK_D=64,
+        x, head.weight, head.bias, y, ref, shift, e, head.vocab_size, head.width, e.stride(0), *_head_numbers(head),
+        OVERFLOW, **_head_options(head), BLOCK_V=64, BLOCK_D=64,
+    )  # fmt: skip
+
+
+def coefficients(
+    gate: Tensor, columns: Tensor, ref: Tensor, z_y: Tensor, head: Head, v: Tensor, t: Tensor
+) -> None:  # fmt: skip
+    """The factors of a chunk's gradients from its gates and the columns of `reduce_tiles`."""
+    _coefficients[(triton.cdiv(len(gate), 256),)](
+        gate, columns, columns.stride(0), ref, z_y, v, t, len(gate), *_head_numbers(head),
+        HAS_SOFTCAP=head.softcap is not None, BLOCK=256,
     )  # fmt: skip
 
 
@@ -346,12 +398,13 @@ def finish_hidden(u: Tensor, y: Tensor, index: Tensor, v: Tensor, t: Tensor, wei
     _finish_hidden[(len(u),)](u, weight, y, index, v, t, out, u.shape[1], BLOCK_D=1024)
 
 
-def subtract_targets(x: Tensor, sorted_y: Tensor, order: Tensor, t: Tensor, dw: Tensor) -> None:
-    """dw[y] -= t x, rows with the same target added up in the order given (``sorted_y`` = y[order])."""
-    rows, width = x.shape
+def subtract_targets(x: Tensor, index: Tensor, y: Tensor, t: Tensor, dw: Tensor) -> None:
+    """dw[y] -= t x[index]; rows with the same target are added up in order, by one program: no atomics."""
+    ordered, order = torch.sort(y, stable=True)
+    rows, width = len(y), x.shape[1]
     block = min(512, triton.next_power_of_2(width))
     _subtract_targets[(rows, triton.cdiv(width, block))](
-        x, sorted_y, order, t, dw, rows, width, BLOCK_R=8, BLOCK_D=block
+        x, index, ordered, order, t, dw, rows, width, BLOCK_R=8, BLOCK_D=block
     )  # fmt: skip
 
 
@@ -367,7 +420,7 @@ def top_logits(x: Tensor, y: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e:
     z = torch.empty(len(x), count, dtype=torch.float32, device=x.device)
     _candidates[(len(x),)](
         tiles, e, ref, cols, len(x), head.vocab_size, tiles.shape[1], e.stride(0), count,
-        BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=BLOCK_N, num_warps=1,
+        BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=blocks_for(head.width)[1], num_warps=1,
     )  # fmt: skip
     _gathered_logits[(len(x),)](
         x, head.weight, head.bias, y, cols, z, head.width, *_head_numbers(head), count,

@@ -151,7 +151,7 @@ class Focus(Objective):
     """
 
     def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return deformed_gate(stats.log_p, self.focus(stats, context).detach())
+        return deformed_gate(stats.log_p.detach(), self.focus(stats, context).detach())
 
     def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return deformed_loss(stats.log_p, self.focus(stats, context).detach())

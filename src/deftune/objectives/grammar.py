@@ -8,6 +8,7 @@ arg   := [NAME "="] (NUMBER | spec)  a bare word is a choice (norm=lnk) or an ob
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 import typing
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 
 from deftune.objectives.base import Objective
 
-MAX_SPEC_LENGTH = 1000
+MAX_SPEC_LENGTH = 1000  # without spaces, which the canonical form adds
+MAX_DEPTH = 30
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z][\w-]*)|(?P<sign>[(),=|]))"
 )
@@ -51,6 +53,7 @@ class _Parser:
             self.tokens.append((kind, match[kind], match.start(kind)))
             at = match.end()
         self.next = 0
+        self.depth = 0
 
     def error(self, what: str, at: int) -> ValueError:
         return ValueError(
@@ -80,11 +83,15 @@ class _Parser:
         if self.peek()[:2] != ("sign", "("):
             return term
         self.take("sign", "(")
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise self.error(f"nested deeper than {MAX_DEPTH} levels", self.peek()[2])
         while self.peek()[:2] != ("sign", ")"):
             self.argument(term)
             if self.peek()[:2] != ("sign", ")"):
                 self.take("sign", ",")
         self.take("sign", ")")
+        self.depth -= 1
         return term
 
     def argument(self, term: _Term) -> None:
@@ -147,10 +154,16 @@ def _convert(where: str, wanted: object, value: _Value) -> object:
     raise ValueError(f"{where} has the type {wanted}, which a spec cannot express; build the objective in Python")
 
 
+def _hints(factory: Callable[..., Objective]) -> dict[str, object]:
+    """The types of a factory's parameters: of a class, a function, or a partial of one."""
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+
+
 def _call(name: str, factory: Callable[..., Objective], term: _Term, first: list[Objective]) -> Objective:
     """The factory's objective for one term; a modifier takes the objective before it as ``first``."""
-    target = factory.__init__ if inspect.isclass(factory) else factory
-    hints = typing.get_type_hints(target)
+    hints = _hints(factory)
     parameters = list(inspect.signature(factory).parameters)[len(first) :]
     if len(term.positional) > len(parameters):
         takes = f"takes {', '.join(parameters)}" if parameters else "takes no values"
@@ -205,8 +218,8 @@ def objective(spec: str | Objective) -> Objective:
         return spec
     if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"an objective is a spec such as 'deft' or an Objective, got {type(spec).__name__}")
-    if len(spec) > MAX_SPEC_LENGTH:
-        raise ValueError(f"objective spec of {len(spec)} characters: at most {MAX_SPEC_LENGTH} are read")
+    if (length := len("".join(spec.split()))) > MAX_SPEC_LENGTH:
+        raise ValueError(f"objective spec of {length} characters: at most {MAX_SPEC_LENGTH} are read")
     if not spec.strip():
         raise ValueError("objective spec is empty; write e.g. 'deft'")
     parser = _Parser(spec)

@@ -182,15 +182,15 @@ class MeanOne(Modifier):
     def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return self.inner.gate(stats, self.unscaled(context))
 
-    def scale(self, stats: TokenStats, context: Context) -> Tensor | float:
+    def over_mean(self, column: Tensor, stats: TokenStats, context: Context) -> Tensor:
         if context.step == "deferred" and self.kind == "mass":
-            return 1.0
+            return column
         mean = self.step_value(self.step_statistics[-1], stats, context)
         # every gate is shut: nothing to scale, and 0/0 must not reach the gradients
-        return torch.where(mean == 0, 0.0, 1 / mean)
+        return torch.where(mean == 0, 0.0, column / torch.where(mean == 0, 1.0, mean))
 
     def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return self.inner.gate(stats, self.unscaled(context)) * self.scale(stats, context)
+        return self.over_mean(self.inner.gate(stats, self.unscaled(context)), stats, context)
 
     def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return self.inner.loss(stats, self.unscaled(context)) * self.scale(stats, context)
+        return self.over_mean(self.inner.loss(stats, self.unscaled(context)), stats, context)
