@@ -39,6 +39,11 @@ TOLERANCES: dict[str, Tolerance] = {
     "float16 gradient": Tolerance(
         1.001 * 2**-11, "rounded once to 11 bits (half an ulp is 2^-11), from float32's own error"
     ),
+    "fused float64": Tolerance(
+        1e-10, "float64 GEMMs of the fused loss against autograd's: sums of up to 1e3 terms, cancellation of 1e2"
+    ),
+    "fused loss": Tolerance(2e-6, "float32 logits from a GEMM, a loss relative to max(1, its value)"),
+    "fused gradient": Tolerance(1e-5, "float32 GEMMs over logits that carry their own float32 error, in norm"),
     "split": Tolerance(1e-12, "the same float64 sums in another order"),
     "twin": Tolerance(1e-13, "float64 softmax sums of a few hundred terms against 50 digits"),
 }

@@ -235,12 +235,10 @@ class TritonBackend:
                 self.e = torch.empty(len(x), self.stride, dtype=self.dtype, device=x.device)
             e = self.e[: len(x)]
         tiles = kernels.exponentials(x, y, reference, head, e)
-        kernels.reduce_tiles(tiles, z_y, columns)
+        kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e)
         largest = None
-        if e is not None:
-            kernels.repair(x, y, reference, columns[4], head, e)
-            if top:
-                largest = kernels.top_logits(x, y, z_y, reference, tiles, e, head, top)
+        if e is not None and top:
+            largest = kernels.top_logits(x, z_y, reference, tiles, e, head, top)
         return Chunk(part, x, y, columns, None if e is None else e[:, : head.vocab_size], largest)
 
     def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
@@ -248,16 +246,19 @@ class TritonBackend:
         assert e is not None
         v, t = torch.empty_like(self.t[part]), self.t[part]
         kernels.coefficients(gate, chunk.columns, self.reference[part], self.z_y[part], self.head, v, t)
+        u = scaled = None
         if to.hidden is not None:
             if len(self.u) != len(e):
                 self.u = torch.empty(len(e), self.head.width, dtype=torch.float32, device=e.device)
-            self.product(e, weight, self.u)
-            kernels.finish_hidden(self.u, chunk.y, self.all.index[part], v, t, weight, to.hidden)
+            u = self.u
+            self.product(e, weight, u)
         if to.weight is not None:
             if len(self.scaled) != len(e):
                 self.scaled = torch.empty_like(chunk.x)
-            torch.mul(chunk.x, v[:, None], out=self.scaled)
-            self.product(e.T, self.scaled, to.weight, add=self.started)
+            scaled = self.scaled
+        kernels.finish_hidden(u, chunk.x, chunk.y, self.all.index[part], v, t, weight, to.hidden, scaled)
+        if to.weight is not None and scaled is not None:
+            self.product(e.T, scaled, to.weight, add=self.started)
         if to.bias is not None:
             to.bias += torch.mv(e.T, v.to(e.dtype))
         self.started = True

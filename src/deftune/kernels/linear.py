@@ -267,7 +267,7 @@ def _fused(
         chunks: list[Chunk] = []
         for chunk in call.chunks(backend, columns, into.wanted, call.top):
             stats = call.chunk_stats(chunk)
-            gate, value = call.weighted(chunk.part, objective.gate(stats, context), objective.loss(stats, context))
+            gate, value = call.weighted(chunk.part, *objective.evaluate(stats, context))
             losses.append(value.sum())
             if own_mass:
                 masses.append(objective.mass(stats, context).sum())
@@ -332,9 +332,7 @@ class _PerTokenLoss(Function):
             columns, top = call.measure_all()
             stats = call.stats(columns, top)
             everything = slice(0, len(call.index))
-            gate, value = call.weighted(
-                everything, objective.gate(stats, call.context), objective.loss(stats, call.context)
-            )
+            gate, value = call.weighted(everything, *objective.evaluate(stats, call.context))
             losses = value.new_zeros(len(hidden)).index_copy_(0, call.index, value).to(compute_dtype(call.dtype))
         ctx.mark_non_differentiable(columns, *([] if top is None else [top]))
         ctx.save_for_backward(hidden, weight, bias, gate)

@@ -86,9 +86,10 @@ class _TokenLoss(Function):
     ) -> tuple[Tensor, ...]:
         stats, index, sums, log_sum = logits_stats(logits, targets)
         check_step(objective, context, num_items, len(index))
+        gate, loss = objective.evaluate(stats, context)
         columns = (
-            objective.loss(stats, context),
-            objective.gate(stats, context),
+            loss,
+            gate,
             sums.shift.to(stats.log_p.dtype),
             log_sum,
             stats.error,

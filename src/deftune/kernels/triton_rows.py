@@ -108,8 +108,36 @@ def _exponentials(
 
 
 @triton.jit
+def _repair_row(
+    x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, row, shift, V, D, stride_e, scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # one row of E about its maximum, by dot products
+    row = row.to(tl.int64)
+    y = tl.load(y_ptr + row)
+    for start in range(0, V, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        total = tl.zeros((BLOCK_V,), dtype=tl.float32)
+        for d0 in range(0, D, BLOCK_D):
+            d = d0 + tl.arange(0, BLOCK_D)
+            x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+            mask = (v < V)[:, None] & (d < D)[None, :]
+            w = tl.load(w_ptr + v.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(w * x[None, :], axis=1)
+        bias = tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        e = tl.where(v == y, 0.0, tl.exp(z - shift))
+        if HAS_SOFTCAP:
+            e = e * (1 - (z / softcap) * (z / softcap))
+        tl.store(e_ptr + row * stride_e + v, e.to(e_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
 def _reduce_tiles(
-    tiles_ptr, z_ptr, out_ptr, C, TILES, plane_out, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr
+    tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr,
+    C, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = rows < C
@@ -153,6 +181,20 @@ def _reduce_tiles(
     tl.store(out + 3 * plane_out, log_sum, mask=live)
     tl.store(out + 4 * plane_out, shift.to(tl.float64), mask=live)
 
+    if STORED:
+        ref = tl.load(ref_ptr + rows, mask=live, other=0.0)
+        over = live & (shift - ref > overflow)
+        if tl.sum(over.to(tl.int32), axis=0) > 0:
+            for r in range(BLOCK_R):
+                here = tl.arange(0, BLOCK_R) == r
+                if tl.sum((over & here).to(tl.int32), axis=0) > 0:
+                    _repair_row(
+                        x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, tl.program_id(0) * BLOCK_R + r,
+                        tl.sum(tl.where(here, shift, 0.0), axis=0), V, D, stride_e, scale, softcap,
+                        HAS_BIAS, HAS_SOFTCAP, BLOCK_V, BLOCK_D,
+                    )  # fmt: skip
+            tl.store(ref_ptr + rows, shift, mask=over)
+
 
 @triton.jit
 def _log1p(x):
@@ -188,35 +230,9 @@ def _coefficients(
 
 
 @triton.jit
-def _repair(
-    x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, shift_ptr, e_ptr, V, D, stride_e, scale, softcap, overflow,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    shift = tl.load(shift_ptr + row).to(tl.float32)
-    if shift - tl.load(ref_ptr + row) > overflow:
-        y = tl.load(y_ptr + row)
-        for start in range(0, V, BLOCK_V):
-            v = start + tl.arange(0, BLOCK_V)
-            total = tl.zeros((BLOCK_V,), dtype=tl.float32)
-            for d0 in range(0, D, BLOCK_D):
-                d = d0 + tl.arange(0, BLOCK_D)
-                x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-                mask = (v < V)[:, None] & (d < D)[None, :]
-                w = tl.load(w_ptr + v.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-                total += tl.sum(w * x[None, :], axis=1)
-            bias = tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-            z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-            e = tl.where(v == y, 0.0, tl.exp(z - shift))
-            if HAS_SOFTCAP:
-                e = e * (1 - (z / softcap) * (z / softcap))
-            tl.store(e_ptr + row * stride_e + v, e.to(e_ptr.dtype.element_ty), mask=v < V)
-        tl.store(ref_ptr + row, shift)
-
-
-@triton.jit
 def _finish_hidden(
-    u_ptr, w_ptr, y_ptr, index_ptr, v_ptr, t_ptr, out_ptr, D, BLOCK_D: tl.constexpr
+    u_ptr, x_ptr, w_ptr, y_ptr, index_ptr, v_ptr, t_ptr, out_ptr, scaled_ptr, D,
+    WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(y_ptr + row).to(tl.int64)
@@ -225,9 +241,13 @@ def _finish_hidden(
     t = tl.load(t_ptr + row)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
-        u = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
-        w = tl.load(w_ptr + y * D + d, mask=d < D, other=0.0).to(tl.float32)
-        tl.store(out_ptr + to * D + d, (v * u - t * w).to(out_ptr.dtype.element_ty), mask=d < D)
+        if WANT_HIDDEN:
+            u = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
+            w = tl.load(w_ptr + y * D + d, mask=d < D, other=0.0).to(tl.float32)
+            tl.store(out_ptr + to * D + d, (v * u - t * w).to(out_ptr.dtype.element_ty), mask=d < D)
+        if WANT_SCALED:
+            x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+            tl.store(scaled_ptr + row * D + d, (v * x).to(scaled_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -259,55 +279,57 @@ def _subtract_targets(
 
 @triton.jit
 def _candidates(
-    tiles_ptr, e_ptr, ref_ptr, out_ptr, C, V, TILES, stride_e, COUNT,
+    tiles_ptr, e_ptr, ref_ptr, z_ptr, cols_ptr, C, V, TILES, stride_e, COUNT,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # the COUNT likeliest columns but the target: each round takes the best tile's best column, then looks up that
-    # tile's next one. A tile's first value is its fp32 maximum, later ones come of the stored E
+    # The COUNT largest logits but the target's. Each round takes the tile that leads. What a tile gives first is its
+    # maximum, known in fp32; what it gives later is found on the stored E and named in cols, to be computed anew.
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
-    best = tl.load(tiles_ptr + t.to(tl.int64) * C + row, mask=t < TILES, other=float("-inf"))
+    lead = tl.load(tiles_ptr + t.to(tl.int64) * C + row, mask=t < TILES, other=float("-inf"))
     ref = tl.load(ref_ptr + row)
-    # the last column taken of each tile, in the order (E falling, column rising)
-    taken_e = tl.full((BLOCK_T,), float("inf"), dtype=tl.float32)
-    taken_n = tl.full((BLOCK_T,), -1, dtype=tl.int32)
+    # (E, column) as one ordered integer: E's upper 16 bits, then columns from the left
+    last = tl.full((BLOCK_T,), 0x7FFFFFFF, dtype=tl.int32)
     for j in range(COUNT):
-        tile = tl.argmax(best, axis=0)
+        z, tile = tl.max(lead, axis=0, return_indices=True)
         here = t == tile
-        last_e = tl.max(tl.where(here, taken_e, float("-inf")), axis=0)
-        last_n = tl.max(tl.where(here, taken_n, -1), axis=0)
+        before = tl.max(tl.where(here, last, 0), axis=0)
         cols = tile * BLOCK_N + n
-        e = tl.load(e_ptr + row * stride_e + cols, mask=cols < V, other=-1.0).to(tl.float32)
-        e = tl.where((e < last_e) | ((e == last_e) & (n > last_n)), e, -1.0)
-        now_e, now_n = tl.max(e, axis=0), tl.argmax(e, axis=0)
-        tl.store(out_ptr + row * COUNT + j, tl.minimum(tile * BLOCK_N + now_n, V - 1))
-        after = tl.max(tl.where((n != now_n), e, -1.0), axis=0)
-        best = tl.where(here, tl.where(after > 0, tl.log(after) + ref, float("-inf")), best)
-        taken_e = tl.where(here, now_e, taken_e)
-        taken_n = tl.where(here, now_n.to(tl.int32), taken_n)
+        e = tl.load(e_ptr + row * stride_e + cols, mask=cols < V, other=0.0).to(tl.float32)
+        key = (e.to(tl.int32, bitcast=True) & 0x7FFF0000) | (0xFFFF - n)
+        now = tl.max(tl.where(key < before, key, 0), axis=0)
+        after = tl.max(tl.where(key < now, key, 0), axis=0)
+        tl.store(z_ptr + row * COUNT + j, z)
+        again = before != 0x7FFFFFFF
+        tl.store(cols_ptr + row * COUNT + j, tl.where(again, tile * BLOCK_N + (0xFFFF - (now & 0xFFFF)), -1))
+        bound = (after & 0x7FFF0000).to(tl.float32, bitcast=True)
+        lead = tl.where(here, tl.where(bound > 0, tl.log(bound) + ref, float("-inf")), lead)
+        last = tl.where(here, now, last)
 
 
 @triton.jit
 def _gathered_logits(
-    x_ptr, w_ptr, bias_ptr, y_ptr, cols_ptr, out_ptr, D, scale, softcap, COUNT,
+    x_ptr, w_ptr, bias_ptr, cols_ptr, z_ptr, D, scale, softcap, COUNT,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK_J)
-    cols = tl.load(cols_ptr + row * COUNT + j, mask=j < COUNT, other=0)
-    total = tl.zeros((BLOCK_J,), dtype=tl.float32)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-        mask = (j < COUNT)[:, None] & (d < D)[None, :]
-        w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(w * x[None, :], axis=1)
-    bias = tl.load(bias_ptr + cols, mask=j < COUNT, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-    z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    # a row with fewer columns than candidates repeats the target's place; it must not count twice
-    z = tl.where(cols == tl.load(y_ptr + row), float("-inf"), z)
-    tl.store(out_ptr + row * COUNT + j, z, mask=j < COUNT)
+    cols = tl.load(cols_ptr + row * COUNT + j, mask=j < COUNT, other=-1)
+    named = cols >= 0
+    if tl.sum(named.to(tl.int32), axis=0) > 0:
+        total = tl.zeros((BLOCK_J,), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+            mask = named[:, None] & (d < D)[None, :]
+            w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(w * x[None, :], axis=1)
+        bias = tl.load(bias_ptr + cols, mask=named, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        # a tile that ran out of columns leads with -inf, which stays
+        out = z_ptr + row * COUNT + j
+        tl.store(out, z, mask=named & (tl.load(out, mask=named, other=0.0) != float("-inf")))
 
 
 @triton.jit
@@ -368,18 +390,20 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def reduce_tiles(tiles: Tensor, z_y: Tensor, out: Tensor) -> None:
-    """log_p, entropy, log_collision, log_sum and shift of each row into ``out`` [5, C], float64, rows adjacent."""
+def reduce_tiles(
+    tiles: Tensor, z_y: Tensor, out: Tensor, x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None
+) -> None:
+    """log_p, entropy, log_collision, log_sum and shift of each row into ``out`` [5, C], float64, rows adjacent.
+
+    Rows of ``e`` that left its range are recomputed about their maximum; ``ref`` then says so.
+    """
     _, count, rows = tiles.shape
     block = 32
-    _reduce_tiles[(triton.cdiv(rows, block),)](tiles, z_y, out, rows, count, out.stride(0), BLOCK_R=block, BLOCK_T=32)
-
-
-def repair(x: Tensor, y: Tensor, ref: Tensor, shift: Tensor, head: Head, e: Tensor) -> None:
-    """Recompute, about their maximum, the rows of ``e`` that overflowed; ``ref`` then says so."""
-    _repair[(len(x),)](
-        x, head.weight, head.bias, y, ref, shift, e, head.vocab_size, head.width, e.stride(0), *_head_numbers(head),
-        OVERFLOW, **_head_options(head), BLOCK_V=64, BLOCK_D=64,
+    _reduce_tiles[(triton.cdiv(rows, block),)](
+        tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e,
+        rows, count, out.stride(0), head.vocab_size, head.width, 0 if e is None else e.stride(0),
+        *_head_numbers(head), OVERFLOW,
+        **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=32, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
 
 
@@ -393,9 +417,15 @@ def coefficients(
     )  # fmt: skip
 
 
-def finish_hidden(u: Tensor, y: Tensor, index: Tensor, v: Tensor, t: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out[index] = v u - t W[y], rounded once."""
-    _finish_hidden[(len(u),)](u, weight, y, index, v, t, out, u.shape[1], BLOCK_D=1024)
+def finish_hidden(
+    u: Tensor | None, x: Tensor, y: Tensor, index: Tensor, v: Tensor, t: Tensor, weight: Tensor,
+    out: Tensor | None, scaled: Tensor | None,
+) -> None:  # fmt: skip
+    """out[index] = v u - t W[y] and scaled = v x, each rounded once; None: not wanted."""
+    _finish_hidden[(len(x),)](
+        x if u is None else u, x, weight, y, index, v, t, x if out is None else out, x if scaled is None else scaled,
+        x.shape[1], WANT_HIDDEN=out is not None, WANT_SCALED=scaled is not None, BLOCK_D=1024,
+    )  # fmt: skip
 
 
 def subtract_targets(x: Tensor, index: Tensor, y: Tensor, t: Tensor, dw: Tensor) -> None:
@@ -408,22 +438,21 @@ def subtract_targets(x: Tensor, index: Tensor, y: Tensor, t: Tensor, dw: Tensor)
     )  # fmt: skip
 
 
-def top_logits(x: Tensor, y: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, k: int) -> Tensor:
+def top_logits(x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, k: int) -> Tensor:
     """The min(k, V) largest logits of each row in fp32, falling: [C, min(k, V)].
 
-    Candidates are found on the stored E, a few more than k so that its rounding cannot hide one, and their logits are
-    computed anew in fp32.
+    A few more than k are looked at, so that the rounding of E cannot hide one.
     """
     k = min(k, head.vocab_size)
-    count = min(k + 4 + k // 8, head.vocab_size)
+    count = min(k + 4, head.vocab_size)
     cols = torch.empty(len(x), count, dtype=torch.int32, device=x.device)
     z = torch.empty(len(x), count, dtype=torch.float32, device=x.device)
     _candidates[(len(x),)](
-        tiles, e, ref, cols, len(x), head.vocab_size, tiles.shape[1], e.stride(0), count,
+        tiles, e, ref, z, cols, len(x), head.vocab_size, tiles.shape[1], e.stride(0), count,
         BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=blocks_for(head.width)[1], num_warps=1,
     )  # fmt: skip
     _gathered_logits[(len(x),)](
-        x, head.weight, head.bias, y, cols, z, head.width, *_head_numbers(head), count,
+        x, head.weight, head.bias, cols, z, head.width, *_head_numbers(head), count,
         **_head_options(head), BLOCK_J=triton.next_power_of_2(count), BLOCK_D=128,
     )  # fmt: skip
     return torch.cat([z_y[:, None], z], 1).topk(k).values

@@ -44,17 +44,23 @@ def deformed_loss(log_p: Tensor, focus: Tensor) -> Tensor:
     >>> deformed_loss(torch.tensor([-2.0, -2.0]), torch.tensor([1.0, 0.0]))
     tensor([0.8647, 2.0000])
     """
-    # 0 * -inf is NaN: a = 0 must branch before the product
-    positive = focus > 0
-    power = torch.where(positive, focus * log_p, 0.0)
-    # (1 - e^x)/a = -log p (1 + x/2 + ...): below eps/4 the first term is the rounded value, also for subnormal a
-    tiny = power.abs() < torch.finfo(power.dtype).eps / 4
-    return torch.where(tiny, -log_p, -torch.expm1(power) / torch.where(tiny, 1.0, focus))
+    return _loss_of_power(log_p, focus, log_power(log_p, focus))
 
 
 def deformed_gate(log_p: Tensor, focus: Tensor) -> Tensor:
     """p^a, with 0^0 = 1."""
-    return torch.where(focus > 0, focus * log_p, 0.0).exp()
+    return log_power(log_p, focus).exp()
+
+
+def log_power(log_p: Tensor, focus: Tensor) -> Tensor:
+    """x = a log p; a = 0 branches before the product, for 0 * -inf is NaN."""
+    return torch.where(focus > 0, focus * log_p, 0.0)
+
+
+def _loss_of_power(log_p: Tensor, focus: Tensor, power: Tensor) -> Tensor:
+    # (1 - e^x)/a = -log p (1 + x/2 + ...): above -eps/4 the first term is the rounded value, also for subnormal a
+    tiny = power > -torch.finfo(power.dtype).eps / 4
+    return torch.where(tiny, -log_p, torch.expm1(power) / torch.where(tiny, 1.0, -focus))
 
 
 def weighted_nll(log_p: Tensor, weight: Tensor) -> Tensor:
@@ -86,6 +92,10 @@ class Objective:
     def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         """The loss per token; under autograd d loss / d log_p = -gate."""
         raise NotImplementedError
+
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        """(gate, loss), for those who need both; subclasses may share the work."""
+        return self.gate(stats, context), self.loss(stats, context)
 
     def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         """What a token adds to the step's denominator: 1, but for mass objectives."""
@@ -156,6 +166,11 @@ class Focus(Objective):
     def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return deformed_loss(stats.log_p, self.focus(stats, context).detach())
 
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        focus = self.focus(stats, context).detach()
+        power = log_power(stats.log_p, focus)
+        return power.detach().exp(), _loss_of_power(stats.log_p, focus, power)
+
 
 @dataclass(frozen=True)
 class Weight(Objective):
@@ -172,3 +187,7 @@ class Weight(Objective):
 
     def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return weighted_nll(stats.log_p, self.weight(stats, context).detach())
+
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        weight = self.weight(stats, context).detach()
+        return weight, weighted_nll(stats.log_p, weight)

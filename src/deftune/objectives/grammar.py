@@ -222,6 +222,14 @@ def objective(spec: str | Objective) -> Objective:
         raise ValueError(f"objective spec of {length} characters: at most {MAX_SPEC_LENGTH} are read")
     if not spec.strip():
         raise ValueError("objective spec is empty; write e.g. 'deft'")
+    from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
+
+    # a training loop asks for the same spec at every step; the catalogue is part of the key, for users add to it
+    return _parse(spec, tuple(OBJECTIVES.items()), tuple(MODIFIERS.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(spec: str, *_catalogue: object) -> Objective:
     parser = _Parser(spec)
     terms = parser.pipeline()
     kind, text, at = parser.peek()
