@@ -484,6 +484,18 @@ def test_the_upstream_scales_the_gradients(spec, factor):
         assert error(got, factor * want) <= tolerance("split")
 
 
+@pytest.mark.parametrize("spec", ["deft", "mile"])
+def test_the_upstream_is_not_rounded_to_the_gradient_s_dtype(spec):
+    """1.7 in bfloat16 would be 1.703: every gradient 0.2% too large. The same for a mass of the step."""
+    hidden, weight, targets = masked(64, 200, 32, dtype=torch.bfloat16)
+    want = reference(hidden, weight, targets, spec, upstream=torch.tensor(1.7, dtype=torch.float64))
+    got = fused(hidden, weight, targets, spec, upstream=torch.tensor(1.7))
+    for name in ("hidden", "weight"):
+        ours, theirs = getattr(got, name).double().flatten(), getattr(want, name).flatten()
+        # along the gradient the entries' own roundings average out: 2^-9 / sqrt(2048)
+        assert abs((ours @ theirs / (theirs @ theirs)).item() - 1) <= 2**-9 / 8, name
+
+
 def test_a_loss_used_twice():
     hidden, weight, targets = masked()
     once = fused(hidden, weight, targets, "deft")

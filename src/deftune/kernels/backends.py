@@ -61,10 +61,6 @@ class Gradients:
     bias: Tensor | None
     factor: Tensor | None = None  # what they are still to be multiplied with
 
-    @property
-    def wanted(self) -> bool:
-        return not (self.hidden is None and self.weight is None and self.bias is None)
-
 
 class Backend(Protocol):
     """What the driver in `linear` asks of a backend; one is made for each call."""
@@ -219,7 +215,7 @@ class TritonBackend:
         self.started = False
         if len(rows.y):
             self.z_y, self.reference = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head)
-            self.t = torch.empty_like(self.z_y)
+            self.v, self.t = torch.empty_like(self.z_y), torch.empty_like(self.z_y)
 
     def rows(self, total: int) -> int:
         limit = min(self.max_rows, self.max_bytes // (self.stride * self.dtype.itemsize))
@@ -244,8 +240,6 @@ class TritonBackend:
     def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
         kernels, weight, e, part = self.kernels, self.head.weight, chunk.e, chunk.part
         assert e is not None
-        v, t = torch.empty_like(self.t[part]), self.t[part]
-        kernels.coefficients(gate, chunk.columns, self.reference[part], self.z_y[part], self.head, v, t)
         u = scaled = None
         if to.hidden is not None:
             if len(self.u) != len(e):
@@ -256,11 +250,14 @@ class TritonBackend:
             if len(self.scaled) != len(e):
                 self.scaled = torch.empty_like(chunk.x)
             scaled = self.scaled
-        kernels.finish_hidden(u, chunk.x, chunk.y, self.all.index[part], v, t, weight, to.hidden, scaled)
+        kernels.finish_rows(
+            gate, chunk.columns, self.reference[part], self.z_y[part], self.v[part], self.t[part],
+            chunk.x, chunk.y, self.all.index[part], self.head, u, to.hidden, scaled,
+        )  # fmt: skip
         if to.weight is not None and scaled is not None:
             self.product(e.T, scaled, to.weight, add=self.started)
         if to.bias is not None:
-            to.bias += torch.mv(e.T, v.to(e.dtype))
+            to.bias += torch.mv(e.T, self.v[part].to(e.dtype))
         self.started = True
 
     def product(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:

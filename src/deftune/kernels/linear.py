@@ -19,7 +19,7 @@ from deftune.kernels.checks import check_reduction, check_targets, check_weights
 from deftune.kernels.head import Head, check_head
 from deftune.kernels.pending import note_rows, raise_pending
 from deftune.kernels.reduction import check_step, mean_items
-from deftune.kernels.statistics import compute_dtype, no_autocast, supervised_rows, wide
+from deftune.kernels.statistics import compute_dtype, no_autocast, supervised_rows, wide, wide_dtype
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import NO_CONTEXT, TopK, columns_of
@@ -85,7 +85,6 @@ def linear_loss_with_stats(
     check_targets(targets, hidden.shape[:-1], "hidden")
     check_reduction(reduction, num_items)
     check_weights(weights, targets.shape)
-    raise_pending()
     call = _prepare(hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend)
     check_step(objective, call.context, num_items, len(call.index))
     if reduction == "none":
@@ -119,7 +118,6 @@ def linear_token_stats(
     """
     check_head(hidden, weight, bias, logit_scale, softcap)
     check_targets(targets, hidden.shape[:-1], "hidden")
-    raise_pending()
     call = _prepare(hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, needs)
     *columns, top = _Statistics.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
     return call.stats(columns, top)
@@ -164,7 +162,7 @@ class _Call:
 
     def new_columns(self) -> Tensor:
         device = self.hidden.device
-        return torch.empty(5, len(self.index), dtype=wide(torch.empty(0, device=device)).dtype, device=device)
+        return torch.empty(5, len(self.index), dtype=wide_dtype(device), device=device)
 
     def chunk_stats(self, chunk: Chunk) -> TokenStats:
         return self.stats(chunk.columns, self.top_log_p([chunk], chunk.columns), chunk.y)
@@ -233,6 +231,7 @@ def _prepare(
     needs: frozenset[TopK] = frozenset(),
 ) -> _Call:  # fmt: skip
     index, flat = supervised_rows(targets.reshape(-1), weight.shape[0])
+    raise_pending(wait=False)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
@@ -260,29 +259,30 @@ def _fused(
             step = step_stats(objective, [call.stats(*call.measure_all())], context=context, local=True)
             context = replace(context, step=step)
         backend = call.make_backend()
-        into = call.new_gradients(wanted)
         columns = call.new_columns()
+        into: Gradients | None = None
         losses: list[Tensor] = []
         masses: list[Tensor] = []
         chunks: list[Chunk] = []
-        for chunk in call.chunks(backend, columns, into.wanted, call.top):
+        for chunk in call.chunks(backend, columns, any(wanted), call.top):
+            into = into or call.new_gradients(wanted)  # once the first GEMM is under way
             stats = call.chunk_stats(chunk)
             gate, value = call.weighted(chunk.part, *objective.evaluate(stats, context))
-            losses.append(value.sum())
+            losses.append(value)
             if own_mass:
                 masses.append(objective.mass(stats, context).sum())
-            if into.wanted:
+            if any(wanted):
                 backend.add(chunk, gate * scale, into)
             chunk.e = None
             chunks.append(chunk)
-        if into.wanted:
-            backend.end(into)
-        call.check_nan(columns[0])
-        loss = torch.stack(losses).sum() * scale if losses else columns.new_zeros(())
+        into = into or call.new_gradients(wanted)
+        backend.end(into)
+        loss = torch.cat(losses).sum() * scale if losses else columns.new_zeros(())
         if masses:
             mass = torch.stack(masses).sum()
             into.factor = torch.where(mass == 0, 0.0, len(call.index) / mass)
             loss = loss * into.factor
+        call.check_nan(columns[0])
         return loss.to(compute_dtype(call.dtype)), into, columns, call.top_log_p(chunks, columns)
 
 

@@ -1,30 +1,46 @@
-"""Errors that a GPU finds: kept where they happen, raised at a later call that synchronises anyway."""
+"""Errors that a GPU finds: noted where they happen, raised at a later synchronisation, never by one of their own."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from deftune.kernels.checks import nan_error
 
-_rows: list[tuple[Tensor, Tensor]] = []
+
+class _Note(NamedTuple):
+    bad: Tensor  # on the host: whether some log_p is NaN
+    log_p: Tensor
+    index: Tensor
+    written: torch.cuda.Event
+
+
+_notes: list[_Note] = []
 
 
 def note_rows(log_p: Tensor, index: Tensor) -> None:
-    """Remember the log p of these rows, on the device, to be looked at later."""
+    """Have the device say whether some of these log p are NaN, without waiting for it."""
     if log_p.numel():
-        _rows.append((log_p, index))
+        bad = torch.empty((), dtype=torch.bool, pin_memory=True)
+        bad.copy_(log_p.isnan().any(), non_blocking=True)
+        written = torch.cuda.Event()
+        written.record()
+        _notes.append(_Note(bad, log_p, index, written))
 
 
-def raise_pending() -> None:
+def raise_pending(*, wait: bool = True) -> None:
     """Raise the error that an earlier call on a GPU met: a token whose logits are NaN, by its flat index.
 
-    Every loss of deftune does this first, where it synchronises to count its tokens. A trainer calls it before the
-    optimizer steps, where it reads the loss anyway, so that no NaN reaches the weights.
+    Every loss of deftune does this (``wait=False``) right after counting its tokens, which synchronises. A trainer calls
+    it before the optimizer steps, where it reads the loss anyway, so that no NaN reaches the weights.
 
     >>> raise_pending()
     """
-    while _rows:
-        log_p, index = _rows.pop()
-        if bool((bad := log_p.isnan()).any()):
-            _rows.clear()
-            raise nan_error(int(index[bad.nonzero()[0, 0]]), "hidden x weight")
+    while _notes and (wait or _notes[0].written.query()):
+        note = _notes.pop(0)
+        note.written.synchronize()
+        if bool(note.bad):
+            _notes.clear()
+            raise nan_error(int(note.index[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")

@@ -10,7 +10,8 @@ The target is kept out of the sums: its error 1 - p = rest / (E_y + rest) then k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +34,13 @@ class RowSums(NamedTuple):
     moment: Tensor
 
 
-def wide(tensor: Tensor) -> Tensor:
+def wide_dtype(device: torch.device) -> torch.dtype:
     """Per-token vectors are float64 where the device has it."""
-    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(wide_dtype(tensor.device))
 
 
 def stats_columns(sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,9 +128,9 @@ def widened_difference(z: Tensor, shift: Tensor, out: Tensor) -> None:
     torch.sub(z if z.dtype == out.dtype else out.copy_(z), shift.to(out.dtype), out=out)
 
 
-def no_autocast(device: torch.device) -> torch.autocast:
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """The sums stay in float32 or better whatever the caller's autocast says."""
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def supervised_index(targets: Tensor) -> Tensor:

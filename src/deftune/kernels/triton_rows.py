@@ -7,7 +7,7 @@ For a chunk of C rows of hidden states x and the head W, with z = softcap(scale 
        dtype, and into per-tile sums of e, e^2 and u e about the tile's own maximum. The target is left out of all of them
     3. `reduce_tiles`: the tiles' sums to the row's (max, then sums), and those to its statistics in float64
     4. `repair`: rows whose E left the range of the dtype (log p < -125) are recomputed about their maximum; others exit
-    5. `coefficients`: the gate, once an objective has given it, to v and t below
+    5. `finish_rows`: the gate, once an objective has given it, to v and t below, dX, and v X for dW
 
 With v = gate / sum E, the gradients are two more GEMMs on E as it is: dX = v (E W) - t W[y], dW = E^T (v X) - t X at y,
 t = gate (1 - p) kept in fp32. E is rounded once, from fp32 accumulators, as a gradient of an fp32 softmax would be; bf16
@@ -28,6 +28,11 @@ from deftune.kernels.head import Head
 
 HEADROOM = 40.0  # r = z_y + 40: E of a certain row starts at e^-40, far above bf16's e^-87
 OVERFLOW = 85.0  # e^85 < 3e38, with room for the GEMMs' sums
+
+# the fastest of 22 measured on an H200, for D = 576 and 1536 alike
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+
+LEFT_OUT = tl.constexpr(-1e30)  # a logit that counts for nothing
 
 
 @triton.jit
@@ -65,12 +70,12 @@ def _target_logits(
 @triton.jit
 def _exponentials(
     x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, C, V, D, stride_e, scale, softcap, overflow, programs,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLATTEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(C, BLOCK_M), tl.cdiv(V, BLOCK_N)
     # rows run fastest: the chunk's hidden states stay in L2 and each tile of W is read from memory once
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs, flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs, flatten=True):
         row0, col0 = (tile % tiles_m) * BLOCK_M, (tile // tiles_m) * BLOCK_N
         dot = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, tl.cdiv(D, BLOCK_K)):
@@ -84,13 +89,15 @@ def _exponentials(
         ref = tl.load(ref_ptr + rows, mask=live, other=0.0)
         bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :] if HAS_BIAS else 0.0
         z = _logit(dot, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        z = tl.where((cols < V)[None, :] & (cols[None, :] != y[:, None]), z, float("-inf"))
+        # left out, as a number: with -inf, u e would be NaN
+        kept = cols[None, :] != y[:, None]
+        z = tl.where(kept if EVEN else kept & (cols < V)[None, :], z, LEFT_OUT)
 
         # sums about the tile's maximum: no logit, however large, overflows them
         top = tl.max(z, axis=1)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        # below -200 e is 0 in fp32; the bound keeps 0 * -inf out of the moment, and lets NaN through
-        u = tl.maximum(z - shift[:, None], -200.0, propagate_nan=tl.PropagateNan.ALL)
+        u = z - top[:, None]
+        if HAS_BIAS:  # of which some may be -inf; the bound lets NaN through
+            u = tl.maximum(u, LEFT_OUT, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(u)
         part = tiles_ptr + (tile // tiles_m).to(tl.int64) * C + rows
         plane = tiles_n.to(tl.int64) * C
@@ -100,9 +107,9 @@ def _exponentials(
         tl.store(part + 3 * plane, tl.sum(u * e, axis=1), mask=live)
         if STORE:
             # a clamped row is out of range and will be repaired
-            e = e * tl.exp(tl.minimum(shift - ref, overflow))[:, None]
+            e = e * tl.exp(tl.minimum(top - ref, overflow))[:, None]
             if HAS_SOFTCAP:
-                e = e * tl.where(z == float("-inf"), 0.0, 1 - (z / softcap) * (z / softcap))
+                e = tl.where(z <= LEFT_OUT, 0.0, e * (1 - (z / softcap) * (z / softcap)))
             at = e_ptr + rows.to(tl.int64)[:, None] * stride_e + cols[None, :]
             tl.store(at, e.to(e_ptr.dtype.element_ty), mask=live[:, None] & (cols < V)[None, :])
 
@@ -160,7 +167,7 @@ def _reduce_tiles(
         s = tl.load(at + plane, mask=mask, other=0.0)
         s2 = tl.load(at + 2 * plane, mask=mask, other=0.0)
         ue = tl.load(at + 3 * plane, mask=mask, other=0.0)
-        # an empty tile has top = -inf and sums of 0; a NaN is in the sums and stays
+        # a tile without a column that counts leads with -1e30; a NaN is in the sums and stays
         lower = tl.maximum(top - shift[None, :], -200.0)
         factor = tl.exp(lower)
         rest += tl.sum(s * factor, axis=0)
@@ -204,41 +211,32 @@ def _log1p(x):
 
 
 @triton.jit
-def _coefficients(
-    gate_ptr, columns_ptr, plane, ref_ptr, z_ptr, v_ptr, t_ptr, C, scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+def _finish_rows(
+    gate_ptr, columns_ptr, plane, ref_ptr, z_ptr, t_ptr, u_ptr, x_ptr, w_ptr, y_ptr, index_ptr, out_ptr, scaled_ptr,
+    v_ptr, D, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # dz = v E off the target and -t on it, for dz = gate (P - onehot); P = E e^{reference - shift - log_sum}
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = rows < C
-    gate = tl.load(gate_ptr + rows, mask=live, other=0.0).to(tl.float64) * scale
-    log_p = tl.load(columns_ptr + rows, mask=live, other=0.0)
-    log_sum = tl.load(columns_ptr + 3 * plane + rows, mask=live, other=0.0)
-    shift = tl.load(columns_ptr + 4 * plane + rows, mask=live, other=0.0)
-    ref = tl.load(ref_ptr + rows, mask=live, other=0.0).to(tl.float64)
-    v = gate * tl.exp(ref - shift - log_sum)
+    row = tl.program_id(0).to(tl.int64)
+    gate = tl.load(gate_ptr + row).to(tl.float64) * scale
+    log_p = tl.load(columns_ptr + row)
+    log_sum = tl.load(columns_ptr + 3 * plane + row)
+    shift = tl.load(columns_ptr + 4 * plane + row)
+    factor = gate * tl.exp(tl.load(ref_ptr + row).to(tl.float64) - shift - log_sum)
     # 1 - p, exact for p near 1: (e^x - 1) x / log(e^x)
     p = tl.exp(log_p)
     error = tl.where(p == 1, -log_p, tl.where(p == 0, 1.0, (1 - p) * log_p / tl.log(p)))
-    t = gate * error
+    target = gate * error
     if HAS_SOFTCAP:
-        z = tl.load(z_ptr + rows, mask=live, other=0.0).to(tl.float64)
-        t = t * (1 - (z / softcap) * (z / softcap))
+        z = tl.load(z_ptr + row).to(tl.float64)
+        target = target * (1 - (z / softcap) * (z / softcap))
     # a shut gate is 0 whatever stands beside it
-    tl.store(v_ptr + rows, tl.where(gate == 0, 0.0, v).to(tl.float32), mask=live)
-    tl.store(t_ptr + rows, tl.where(gate == 0, 0.0, t).to(tl.float32), mask=live)
-
-
-@triton.jit
-def _finish_hidden(
-    u_ptr, x_ptr, w_ptr, y_ptr, index_ptr, v_ptr, t_ptr, out_ptr, scaled_ptr, D,
-    WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    v = tl.where(gate == 0, 0.0, factor).to(tl.float32)
+    t = tl.where(gate == 0, 0.0, target).to(tl.float32)
+    tl.store(v_ptr + row, v)
+    tl.store(t_ptr + row, t)
     y = tl.load(y_ptr + row).to(tl.int64)
     to = tl.load(index_ptr + row).to(tl.int64)
-    v = tl.load(v_ptr + row)
-    t = tl.load(t_ptr + row)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         if WANT_HIDDEN:
@@ -287,7 +285,7 @@ def _candidates(
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
-    lead = tl.load(tiles_ptr + t.to(tl.int64) * C + row, mask=t < TILES, other=float("-inf"))
+    lead = tl.load(tiles_ptr + t.to(tl.int64) * C + row, mask=t < TILES, other=LEFT_OUT)
     ref = tl.load(ref_ptr + row)
     # (E, column) as one ordered integer: E's upper 16 bits, then columns from the left
     last = tl.full((BLOCK_T,), 0x7FFFFFFF, dtype=tl.int32)
@@ -304,7 +302,7 @@ def _candidates(
         again = before != 0x7FFFFFFF
         tl.store(cols_ptr + row * COUNT + j, tl.where(again, tile * BLOCK_N + (0xFFFF - (now & 0xFFFF)), -1))
         bound = (after & 0x7FFF0000).to(tl.float32, bitcast=True)
-        lead = tl.where(here, tl.where(bound > 0, tl.log(bound) + ref, float("-inf")), lead)
+        lead = tl.where(here, tl.where(bound > 0, tl.log(bound) + ref, LEFT_OUT), lead)
         last = tl.where(here, now, last)
 
 
@@ -327,9 +325,9 @@ def _gathered_logits(
             total += tl.sum(w * x[None, :], axis=1)
         bias = tl.load(bias_ptr + cols, mask=named, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
         z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        # a tile that ran out of columns leads with -inf, which stays
+        # a tile that ran out of columns stays out
         out = z_ptr + row * COUNT + j
-        tl.store(out, z, mask=named & (tl.load(out, mask=named, other=0.0) != float("-inf")))
+        tl.store(out, z, mask=named & (tl.load(out, mask=named, other=0.0) > LEFT_OUT))
 
 
 @triton.jit
@@ -363,24 +361,18 @@ def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head) -> tuple[Tens
     return z, ref
 
 
-def blocks_for(width: int) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, stages), the fastest of those measured; a narrow head is all epilogue."""
-    return (256, 128, 64, 3) if width < 1024 else (128, 256, 64, 4)
-
-
 def exponentials(x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None) -> Tensor:
     """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C]."""
-    block_m, block_n, block_k, stages = blocks_for(head.width)
-    tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, block_n)
+    tiles_m, tiles_n = triton.cdiv(len(x), BLOCK_M), triton.cdiv(head.vocab_size, BLOCK_N)
     tiles = torch.empty(4, tiles_n, len(x), dtype=torch.float32, device=x.device)
     programs = min(tiles_m * tiles_n, processors(x.device))
     _exponentials[(programs,)](
-        TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
-        TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [block_n, block_k]),
+        TensorDescriptor(x, x.shape, x.stride(), [BLOCK_M, BLOCK_K]),
+        TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [BLOCK_N, BLOCK_K]),
         head.bias, y, ref, x if e is None else e, tiles, len(x), head.vocab_size, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
-        **_head_options(head), STORE=e is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, FLATTEN=True, num_warps=8, num_stages=stages,
+        **_head_options(head), STORE=e is not None, EVEN=head.vocab_size % BLOCK_N == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=8, num_stages=3,
     )  # fmt: skip
     return tiles
 
@@ -398,43 +390,34 @@ def reduce_tiles(
     Rows of ``e`` that left its range are recomputed about their maximum; ``ref`` then says so.
     """
     _, count, rows = tiles.shape
-    block = 32
+    block = 16
     _reduce_tiles[(triton.cdiv(rows, block),)](
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e,
         rows, count, out.stride(0), head.vocab_size, head.width, 0 if e is None else e.stride(0),
         *_head_numbers(head), OVERFLOW,
-        **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=32, BLOCK_V=64, BLOCK_D=64,
+        **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
 
 
-def coefficients(
-    gate: Tensor, columns: Tensor, ref: Tensor, z_y: Tensor, head: Head, v: Tensor, t: Tensor
+def finish_rows(
+    gate: Tensor, columns: Tensor, ref: Tensor, z_y: Tensor, v: Tensor, t: Tensor, x: Tensor, y: Tensor, index: Tensor,
+    head: Head, u: Tensor | None, out: Tensor | None, scaled: Tensor | None,
 ) -> None:  # fmt: skip
-    """The factors of a chunk's gradients from its gates and the columns of `reduce_tiles`."""
-    _coefficients[(triton.cdiv(len(gate), 256),)](
-        gate, columns, columns.stride(0), ref, z_y, v, t, len(gate), *_head_numbers(head),
-        HAS_SOFTCAP=head.softcap is not None, BLOCK=256,
-    )  # fmt: skip
-
-
-def finish_hidden(
-    u: Tensor | None, x: Tensor, y: Tensor, index: Tensor, v: Tensor, t: Tensor, weight: Tensor,
-    out: Tensor | None, scaled: Tensor | None,
-) -> None:  # fmt: skip
-    """out[index] = v u - t W[y] and scaled = v x, each rounded once; None: not wanted."""
-    _finish_hidden[(len(x),)](
-        x if u is None else u, x, weight, y, index, v, t, x if out is None else out, x if scaled is None else scaled,
-        x.shape[1], WANT_HIDDEN=out is not None, WANT_SCALED=scaled is not None, BLOCK_D=1024,
+    """v and t of a chunk from its gates; out[index] = v u - t W[y] and scaled = v x, each rounded once (None: not)."""
+    _finish_rows[(len(x),)](
+        gate, columns, columns.stride(0), ref, z_y, t, x if u is None else u, x, head.weight, y, index,
+        x if out is None else out, x if scaled is None else scaled, v, x.shape[1], *_head_numbers(head),
+        HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=out is not None, WANT_SCALED=scaled is not None, BLOCK_D=1024,
     )  # fmt: skip
 
 
 def subtract_targets(x: Tensor, index: Tensor, y: Tensor, t: Tensor, dw: Tensor) -> None:
     """dw[y] -= t x[index]; rows with the same target are added up in order, by one program: no atomics."""
-    ordered, order = torch.sort(y, stable=True)
+    ordered, order = torch.sort(y.int(), stable=True)
     rows, width = len(y), x.shape[1]
-    block = min(512, triton.next_power_of_2(width))
+    block = min(1024, triton.next_power_of_2(width))
     _subtract_targets[(rows, triton.cdiv(width, block))](
-        x, index, ordered, order, t, dw, rows, width, BLOCK_R=8, BLOCK_D=block
+        x, index, ordered, order, t, dw, rows, width, BLOCK_R=4, BLOCK_D=block
     )  # fmt: skip
 
 
@@ -449,7 +432,7 @@ def top_logits(x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, he
     z = torch.empty(len(x), count, dtype=torch.float32, device=x.device)
     _candidates[(len(x),)](
         tiles, e, ref, z, cols, len(x), head.vocab_size, tiles.shape[1], e.stride(0), count,
-        BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=blocks_for(head.width)[1], num_warps=1,
+        BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=BLOCK_N, num_warps=1,
     )  # fmt: skip
     _gathered_logits[(len(x),)](
         x, head.weight, head.bias, cols, z, head.width, *_head_numbers(head), count,

@@ -15,7 +15,7 @@ import deftune
 from battery import CONTEXT, HalfDeft
 from deftune import IGNORE_INDEX, linear_loss, linear_loss_with_stats, linear_token_stats, token_loss, token_stats
 from deftune.kernels import triton_rows
-from deftune.kernels.backends import TritonBackend, interpreted
+from deftune.kernels.backends import Chunk, Gradients, Rows, TritonBackend, interpreted
 from deftune.kernels.head import Head
 from tolerances import assert_near, tolerance
 
@@ -34,7 +34,8 @@ every_head = pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Tiles of 16 rows x 16 classes x 16 channels: small sizes have several of them, and ragged last ones."""
-    monkeypatch.setattr(triton_rows, "blocks_for", lambda width: (16, 16, 16, 2))
+    for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"):
+        monkeypatch.setattr(triton_rows, name, 16)
 
 
 class Example:
@@ -43,6 +44,7 @@ class Example:
     def __init__(self, options: dict, tokens=17, vocab_size=33, width=20, seed=0):
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.randn(tokens, width, generator=generator) * torch.linspace(0.2, 1.5, tokens)[:, None]
+        self.x *= (20 / width) ** 0.5
         bias = torch.randn(vocab_size, generator=generator) if options.get("bias") else None
         weight = torch.randn(vocab_size, width, generator=generator)
         self.head = Head(weight, bias, options.get("scale", 1.0), options.get("softcap"))
@@ -50,29 +52,32 @@ class Example:
         self.index = torch.arange(tokens)
 
     @property
-    def z(self) -> Tensor:
+    def uncapped(self) -> Tensor:
         head = self.head
         z = self.x.double() @ head.weight.double().T
-        z = (z if head.bias is None else z + head.bias) * head.scale
-        return z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)
+        return (z if head.bias is None else z + head.bias) * head.scale
 
-    def others(self, values: Tensor) -> Tensor:
-        """The target's entry of each row put to 0."""
-        return values.scatter(-1, self.y[:, None], 0.0)
+    @property
+    def z(self) -> Tensor:
+        cap = self.head.softcap
+        return self.uncapped if cap is None else cap * torch.tanh(self.uncapped / cap)
 
-    def slope(self) -> Tensor:
-        return self.head.slope(self.z)
+    @property
+    def size(self) -> Tensor:
+        """What float32 rounds: the GEMM's logits, and the cap itself (its tanh is 1 - 2 / (1 + e^2a))."""
+        finite = self.uncapped[self.uncapped.isfinite()]
+        return 1 + finite.abs().max() + (self.head.softcap or 0.0)
 
-    def measured(self):
-        """(z_y, reference, E, tiles, columns): what the launches make of it, one after the other."""
-        z_y, reference = triton_rows.target_logits(self.x, self.index, self.y, self.head)
-        vocab_size = self.head.vocab_size
-        buffer = torch.full((len(self.x), -(-vocab_size // 64) * 64), math.nan)
-        tiles = triton_rows.exponentials(self.x, self.y, reference, self.head, buffer)
-        columns = torch.empty(5, len(self.x), dtype=torch.float64)
-        triton_rows.reduce_tiles(tiles, z_y, columns)
-        triton_rows.repair(self.x, self.y, reference, columns[4], self.head, buffer)
-        return z_y, reference, buffer, tiles, columns
+    def expected_e(self, reference: Tensor) -> Tensor:
+        """e^{z - r} times the softcap's slope, 0 at the target."""
+        e = torch.exp(self.z - reference.double()[:, None]) * self.head.slope(self.z)
+        return e.scatter(-1, self.y[:, None], 0.0)
+
+    def measured(self, top: int = 0) -> tuple[TritonBackend, Chunk]:
+        """The backend after one chunk of all rows, and the chunk."""
+        backend = TritonBackend(self.head, torch.float32, Rows(self.x, self.index, self.y))
+        columns = torch.full((5, len(self.x)), math.nan, dtype=torch.float64)
+        return backend, backend.measure(slice(0, len(self.x)), columns, True, top)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -80,7 +85,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return gap / size if size else gap
 
 
-# --- each launch ------------------------------------------------------------------------------------------------------
+# --- each step --------------------------------------------------------------------------------------------------------
 
 
 @every_head
@@ -91,7 +96,7 @@ def test_target_logits(options, shape):
     index = torch.arange(0, shape[0], 2).flip(0)
     z_y, reference = triton_rows.target_logits(example.x, index, example.y[index], example.head)
     expected = example.z[index].gather(-1, example.y[index, None])[:, 0]
-    assert_near(z_y, expected, "log p", condition=1 + example.z.abs().max())
+    assert_near(z_y, expected, "log p", condition=example.size)
     assert_near(reference - z_y, torch.full_like(expected, triton_rows.HEADROOM), "log p", condition=60)
 
 
@@ -100,64 +105,71 @@ def test_target_logits(options, shape):
 def test_exponentials_and_statistics(options, shape):
     """E about the reference, the target 0, the slope of a softcap in it; the columns are token_stats of the logits."""
     example = Example(options, *shape)
-    z = example.z
-    z_y, reference, e, tiles, columns = example.measured()
-    assert tiles.shape == (4, -(-shape[1] // 16), shape[0])
-    scale = 1 + z.abs().max()
-    stats = token_stats(z, example.y)
-    for got, want in zip(columns, (stats.log_p, stats.entropy, stats.log_collision)):
-        assert_near(got, want, "float32 entropy", condition=2 * scale)
+    backend, chunk = example.measured()
+    z, stats = example.z, token_stats(example.z, example.y)
+    for got, want in zip(chunk.columns, (stats.log_p, stats.entropy, stats.log_collision)):
+        assert_near(got, want, "float32 entropy", condition=2 * example.size)
     top = z.amax(-1)
-    assert_near(columns[3], torch.logsumexp(z, -1) - top, "log p", condition=scale)
-    assert_near(columns[4], top, "log p", condition=scale)
-    expected = example.others(torch.exp(z - reference.double()[:, None]) * example.slope())
-    assert error(e[:, : shape[1]], expected) <= tolerance("fused gradient")
-    assert e[:, shape[1] :].isnan().all()  # what is beyond the vocabulary was not touched
+    assert_near(chunk.columns[3], torch.logsumexp(z, -1) - top, "log p", condition=example.size)
+    assert_near(chunk.columns[4], top, "log p", condition=example.size)
+    assert chunk.e.shape == shape[:2]
+    assert error(chunk.e, example.expected_e(backend.reference)) <= tolerance("fused gradient")
 
-    without = triton_rows.exponentials(example.x, example.y, reference, example.head, None)
-    assert torch.equal(without, tiles)
+    columns = torch.empty(5, shape[0], dtype=torch.float64)
+    assert backend.measure(slice(0, shape[0]), columns, False, 0).e is None
+    assert torch.equal(columns, chunk.columns)
+
+
+def test_nothing_is_written_beyond_the_vocabulary():
+    """Rows of E are padded; the padding is not touched, by whatever tile."""
+    example = Example({"bias": True}, 17, 33, 20)
+    backend, _ = example.measured()
+    backend.e.fill_(7.0)
+    backend.measure(slice(0, 17), torch.empty(5, 17, dtype=torch.float64), True, 0)
+    assert backend.e.shape == (17, 64) and (backend.e[:, 33:] == 7).all() and (backend.e[:, :33] != 7).all()
+
+
+def impossible(options: dict, rows: list[int]) -> Example:
+    """Class 7 is 300 below the others in these rows, and asked for there."""
+    example = Example(options)
+    example.head.weight[7] = 0
+    example.head.weight[7, 0] = -300.0
+    example.x[:, 0] = 0
+    example.x[rows, 0] = 1.0
+    example.y[rows] = 7
+    return example
 
 
 @every_head
 def test_rows_that_overflow_are_repaired(options):
-    """A target 200 below the maximum: e^{z - r} is beyond float32, the row is made anew about its maximum."""
-    if options.get("softcap"):
-        options = {**options, "softcap": 150.0}
-    example = Example(options)
-    example.head.weight[7] = 0
-    example.head.weight[7, 0] = -300.0  # class 7 is impossible wherever x_0 = 1
-    example.x[:, 0] = 0
-    hopeless = torch.tensor([0, 4, 16])
-    example.x[hopeless, 0] = 1.0
-    example.y[hopeless] = 7
+    """A target 150 and more below the maximum: e^{z - r} is beyond float32, the row is made anew about its maximum."""
+    rows = [0, 4, 16]
+    example = impossible({**options, "softcap": 150.0} if options.get("softcap") else options, rows)
     _, plain = triton_rows.target_logits(example.x, example.index, example.y, example.head)
-    _, reference, e, _, columns = example.measured()
-    z = example.z
-    assert (columns[0][hopeless] < -100).all()
-    repaired = torch.zeros(17, dtype=torch.bool).index_fill_(0, hopeless, True)
-    assert torch.equal(reference[repaired], columns[4][repaired].float())
-    assert torch.equal(reference[~repaired], plain[~repaired])
-    e = e[:, :33].double()
-    assert e.isfinite().all()
-    expected = example.others(torch.exp(z - reference.double()[:, None]) * example.slope())
+    backend, chunk = example.measured()
+    assert (chunk.columns[0][rows] < -100).all()
+    repaired = torch.zeros(17, dtype=torch.bool).index_fill_(0, torch.tensor(rows), True)
+    assert torch.equal(backend.reference[repaired], chunk.columns[4][repaired].float())
+    assert torch.equal(backend.reference[~repaired], plain[~repaired])
+    assert chunk.e.isfinite().all()
+    expected = example.expected_e(backend.reference)
     for row in range(17):
-        assert error(e[row], expected[row]) <= tolerance("fused gradient"), row
-    stats = token_stats(z, example.y)
-    assert_near(columns[0], stats.log_p, "log p", condition=1 + z.abs().max())
+        assert error(chunk.e[row], expected[row]) <= 4 * tolerance("log p") * example.size, row
+    assert_near(chunk.columns[0], token_stats(example.z, example.y).log_p, "log p", condition=example.size)
 
 
 def test_a_class_that_cannot_be():
     """Columns of -inf, a whole tile of them, and a target among them."""
     example = Example({"bias": True})
     example.head.bias[16:32] = -math.inf
-    example.y[:2] = torch.tensor([20, 3])
-    _, _, e, _, columns = example.measured()
-    assert e[:, :33].isfinite().all() and not e[:, 16:32].any()
-    assert columns[0, 0] == -math.inf and not columns[1:].isnan().any()
+    example.y = torch.where((example.y >= 16) & (example.y < 32), 3, example.y)
+    example.y[0] = 20
+    _, chunk = example.measured()
+    assert chunk.e.isfinite().all() and not chunk.e[:, 16:32].any()
+    assert chunk.columns[0, 0] == -math.inf and not chunk.columns.isnan().any()
     stats = token_stats(example.z, example.y)
-    for got, want in zip(columns[:, 1:], (stats.log_p, stats.entropy, stats.log_collision)):
-        kept = want[1:].isfinite()
-        assert_near(got[kept], want[1:][kept], "float32 entropy", condition=50)
+    for got, want in zip(chunk.columns, (stats.log_p, stats.entropy, stats.log_collision)):
+        assert_near(got, want, "float32 entropy", condition=2 * example.size)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -168,57 +180,73 @@ def test_a_row_with_nan_comes_out_as_nan(value):
             example = Example({"bias": True})
             example.head.bias[column] = value
             example.y[:] = target
-            assert example.measured()[-1][0].isnan().all(), (column, target)
+            assert example.measured()[1].columns[0].isnan().all(), (column, target)
+
+
+def coefficients(backend: TritonBackend, chunk: Chunk, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """(v, t) that the backend makes of a chunk's gates."""
+    backend.add(chunk, gate, Gradients(None, None, torch.zeros(backend.head.vocab_size)))
+    return backend.v, backend.t
 
 
 @pytest.mark.parametrize("softcap", [None, 6.0])
 def test_coefficients(softcap):
     """v E off the target and -t on it is gate x error, through scale and softcap; a shut gate is shut."""
-    example = Example({"scale": 0.7, "softcap": softcap}, 300, 9, 8)
-    z = example.z
-    z_y, reference, e, _, columns = example.measured()
-    gate = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    gate[5], gate[299] = 0, 0
-    columns[0, 5] = -math.inf
-    v, t = torch.full((2, 300), math.nan)
-    triton_rows.coefficients(gate, columns, reference, z_y, example.head, v, t)
-    P = torch.softmax(z, -1)
+    example = Example({"scale": 0.7, "softcap": softcap}, 40, 9, 8)
+    backend, chunk = example.measured()
+    gate = torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    gate[5], gate[39] = 0, 0
+    chunk.columns[0, 5] = -math.inf
+    v, t = coefficients(backend, chunk, gate)
     onehot = F.one_hot(example.y, 9)
-    expected = gate[:, None] * (P - onehot) * example.slope() * 0.7
-    got = v.double()[:, None] * e[:, :9].double() - t.double()[:, None] * onehot
-    assert v[5] == t[5] == v[299] == t[299] == 0
+    expected = gate[:, None] * (torch.softmax(example.z, -1) - onehot) * example.head.slope(example.z) * 0.7
+    got = v.double()[:, None] * chunk.e.double() - t.double()[:, None] * onehot
+    assert v[5] == t[5] == v[39] == t[39] == 0
     assert error(got, expected) <= tolerance("fused gradient")
 
 
-@pytest.mark.parametrize("log_p", [0.0, -1e-300, -1e-17, -1e-9, -1e-3, -0.7, -30.0, -700.0, -1e4, -math.inf])
-def test_coefficients_keep_the_digits_of_the_error(log_p):
+def test_coefficients_keep_the_digits_of_the_error():
     """t = 1 - p to float32's last digits for any p."""
-    example = Example({}, 1, 3, 4)
-    columns = torch.zeros(5, 1, dtype=torch.float64)
-    columns[0] = log_p
-    v, t = torch.full((2, 1), math.nan)
-    gate = torch.ones(1, dtype=torch.float64)
-    triton_rows.coefficients(gate, columns, torch.zeros(1), torch.zeros(1), example.head, v, t)
-    expected = -math.expm1(log_p)
-    assert abs(t.item() - expected) <= 2**-23 * expected + 1.5e-45
+    log_ps = [0.0, -1e-300, -1e-17, -1e-9, -1e-3, -0.7, -30.0, -700.0, -1e4, -math.inf]
+    backend, chunk = Example({}, len(log_ps), 3, 4).measured()
+    chunk.columns[0] = torch.tensor(log_ps, dtype=torch.float64)
+    _, t = coefficients(backend, chunk, torch.ones(len(log_ps), dtype=torch.float64))
+    for got, log_p in zip(t.tolist(), log_ps):
+        expected = -math.expm1(log_p)
+        assert abs(got - expected) <= 2**-23 * expected + 1.5e-45, log_p
 
 
+@every_head
 @pytest.mark.parametrize("width", [4, 20, 1028])
-def test_finish_hidden(width):
-    """out[index] = v u - t W[y]; rows that are not named stay as they are."""
-    generator = torch.Generator().manual_seed(1)
-    u, weight = torch.randn(5, width, generator=generator), torch.randn(7, width, generator=generator)
-    v, t = torch.rand(2, 5, generator=generator)
-    y, index = torch.tensor([6, 0, 6, 3, 1]), torch.tensor([8, 1, 4, 0, 5])
-    out = torch.full((9, width), 2.5)
-    triton_rows.finish_hidden(u, y, index, v, t, weight, out)
-    expected = torch.full((9, width), 2.5, dtype=torch.float64)
-    expected[index] = v[:, None].double() * u - t[:, None].double() * weight[y]
-    assert error(out, expected) <= tolerance("float32 gradient")
-    assert (out[[2, 3, 6, 7]] == 2.5).all()
+def test_gradients_of_a_chunk(options, width):
+    """dX at the rows' places, dW and db, for gates of any sign; what is not wanted stays None."""
+    example = Example(options, 5, 7, width)
+    places = torch.tensor([8, 1, 4, 0, 5])
+    hidden = torch.randn(9, width).index_copy_(0, places, example.x)
+    gate = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    dz = gate[:, None] * (torch.softmax(example.z, -1) - F.one_hot(example.y, 7)) * example.head.slope(example.z)
+    dz = dz * example.head.scale
+    for wanted in ("hidden weight bias", "hidden", "weight", "bias"):
+        into = Gradients(
+            torch.full((9, width), 2.5) if "hidden" in wanted else None,
+            torch.full((7, width), math.nan) if "weight" in wanted else None,
+            torch.zeros(7) if "bias" in wanted else None,
+        )
+        backend = TritonBackend(example.head, torch.float32, Rows(hidden, places, example.y))
+        chunk = backend.measure(slice(0, 5), torch.empty(5, 5, dtype=torch.float64), True, 0)
+        backend.add(chunk, gate, into)
+        backend.end(into)
+        if into.hidden is not None:
+            assert error(into.hidden[places], dz @ example.head.weight.double()) <= tolerance("fused gradient")
+            assert (into.hidden[[2, 3, 6, 7]] == 2.5).all()
+        if into.weight is not None:
+            assert error(into.weight, dz.T @ example.x.double()) <= tolerance("fused gradient")
+        if into.bias is not None:
+            assert error(into.bias, dz.sum(0)) <= tolerance("fused gradient")
+        assert sum(x is not None for x in (into.hidden, into.weight, into.bias)) == len(wanted.split())
 
 
-@pytest.mark.parametrize("width", [1, 4, 20, 600])
+@pytest.mark.parametrize("width", [1, 20, 600])
 @pytest.mark.parametrize("targets", ["all the same", "all different", "runs of 1, 7, 8, 9 and 16", "random"])
 def test_subtract_targets(width, targets):
     generator = torch.Generator().manual_seed(1)
@@ -249,39 +277,39 @@ def test_subtract_targets(width, targets):
 @pytest.mark.parametrize("options", [HEADS["plain"], HEADS["bias"], HEADS["scale"]], ids=["plain", "bias", "scale"])
 def test_top_logits(options, k):
     """Exactly the largest logits, the target among them where it is one, ties as often as they occur."""
-    example = Example(options)
+    example = Example(options, tokens=7)
     example.x *= 0.5
     example.head.weight[5] = example.head.weight[6]
-    example.y[:9] = example.z[:9].argmax(-1)
-    z_y, reference, e, tiles, _ = example.measured()
-    top = triton_rows.top_logits(example.x, example.y, z_y, reference, tiles, e, example.head, k)
-    expected = example.z.topk(min(k, 33), -1).values
-    assert_near(top, expected, "log p", condition=1 + example.z.abs().max())
+    example.y[:4] = example.z[:4].argmax(-1)
+    _, chunk = example.measured(top=k)
+    assert_near(chunk.top, example.z.topk(min(k, 33), -1).values, "log p", condition=example.size)
+
+
+def test_top_logits_of_a_flat_row():
+    """Logits closer together than the 8 bits of E that find them: the largest all the same, none left out."""
+    example = Example({}, 4, 400, 20)
+    example.x *= 0.002
+    _, chunk = example.measured(top=20)
+    assert_near(chunk.top, example.z.topk(20, -1).values, "log p", condition=example.size)
 
 
 def test_top_logits_of_a_repaired_row():
-    example = Example({})
-    example.head.weight[7] = 0
-    example.head.weight[7, 0] = -300.0
-    example.x[:, 0] = 1.0
-    example.y[:] = 7
-    z_y, reference, e, tiles, _ = example.measured()
-    top = triton_rows.top_logits(example.x, example.y, z_y, reference, tiles, e, example.head, 5)
-    assert_near(top, example.z.topk(5, -1).values, "log p", condition=1 + example.z.abs().max())
+    example = impossible({}, list(range(17)))
+    _, chunk = example.measured(top=5)
+    assert_near(chunk.top, example.z.topk(5, -1).values, "log p", condition=example.size)
 
 
-def test_no_candidate_counts_twice(monkeypatch):
+@pytest.mark.parametrize("vocab_size", [300, 33])
+def test_no_candidate_counts_twice(vocab_size):
     """Two likely classes, the others beyond E's range, more of them asked for than a tile holds: each once."""
-    monkeypatch.undo()  # the real blocks
-    example = Example({"bias": True}, 2, 300, 4)
+    example = Example({"bias": True}, 2, vocab_size, 4)
     example.head.bias[:] = -100.0
     example.head.bias[0], example.head.bias[5] = -1.0, 0.0
     example.x[:] = 0
     example.y[:] = 5
-    z_y, reference, e, tiles, _ = example.measured()
-    top = triton_rows.top_logits(example.x, example.y, z_y, reference, tiles, e, example.head, 200)
-    assert (top[:, 0] == 0).all() and (top[:, 1] == -1).all()
-    assert (top[:, 2:] <= -99).all(), f"{int((top[0] == -1).sum())} times the second"
+    _, chunk = example.measured(top=30)
+    assert (chunk.top[:, 0] == 0).all() and (chunk.top[:, 1] == -1).all()
+    assert (chunk.top[:, 2:] <= -99).all(), f"{int((chunk.top[0] == -1).sum())} times the second"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -343,10 +371,9 @@ def assert_both(results) -> None:
 @pytest.mark.parametrize("head", ["plain", "bias, softcap and scale"])
 @pytest.mark.parametrize("objective", SPECS, ids=str)
 def test_linear_loss(monkeypatch, objective, head):
-    """Three chunks, the last one ragged: 280 supervised rows in 128, 128 and 24."""
-    monkeypatch.setattr(triton_rows, "blocks_for", lambda width: (128, 64, 32, 2))  # fewer programs to interpret
-    monkeypatch.setattr(TritonBackend, "rows", lambda self, total: 128)
-    hidden, weight, targets = sample(350)
+    """Three chunks, the last one ragged: 40 supervised rows in 16, 16 and 8."""
+    monkeypatch.setattr(TritonBackend, "rows", lambda self, total: 16)
+    hidden, weight, targets = sample(50)
     options = {}
     if head != "plain":
         options = {"bias": torch.randn(37, generator=torch.Generator().manual_seed(7)), "logit_scale": 0.7}
