@@ -1,9 +1,9 @@
 """The fused linear loss against every installed peer, in one run, on whatever device there is.
 
-    python benchmarks/linear_loss.py                              # the paper's shapes on a GPU, one small shape on a CPU
+    python benchmarks/linear_loss.py                               # the paper's shapes on a GPU, a small one on a CPU
     python benchmarks/linear_loss.py --shapes 8192,576,49152 --json out.json --markdown out.md
-    python benchmarks/linear_loss.py --hidden smollm2.safetensors # real hidden states, head and labels (see --make-hidden)
-    python benchmarks/linear_loss.py --scaling 4096,8192,16384    # cost and memory against the number of tokens
+    python benchmarks/linear_loss.py --hidden smollm2.safetensors  # real hidden states, head and labels
+    python benchmarks/linear_loss.py --scaling 4096,8192,16384     # cost and memory against the number of tokens
 
 Peers are used where they import: liger_kernel, cut_cross_entropy, trl, quack. Every row is forward + backward on the
 same inputs, 10% of the rows ignored.
@@ -185,7 +185,7 @@ def synthetic(n: int, d: int, v: int, device: str, dtype: torch.dtype) -> tuple[
 
 
 def read_hidden(path: Path, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # pyright: ignore
 
     tensors = load_file(path)
     return tensors["hidden"].to(device, dtype), tensors["weight"].to(device, dtype), tensors["targets"].to(device)
@@ -210,7 +210,7 @@ def sustained_rate(device: str, seconds: float = 3.0) -> float:
         synchronize(device)
         start = time.perf_counter()
         for _ in range(20 if device == "cuda" else 1):
-            a @ b
+            torch.mm(a, b)
         synchronize(device)
         rates.append((20 if device == "cuda" else 1) * 2 * side**3 / (time.perf_counter() - start))
     return statistics.mean(rates[len(rates) // 2 :])
@@ -337,11 +337,12 @@ def run_shape(
         if spec not in truth:
             truth = {spec: reference(spec, *inputs)}
         dx, dw = result.pop("grads")
-        result |= {"ratio": result["ms"] / floor, "error_dx": error(dx, truth[spec][0]), "error_dw": error(dw, truth[spec][1])}
+        errors = {"error_dx": error(dx, truth[spec][0]), "error_dw": error(dw, truth[spec][1])}
+        result |= {"ratio": result["ms"] / floor, **errors}
         table[label] = result
         line = (
-            f"| {label} | {result['ms']:.2f} | {result['ratio']:.2f} | {result['spread']:.1%} | {result['extra_gib']:.2f} "
-            f"| {result['error_dx']:.1e} | {result['error_dw']:.1e} |"
+            f"| {label} | {result['ms']:.2f} | {result['ratio']:.2f} | {result['spread']:.1%} "
+            f"| {result['extra_gib']:.2f} | {result['error_dx']:.1e} | {result['error_dw']:.1e} |"
         )
         print(line, flush=True)
         lines.append(line)
@@ -352,7 +353,9 @@ def run_shape(
     return {"n": n, "supervised": rows, "d": d, "v": v, "floor_ms": floor, "rows": table}, lines
 
 
-def run_scaling(tokens: list[int], d: int, v: int, device: str, dtype: torch.dtype, repeats: int) -> tuple[Any, list[str]]:
+def run_scaling(
+    tokens: list[int], d: int, v: int, device: str, dtype: torch.dtype, repeats: int
+) -> tuple[list[dict[str, float]], list[str]]:
     lines = [
         f"\n### Cost and memory against the number of tokens, deft, D {d}, V {v}\n",
         "| tokens | ms | ms per 1k supervised tokens | extra GiB |\n|---|---|---|---|",
@@ -390,7 +393,8 @@ def main() -> None:
     print(lines[0], flush=True)
     results: dict[str, Any] = {"machine": head, "command": command, "rate": rate, "shapes": []}
     if args.hidden:
-        table, text = run_shape(read_hidden(args.hidden, device, dtype), rate, args.repeats, args.only, "real hidden states: ")
+        inputs = read_hidden(args.hidden, device, dtype)
+        table, text = run_shape(inputs, rate, args.repeats, args.only, "real hidden states: ")
         results["shapes"].append(table | {"hidden": args.hidden.name})
         lines += text
     shapes = [tuple(map(int, s.split(","))) for s in args.shapes or []]
@@ -404,7 +408,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     if args.scaling:
         _, d, v = shapes[0] if shapes else (PAPER_SHAPES if device == "cuda" else CPU_SHAPES)[0]
-        results["scaling"], text = run_scaling(list(map(int, args.scaling.split(","))), d, v, device, dtype, args.repeats)
+        tokens = [int(n) for n in args.scaling.split(",")]
+        results["scaling"], text = run_scaling(tokens, d, v, device, dtype, args.repeats)
         lines += text
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

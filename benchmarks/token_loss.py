@@ -100,9 +100,8 @@ def main() -> None:
     base = statistics.median(seconds["F.cross_entropy"])
     rows: dict[str, dict[str, float]] = {}
     peaks = {name: peak_bytes(name, args.rows, args.vocab) for name in CONTENDERS}
-    print(
-        f"{args.rows} x {args.vocab} float32, {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.processor()}"
-    )
+    machine = f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.machine()}"
+    print(f"{args.rows} x {args.vocab} float32, {machine}")
     print("| | time / F.cross_entropy | spread | peak memory / F.cross_entropy |\n|---|---|---|---|")
     for name, taken in seconds.items():
         median = statistics.median(taken)

@@ -16,7 +16,10 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_answers_in_0_3_seconds_without_torch():
-    probe = "import sys; from deftune.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    probe = (
+        "import sys; from deftune.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    )
     best = min(_timed(probe) for _ in range(5))
     assert best < 0.3, f"deftune --help took {best:.2f} s at best"
 

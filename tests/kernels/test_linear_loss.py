@@ -491,9 +491,10 @@ def test_the_upstream_is_not_rounded_to_the_gradient_s_dtype(spec):
     want = reference(hidden, weight, targets, spec, upstream=torch.tensor(1.7, dtype=torch.float64))
     got = fused(hidden, weight, targets, spec, upstream=torch.tensor(1.7))
     for name in ("hidden", "weight"):
-        ours, theirs = getattr(got, name).double().flatten(), getattr(want, name).flatten()
-        # along the gradient the entries' own roundings average out: 2^-9 / sqrt(2048)
-        assert abs((ours @ theirs / (theirs @ theirs)).item() - 1) <= 2**-9 / 8, name
+        ours, theirs = getattr(got, name), getattr(want, name).bfloat16()
+        # rounded once, from float32: but for ties it is the float64 gradient's rounding
+        # (d hidden is in bfloat16 already when the upstream arrives, and is rounded again)
+        assert (ours == theirs).double().mean() > {"hidden": 0.75, "weight": 0.97}[name], name
 
 
 def test_a_loss_used_twice():

@@ -40,8 +40,8 @@ class Rows:
 class Chunk:
     """A chunk of the rows after the forward GEMM.
 
-    ``columns`` are its log_p, entropy, log_collision, log_sum = log sum e^u and shift = max z, [5, C] in float64; ``e`` is
-    E [C, V], where it was kept; ``top`` the largest logits, where they were asked for.
+    ``columns`` are its log_p, entropy, log_collision, log_sum = log sum e^u and shift = max z, [5, C] in float64;
+    ``e`` is E [C, V], where it was kept; ``top`` the largest logits, where they were asked for.
     """
 
     part: slice
@@ -120,6 +120,15 @@ class TorchBackend:
             return torch.mm(a.to(self.weight.dtype), b, out_dtype=self.dtype)
         return torch.mm(a.to(self.dtype), b)
 
+    def over_classes(self, e: Tensor) -> Tensor:
+        """e @ W. A CPU's GEMM adds V products one after the other; by sums of blocks the error stays small."""
+        if self.device.type != "cpu":
+            return self.matmul(e, self.weight)
+        total = torch.zeros(len(e), self.head.width, dtype=self.dtype)
+        for columns, classes in zip(e.split(4096, 1), self.weight.split(4096)):
+            total += columns @ classes
+        return total
+
     def logits(self, x: Tensor) -> Tensor:
         z = self.matmul(x, self.weight.T)
         if self.head.bias is not None:
@@ -172,7 +181,7 @@ class TorchBackend:
         if self.low:
             e = e.to(self.weight.dtype)
         if to.hidden is not None:
-            rows = (self.matmul(e, self.weight) * v[:, None]).to(to.hidden.dtype)
+            rows = (self.over_classes(e) * v[:, None]).to(to.hidden.dtype)
             to.hidden.index_copy_(0, self.all.index[chunk.part], rows)
         if to.weight is not None:
             scaled = chunk.x.to(self.dtype) * v[:, None]
@@ -193,7 +202,10 @@ class TorchBackend:
 
     @staticmethod
     def finish(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        return grad.mul_(factor.to(grad.dtype)).to(dtype)
+        full = compute_dtype(grad.dtype)
+        if grad.dtype == dtype == full:
+            return grad.mul_(factor.to(full))
+        return (grad.to(full) * factor.to(full)).to(dtype)
 
 
 class TritonBackend:

@@ -98,3 +98,10 @@ def nan_error(index: int, name: str) -> ValueError:
         f"{name}: token {index} (flat index) has NaN or +inf logits (or nothing but -inf), so it has no distribution; "
         f"no gradient was made. Look at the inputs of that token, the learning rate and the weights for NaN"
     )
+
+
+def second_derivative_error() -> RuntimeError:
+    return RuntimeError(
+        "deftune: the loss has a first derivative only (the focus is a stop-gradient quantity); "
+        "no second one is defined, so do not use create_graph=True through it"
+    )

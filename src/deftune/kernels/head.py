@@ -39,8 +39,8 @@ def check_head(hidden: object, weight: object, bias: object, logit_scale: float,
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if hasattr(tensor, "full_tensor"):
             raise ValueError(
-                f"{name}: is a DTensor, a shard of it only is here. Call the loss inside the forward of the module that "
-                f"FSDP wraps, where the parameter is gathered and its gradient will be reduced"
+                f"{name}: is a DTensor, a shard of it only is here. Call the loss inside the forward of the module "
+                f"that FSDP wraps, where the parameter is gathered and its gradient will be reduced"
             )
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
         raise ValueError(f"weight: the head's weight is [V, D], got shape {tuple(weight.shape)}")

@@ -1,7 +1,7 @@
 """`linear_loss`: hidden states to gradients, an objective at the price of NLL, without an [N, V] tensor.
 
-One driver for every backend: supervised rows are taken out first, then chunk by chunk: forward GEMM, row sums, the objective
-as plain PyTorch on the chunk's vectors, two gradient GEMMs.
+One driver for every backend: supervised rows are taken out first, then chunk by chunk: forward GEMM, row sums, the
+objective as plain PyTorch on the chunk's vectors, two gradient GEMMs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Rows, TorchBackend, choose_backend
-from deftune.kernels.checks import check_reduction, check_targets, check_weights, nan_error
+from deftune.kernels.checks import check_reduction, check_targets, check_weights, nan_error, second_derivative_error
 from deftune.kernels.head import Head, check_head
 from deftune.kernels.pending import note_rows, raise_pending
 from deftune.kernels.reduction import check_step, mean_items
@@ -45,19 +45,34 @@ def linear_loss(
 
         z = softcap(logit_scale (h W^T + bias)),  d loss / d z_i = gate (P_i - [i = y])
 
-    The value and the gradients are those of `token_loss` on fp32 logits; memory does not grow with the tokens beyond the
-    gradients. Gradients are made in the forward pass, for what requires one (a frozen head costs no dW), and scaled by
-    the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
-    ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. Under autocast hidden and weight take its
-    dtype, as in a linear layer; the head's gradient is accumulated in float32 in any case.
+    The value and the gradients are those of `token_loss` on fp32 logits; memory does not grow with the tokens beyond
+    the gradients. Gradients are made in the forward pass, for what requires one (a frozen head costs no dW), and scaled
+    by the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
+    ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. Under autocast hidden and weight take
+    its dtype, as in a linear layer; the head's gradient is accumulated in float32 in any case.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     >>> loss = linear_loss(hidden, weight, torch.tensor([0, 2]), "linear")
     >>> loss.backward()
     >>> round(loss.item(), 4), hidden.grad
-    (0.5450, tensor([[-0.1112,  0.0560],
-            [ 0.0309, -0.0720]]))
+    (0.545, tensor([[-0.1413,  0.1413],
+            [-0.0704,  0.0704]]))
     """
+    if torch.compiler.is_compiling():
+        return _under_compile(
+            hidden,
+            weight,
+            targets,
+            objective,
+            bias,
+            softcap,
+            logit_scale,
+            reduction,
+            num_items,
+            weights,
+            context,
+            backend,
+        )
     return linear_loss_with_stats(
         hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale, reduction=reduction,
         num_items=num_items, weights=weights, context=context, backend=backend,
@@ -85,12 +100,12 @@ def linear_loss_with_stats(
     check_targets(targets, hidden.shape[:-1], "hidden")
     check_reduction(reduction, num_items)
     check_weights(weights, targets.shape)
-    call = _prepare(hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend)
+    call = prepare(hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend)
     check_step(objective, call.context, num_items, len(call.index))
     if reduction == "none":
         losses, columns, top = _PerTokenLoss.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
         return losses.view(targets.shape), call.stats(columns, top)
-    scale = 1.0 if reduction == "sum" else 1.0 / mean_items(num_items, len(call.index))
+    scale = scale_of(call, reduction, num_items)
     loss, columns, top = _FusedLoss.apply(call.hidden, call.weight, call.bias, call, scale)  # pyright: ignore
     return loss, call.stats(columns, top)
 
@@ -118,9 +133,46 @@ def linear_token_stats(
     """
     check_head(hidden, weight, bias, logit_scale, softcap)
     check_targets(targets, hidden.shape[:-1], "hidden")
-    call = _prepare(hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, needs)
+    call = prepare(hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, needs)
     *columns, top = _Statistics.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
     return call.stats(columns, top)
+
+
+def scale_of(call: _Call, reduction: str, num_items: Tensor | float | None) -> Tensor | float:
+    """What a sum over this call's tokens is multiplied with."""
+    items = 1.0 if reduction == "sum" else mean_items(num_items, len(call.index))
+    return 1.0 / (wide(items) if isinstance(items, Tensor) else items)
+
+
+def _under_compile(
+    hidden: Tensor, weight: Tensor, targets: Tensor, objective: str | Objective, bias: Tensor | None,
+    softcap: float | None, logit_scale: float, reduction: str, num_items: Tensor | float | None, weights: Tensor | None,
+    context: Context | None, backend: str,
+) -> Tensor:  # fmt: skip
+    """One opaque operator in the compiled graph, where its signature can say it all; else a graph break."""
+    if not isinstance(objective, str) or (context is not None and context.step is not None) or reduction == "none":
+        # not as a decorator: that would import the compiler together with deftune
+        eagerly: Any = torch.compiler.disable(linear_loss)
+        return eagerly(
+            hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale,
+            reduction=reduction, num_items=num_items, weights=weights, context=context, backend=backend,
+        )  # fmt: skip
+    from deftune.kernels.compiled import linear_loss_op
+
+    check_head(hidden, weight, bias, logit_scale, softcap)
+    check_targets(targets, hidden.shape[:-1], "hidden")
+    check_weights(weights, targets.shape)
+    if num_items is not None and not isinstance(num_items, Tensor):
+        num_items = torch.tensor(float(num_items), dtype=torch.float64)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    enabled = torch.is_grad_enabled()
+    wanted = [enabled and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    progress, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
+    return linear_loss_op(
+        hidden, weight, targets, bias, weights, num_items, objective, reduction, softcap, logit_scale, progress,
+        None if special_ids is None else list(special_ids), backend, dtype, wanted,
+    )[0]  # fmt: skip
 
 
 # --- one call ---------------------------------------------------------------------------------------------------------
@@ -143,6 +195,7 @@ class _Call:
     backend: str
     top: int
     dtype: torch.dtype  # of the GEMMs
+    training: bool  # whether gradients will be asked for at all
 
     def over(self, inputs: Sequence[Tensor]) -> _Call:
         """The same call on the tensors that autograd saved."""
@@ -195,13 +248,14 @@ class _Call:
         self.check_nan(columns[0])
         return columns, self.top_log_p(chunks, columns)
 
-    def new_gradients(self, wanted: Sequence[bool]) -> Gradients:
-        """Room for the gradients wanted of hidden, weight and bias."""
+    def new_gradients(self, wanted: Sequence[bool], rescaled: bool = False) -> Gradients:
+        """Room for the gradients wanted of hidden, weight and bias; what will be rescaled is rounded after that."""
         hidden, weight = self.hidden, self.weight
-        full = torch.float64 if self.dtype == torch.float64 else torch.float32
-        new = torch.zeros_like if len(self.index) < len(hidden) else torch.empty_like
+        full = compute_dtype(self.dtype)
+        new = torch.zeros if len(self.index) < len(hidden) else torch.empty
+        kept = full if rescaled else hidden.dtype
         return Gradients(
-            new(hidden, memory_format=torch.contiguous_format) if wanted[0] else None,
+            new(hidden.shape, dtype=kept, device=hidden.device) if wanted[0] else None,
             torch.empty(weight.shape, dtype=full, device=weight.device) if wanted[1] else None,
             torch.zeros(weight.shape[:1], dtype=full, device=weight.device) if wanted[2] else None,
         )
@@ -225,26 +279,28 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
 
 
-def _prepare(
+def prepare(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
     softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
-    needs: frozenset[TopK] = frozenset(),
+    needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None,
 ) -> _Call:  # fmt: skip
+    """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states')."""
     index, flat = supervised_rows(targets.reshape(-1), weight.shape[0])
     raise_pending(wait=False)
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if dtype is None:
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
     head = Head(weight, bias, scale, softcap)
     name, _ = choose_backend(backend, hidden.device, dtype, head, top)
     return _Call(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, index,
         None if weights is None else weights.reshape(-1)[index],
-        objective, context or NO_CONTEXT, softcap, scale, name, top, dtype,
+        objective, context or NO_CONTEXT, softcap, scale, name, top, dtype, torch.is_grad_enabled(),
     )  # fmt: skip
 
 
-def _fused(
+def fused(
     call: _Call, wanted: Sequence[bool], scale: Tensor | float
 ) -> tuple[Tensor, Gradients, Tensor, Tensor | None]:
     """(loss, gradients, columns, likeliest tokens): forward and backward in one pass over the chunks."""
@@ -265,7 +321,7 @@ def _fused(
         masses: list[Tensor] = []
         chunks: list[Chunk] = []
         for chunk in call.chunks(backend, columns, any(wanted), call.top):
-            into = into or call.new_gradients(wanted)  # once the first GEMM is under way
+            into = into or call.new_gradients(wanted, own_mass)  # once the first GEMM is under way
             stats = call.chunk_stats(chunk)
             gate, value = call.weighted(chunk.part, *objective.evaluate(stats, context))
             losses.append(value)
@@ -293,30 +349,50 @@ class _FusedLoss(Function):
     def forward(  # pyright: ignore
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, scale: Tensor | float
     ) -> tuple[Tensor | None, ...]:
-        loss, grads, columns, top = _fused(call, ctx.needs_input_grad[:3], scale)
+        wanted = [call.training and needed for needed in ctx.needs_input_grad[:3]]
+        loss, grads, columns, top = fused(call, wanted, scale)
         ctx.mark_non_differentiable(columns, *([] if top is None else [top]))
         ctx.save_for_backward(hidden, weight, bias)
         ctx.call, ctx.scale, ctx.grads = call, scale, grads
         return loss, columns, top
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         call = ctx.call.over(ctx.saved_tensors)
         # handed out once: a second backward over the same graph makes them anew
-        grads = ctx.grads or _fused(call, ctx.needs_input_grad[:3], ctx.scale)[1]
+        grads = ctx.grads or fused(call, ctx.needs_input_grad[:3], ctx.scale)[1]
         ctx.grads = None
-        return (*_finished(call, grads, grad), None, None)
+        return (*finished(call, grads, grad), None, None)
 
 
-def _finished(call: _Call, grads: Gradients, factor: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients times the upstream scalar, in their parameters' dtypes."""
-    if grads.factor is not None:
-        factor = factor * grads.factor
-    return tuple(
-        None if grad is None or like is None else BACKENDS[call.backend].finish(grad, factor, like.dtype)
-        for grad, like in zip((grads.hidden, grads.weight, grads.bias), (call.hidden, call.weight, call.bias))
-    )
+def finished(call: _Call, grads: Gradients, factor: Tensor, *, to_parameters: bool = True) -> tuple[Tensor | None, ...]:
+    """The gradients times a scalar, in their parameters' dtypes (or that of d hidden, and as accumulated)."""
+    with torch.no_grad():
+        if grads.factor is not None:
+            factor = factor * grads.factor
+        done = tuple(
+            None if grad is None or like is None else BACKENDS[call.backend].finish(grad, factor, like.dtype)
+            for grad, like in zip(
+                (grads.hidden, grads.weight, grads.bias),
+                (call.hidden, call.weight, call.bias) if to_parameters else (call.hidden, grads.weight, grads.bias),
+            )
+        )
+    # under create_graph=True: a second derivative must not be lost silently
+    return _FirstOnly.apply(call.hidden, call.weight, *done) if torch.is_grad_enabled() else done  # pyright: ignore
+
+
+class _FirstOnly(Function):
+    """Gradients as they are, whose own derivative is refused."""
+
+    @staticmethod
+    def forward(  # pyright: ignore
+        ctx: Any, hidden: Tensor, weight: Tensor, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # pyright: ignore
+        raise second_derivative_error()
 
 
 class _PerTokenLoss(Function):
@@ -340,14 +416,13 @@ class _PerTokenLoss(Function):
         return losses, columns, top
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         *inputs, gate = ctx.saved_tensors
         call = ctx.call.over(inputs)
         # a shut gate is 0 whatever the upstream says
         gate = torch.where(gate == 0, 0.0, wide(grad[call.index]) * gate)
         grads = _recompute(call, ctx.needs_input_grad[:3], gate, None)
-        return (*_finished(call, grads, torch.ones((), device=gate.device)), None)
+        return (*finished(call, grads, torch.ones((), device=gate.device)), None)
 
 
 class _Statistics(Function):
@@ -367,19 +442,20 @@ class _Statistics(Function):
         return log_p, entropy, log_collision, top
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore
         ctx: Any, grad_log_p: Tensor | None, grad_entropy: Tensor | None, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        if grad_log_p is None and grad_entropy is None:
+        if grad_log_p is not None:
+            gate = -grad_log_p
+        elif grad_entropy is not None:
+            gate = torch.zeros_like(grad_entropy)
+        else:
             return (None,) * 4
         call = ctx.call.over(ctx.saved_tensors)
-        some = grad_entropy if grad_log_p is None else grad_log_p
-        gate = torch.zeros_like(some) if grad_log_p is None else -grad_log_p
         if grad_entropy is not None:  # not gate x error: see _recompute
             call = replace(call, backend="torch")
         grads = _recompute(call, ctx.needs_input_grad[:3], wide(gate), grad_entropy)
-        return (*_finished(call, grads, torch.ones((), device=gate.device)), None)
+        return (*finished(call, grads, torch.ones((), device=gate.device)), None)
 
 
 def _recompute(call: _Call, wanted: Sequence[bool], gate: Tensor, grad_entropy: Tensor | None) -> Gradients:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.kernels.checks import check_logits, check_reduction, check_weights
+from deftune.kernels.checks import check_logits, check_reduction, check_weights, second_derivative_error
 from deftune.kernels.reduction import check_step, reduce_losses
 from deftune.kernels.statistics import (
     Rows,
@@ -155,10 +155,7 @@ class _GateTimesError(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:  # pyright: ignore
-        raise RuntimeError(
-            "deftune: the loss has a first derivative only (the focus is a stop-gradient quantity); "
-            "no second one is defined, so do not use create_graph=True through it"
-        )
+        raise second_derivative_error()
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:

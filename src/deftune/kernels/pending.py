@@ -13,7 +13,7 @@ from deftune.kernels.checks import nan_error
 class _Note(NamedTuple):
     bad: Tensor  # on the host: whether some log_p is NaN
     log_p: Tensor
-    index: Tensor
+    places: Tensor
     written: torch.cuda.Event
 
 
@@ -33,8 +33,8 @@ def note_rows(log_p: Tensor, index: Tensor) -> None:
 def raise_pending(*, wait: bool = True) -> None:
     """Raise the error that an earlier call on a GPU met: a token whose logits are NaN, by its flat index.
 
-    Every loss of deftune does this (``wait=False``) right after counting its tokens, which synchronises. A trainer calls
-    it before the optimizer steps, where it reads the loss anyway, so that no NaN reaches the weights.
+    Every loss of deftune does this (``wait=False``) right after counting its tokens, which synchronises. A trainer
+    calls it before the optimizer steps, where it reads the loss anyway, so that no NaN reaches the weights.
 
     >>> raise_pending()
     """
@@ -43,4 +43,4 @@ def raise_pending(*, wait: bool = True) -> None:
         note.written.synchronize()
         if bool(note.bad):
             _notes.clear()
-            raise nan_error(int(note.index[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")
+            raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")

@@ -1,17 +1,19 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
 """Triton kernels of the fused linear loss. Functions of tensors only: no kernel knows an objective.
 
-For a chunk of C rows of hidden states x and the head W, with z = softcap(scale (x W^T + bias)), target y and u = z - m:
+For a chunk of C rows of hidden states x and the head W, with z = softcap(scale (x W^T + bias)), target y, u = z - m:
 
     1. `target_logits`: z_y by a dot product in fp32, and a reference r = z_y + 40 for the row
-    2. `exponentials`: one GEMM whose epilogue turns the fp32 accumulators into E = e^{z - r}, stored once in the inputs'
-       dtype, and into per-tile sums of e, e^2 and u e about the tile's own maximum. The target is left out of all of them
+    2. `exponentials`: one GEMM whose epilogue turns the fp32 accumulators into E = e^{z - r}, stored once in the
+       inputs' dtype, and into per-tile sums of e, e^2 and u e about the tile's own maximum, all without the target
     3. `reduce_tiles`: the tiles' sums to the row's (max, then sums), and those to its statistics in float64
     4. `repair`: rows whose E left the range of the dtype (log p < -125) are recomputed about their maximum; others exit
     5. `finish_rows`: the gate, once an objective has given it, to v and t below, dX, and v X for dW
 
-With v = gate / sum E, the gradients are two more GEMMs on E as it is: dX = v (E W) - t W[y], dW = E^T (v X) - t X at y,
-t = gate (1 - p) kept in fp32. E is rounded once, from fp32 accumulators, as a gradient of an fp32 softmax would be; bf16
-has fp32's range, so that E needs no row maximum in advance, only a reference within e^40 above and e^85 below it.
+With v = gate / sum E, the gradients are two more GEMMs on E as it is: dX = v (E W) - t W[y], dW = E^T (v X) - t X
+at y, t = gate (1 - p) kept in fp32. E is rounded once, from fp32 accumulators, as a gradient of an fp32 softmax would
+be; bf16 has fp32's range, so that E needs no row maximum in advance, only a reference within e^40 above and e^85 below.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ def _logit(dot, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.co
     z = dot + bias if HAS_BIAS else dot
     z = z * scale
     if HAS_SOFTCAP:
-        # tanh(a) = 1 - 2 / (1 + e^{2a}), exact at both ends
-        z = softcap * (1 - 2 / (1 + tl.exp(2 * z / softcap)))
+        # tanh(a) = 1 - 2 / (1 + e^{2a}), but its series where that cancels
+        a = z / softcap
+        b = a * a
+        series = a * (1 + b * (-1 / 3 + b * (2 / 15 + b * (-17 / 315 + b * (62 / 2835)))))
+        z = softcap * tl.where(b < 0.0625, series, 1 - 2 / (1 + tl.exp(2 * a)))
     return z
 
 
@@ -95,8 +100,10 @@ def _exponentials(
 
         # sums about the tile's maximum: no logit, however large, overflows them
         top = tl.max(z, axis=1)
+        if HAS_BIAS:  # of which some, or a whole tile, may be -inf; the bounds let NaN through
+            top = tl.maximum(top, LEFT_OUT)
         u = z - top[:, None]
-        if HAS_BIAS:  # of which some may be -inf; the bound lets NaN through
+        if HAS_BIAS:
             u = tl.maximum(u, LEFT_OUT, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(u)
         part = tiles_ptr + (tile // tiles_m).to(tl.int64) * C + rows
@@ -296,11 +303,14 @@ def _candidates(
         cols = tile * BLOCK_N + n
         e = tl.load(e_ptr + row * stride_e + cols, mask=cols < V, other=0.0).to(tl.float32)
         key = (e.to(tl.int32, bitcast=True) & 0x7FFF0000) | (0xFFFF - n)
+        key = tl.where(cols < V, key, 0)
         now = tl.max(tl.where(key < before, key, 0), axis=0)
         after = tl.max(tl.where(key < now, key, 0), axis=0)
         tl.store(z_ptr + row * COUNT + j, z)
-        again = before != 0x7FFFFFFF
-        tl.store(cols_ptr + row * COUNT + j, tl.where(again, tile * BLOCK_N + (0xFFFF - (now & 0xFFFF)), -1))
+        # the first of a tile is named too if E cannot tell it from the next; a column with E = 0 never is
+        named = (before != 0x7FFFFFFF) | ((now >> 16) == (after >> 16))
+        named = named & ((now >> 16) != 0)
+        tl.store(cols_ptr + row * COUNT + j, tl.where(named, tile * BLOCK_N + (0xFFFF - (now & 0xFFFF)), -1))
         bound = (after & 0x7FFF0000).to(tl.float32, bitcast=True)
         lead = tl.where(here, tl.where(bound > 0, tl.log(bound) + ref, LEFT_OUT), lead)
         last = tl.where(here, now, last)
@@ -371,7 +381,8 @@ def exponentials(x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None
         TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [BLOCK_N, BLOCK_K]),
         head.bias, y, ref, x if e is None else e, tiles, len(x), head.vocab_size, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
-        **_head_options(head), STORE=e is not None, EVEN=head.vocab_size % BLOCK_N == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **_head_options(head), STORE=e is not None, EVEN=head.vocab_size % BLOCK_N == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=8, num_stages=3,
     )  # fmt: skip
     return tiles
@@ -424,7 +435,8 @@ def subtract_targets(x: Tensor, index: Tensor, y: Tensor, t: Tensor, dw: Tensor)
 def top_logits(x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, k: int) -> Tensor:
     """The min(k, V) largest logits of each row in fp32, falling: [C, min(k, V)].
 
-    A few more than k are looked at, so that the rounding of E cannot hide one.
+    A few more than k are looked at, so that the rounding of E hides none but among more such near-ties (2^-8) than
+    that; there one stands for another of the same probability.
     """
     k = min(k, head.vocab_size)
     count = min(k + 4, head.vocab_size)
