@@ -73,8 +73,8 @@ class Backend(Protocol):
         """The forward GEMM and the statistics of some rows, into ``columns`` [5, C]."""
         ...
 
-    def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
-        """The gradients of dz = gate (P - onehot) of a chunk."""
+    def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
+        """The gradients of dz = scale gate (P - onehot) of a chunk."""
         ...
 
     def end(self, to: Gradients) -> None:
@@ -82,8 +82,8 @@ class Backend(Protocol):
         ...
 
     @staticmethod
-    def finish(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """factor * grad in ``dtype``; ``grad`` may be written to."""
+    def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
+        """factor * grad in its dtype for each; the gradients may be written to."""
         ...
 
 
@@ -165,8 +165,9 @@ class TorchBackend:
         """The softcap's slope at the target of the chunk measured last."""
         return wide(self.head.slope(self.target))
 
-    def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
+    def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         assert chunk.e is not None
+        gate = gate * scale
         log_p, _, _, log_sum, _ = chunk.columns
         # E is about the shift: P = E / sum e^u, and the target's entry is -(1 - p) sum e^u
         on_target = torch.expm1(log_p) * log_sum.exp() * self.target_slope()
@@ -201,11 +202,15 @@ class TorchBackend:
             to.weight.zero_()
 
     @staticmethod
-    def finish(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        full = compute_dtype(grad.dtype)
-        if grad.dtype == dtype == full:
-            return grad.mul_(factor.to(full))
-        return (grad.to(full) * factor.to(full)).to(dtype)
+    def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
+        done: list[Tensor] = []
+        for grad, dtype in zip(grads, dtypes):
+            full = compute_dtype(grad.dtype)
+            if grad.dtype == dtype == full:
+                done.append(grad.mul_(factor.to(full)))
+            else:
+                done.append((grad.to(full) * factor.to(full)).to(dtype))
+        return done
 
 
 class TritonBackend:
@@ -249,7 +254,9 @@ class TritonBackend:
             largest = kernels.top_logits(x, z_y, reference, tiles, e, head, top)
         return Chunk(part, x, y, columns, None if e is None else e[:, : head.vocab_size], largest)
 
-    def add(self, chunk: Chunk, gate: Tensor, to: Gradients) -> None:
+    def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
+        if isinstance(scale, Tensor):
+            gate, scale = gate * scale, 1.0
         kernels, weight, e, part = self.kernels, self.head.weight, chunk.e, chunk.part
         assert e is not None
         u = scaled = None
@@ -264,7 +271,7 @@ class TritonBackend:
             scaled = self.scaled
         kernels.finish_rows(
             gate, chunk.columns, self.reference[part], self.z_y[part], self.v[part], self.t[part],
-            chunk.x, chunk.y, self.all.index[part], self.head, u, to.hidden, scaled,
+            chunk.x, chunk.y, self.all.index[part], self.head, scale, u, to.hidden, scaled,
         )  # fmt: skip
         if to.weight is not None and scaled is not None:
             self.product(e.T, scaled, to.weight, add=self.started)
@@ -295,10 +302,10 @@ class TritonBackend:
             self.kernels.subtract_targets(ones, torch.zeros_like(rows.index), rows.y, self.t, column)
 
     @staticmethod
-    def finish(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
         from deftune.kernels import triton_rows
 
-        return triton_rows.scaled(grad, factor, dtype)
+        return triton_rows.scaled(grads, factor, dtypes)
 
 
 BACKENDS = {"torch": TorchBackend, "triton": TritonBackend}
@@ -321,23 +328,28 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head: 
     """(backend, why): what ``auto`` takes, or the one asked for; an error where that one cannot do it."""
     if wanted not in ("auto", *BACKENDS):
         raise ValueError(f"backend: one of auto, {', '.join(BACKENDS)}, got {wanted!r}")
-    reasons = [
-        (device.type != "cuda" and not interpreted(), f"the device is {device.type}, not cuda"),
-        (bool(triton_status()), triton_status()),
-        (dtype not in (torch.bfloat16, torch.float32), f"{dtype} has not the range that E needs; bfloat16 has"),
-        (
-            head.width * dtype.itemsize % 16 != 0,
-            f"a row of the weight ({head.width} x {dtype}) is no multiple of 16 bytes",
-        ),
-        (bool(top) and head.softcap is not None, "the likeliest tokens under a softcap are found by torch only"),
-    ]
-    against = next((why for holds, why in reasons if holds), "")
+    against = _against_triton(device, dtype, head, top)
     if wanted == "triton" and against:
         raise ValueError(f"backend='triton' cannot be used here: {against}; use backend='torch' or 'auto'")
     if wanted != "auto":
         return wanted, "asked for"
-    if device.type == "cuda" and dtype == torch.float32:
-        against = against or "float32 runs through cuBLAS at full precision"
-    elif device.type != "cuda":
+    if device.type != "cuda":
         against = against or "the interpreter is for tests"
+    elif dtype == torch.float32:
+        against = against or "float32 goes through cuBLAS at full precision"
     return ("torch", against) if against else ("triton", "bfloat16 on CUDA")
+
+
+def _against_triton(device: torch.device, dtype: torch.dtype, head: Head, top: int) -> str:
+    """Why the triton backend cannot be used, '' if it can."""
+    if device.type != "cuda" and not interpreted():
+        return f"the device is {device.type}, not cuda"
+    if triton_status():
+        return triton_status()
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"{dtype} has not the range that E needs; bfloat16 has"
+    if head.width * dtype.itemsize % 16:
+        return f"a row of the weight, {head.width} of {dtype}, is no multiple of 16 bytes"
+    if top and head.softcap is not None:
+        return "the likeliest tokens under a softcap are found by torch only"
+    return ""

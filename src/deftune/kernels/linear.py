@@ -328,7 +328,7 @@ def fused(
             if own_mass:
                 masses.append(objective.mass(stats, context).sum())
             if any(wanted):
-                backend.add(chunk, gate * scale, into)
+                backend.add(chunk, gate, scale, into)
             chunk.e = None
             chunks.append(chunk)
         into = into or call.new_gradients(wanted)
@@ -370,13 +370,11 @@ def finished(call: _Call, grads: Gradients, factor: Tensor, *, to_parameters: bo
     with torch.no_grad():
         if grads.factor is not None:
             factor = factor * grads.factor
-        done = tuple(
-            None if grad is None or like is None else BACKENDS[call.backend].finish(grad, factor, like.dtype)
-            for grad, like in zip(
-                (grads.hidden, grads.weight, grads.bias),
-                (call.hidden, call.weight, call.bias) if to_parameters else (call.hidden, grads.weight, grads.bias),
-            )
-        )
+        there = (grads.hidden, grads.weight, grads.bias)
+        like = (call.hidden, call.weight, call.bias) if to_parameters else (call.hidden, grads.weight, grads.bias)
+        pairs = [(grad, as_.dtype) for grad, as_ in zip(there, like) if grad is not None and as_ is not None]
+        scaled = iter(BACKENDS[call.backend].finish([g for g, _ in pairs], factor, [d for _, d in pairs]))
+        done = tuple(None if grad is None else next(scaled) for grad in there)
     # under create_graph=True: a second derivative must not be lost silently
     return _FirstOnly.apply(call.hidden, call.weight, *done) if torch.is_grad_enabled() else done  # pyright: ignore
 
@@ -468,7 +466,7 @@ def _recompute(call: _Call, wanted: Sequence[bool], gate: Tensor, grad_entropy: 
         into = call.new_gradients(wanted)
         for chunk in call.chunks(backend, call.new_columns(), True, 0):
             if grad_entropy is None:
-                backend.add(chunk, gate[chunk.part], into)
+                backend.add(chunk, gate[chunk.part], 1.0, into)
             else:
                 assert isinstance(backend, TorchBackend)
                 _add_entropy(backend, chunk, gate[chunk.part], grad_entropy[chunk.part], into)

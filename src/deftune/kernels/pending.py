@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from deftune.kernels.checks import nan_error
 
 
 class _Note(NamedTuple):
-    bad: Tensor  # on the host: whether some log_p is NaN
+    total: Tensor  # on the host: the sum of log_p, NaN if one is
     log_p: Tensor
     places: Tensor
     written: torch.cuda.Event
@@ -23,11 +24,10 @@ _notes: list[_Note] = []
 def note_rows(log_p: Tensor, index: Tensor) -> None:
     """Have the device say whether some of these log p are NaN, without waiting for it."""
     if log_p.numel():
-        bad = torch.empty((), dtype=torch.bool, pin_memory=True)
-        bad.copy_(log_p.isnan().any(), non_blocking=True)
+        total = log_p.sum().to("cpu", non_blocking=True)  # into pinned memory
         written = torch.cuda.Event()
         written.record()
-        _notes.append(_Note(bad, log_p, index, written))
+        _notes.append(_Note(total, log_p, index, written))
 
 
 def raise_pending(*, wait: bool = True) -> None:
@@ -41,6 +41,6 @@ def raise_pending(*, wait: bool = True) -> None:
     while _notes and (wait or _notes[0].written.query()):
         note = _notes.pop(0)
         note.written.synchronize()
-        if bool(note.bad):
+        if math.isnan(float(note.total)):
             _notes.clear()
             raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")

@@ -31,8 +31,9 @@ from deftune.kernels.head import Head
 HEADROOM = 40.0  # r = z_y + 40: E of a certain row starts at e^-40, far above bf16's e^-87
 OVERFLOW = 85.0  # e^85 < 3e38, with room for the GEMMs' sums
 
-# the fastest of 22 measured on an H200, for D = 576 and 1536 alike
+# the fastest of 22 measured on an H200, for D = 576 and 1536 alike; float32, without tensor cores, fits less
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+BLOCK_M_FLOAT32, BLOCK_K_FLOAT32 = 32, 32
 
 LEFT_OUT = tl.constexpr(-1e30)  # a logit that counts for nothing
 
@@ -341,12 +342,24 @@ def _gathered_logits(
 
 
 @triton.jit
-def _scale(x_ptr, out_ptr, factor_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+def _scale(
+    a_ptr, a_out, a_n, b_ptr, b_out, b_n, factor_ptr, A_IN_PLACE: tl.constexpr, B_IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # two tensors in one launch: the first programs take a, the others b
     factor = tl.load(factor_ptr).to(tl.float32)
-    if (factor != 1.0) | (not IN_PLACE):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < n, other=0.0)
-        tl.store(out_ptr + at, (x.to(tl.float32) * factor).to(out_ptr.dtype.element_ty), mask=at < n)
+    mine = tl.program_id(0)
+    programs_a = tl.cdiv(a_n, BLOCK)
+    if mine < programs_a:
+        if (factor != 1.0) | (not A_IN_PLACE):
+            at = mine.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(a_ptr + at, mask=at < a_n, other=0.0)
+            tl.store(a_out + at, (x.to(tl.float32) * factor).to(a_out.dtype.element_ty), mask=at < a_n)
+    else:
+        if (factor != 1.0) | (not B_IN_PLACE):
+            at = (mine - programs_a).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(b_ptr + at, mask=at < b_n, other=0.0)
+            tl.store(b_out + at, (x.to(tl.float32) * factor).to(b_out.dtype.element_ty), mask=at < b_n)
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
@@ -373,17 +386,19 @@ def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head) -> tuple[Tens
 
 def exponentials(x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None) -> Tensor:
     """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C]."""
-    tiles_m, tiles_n = triton.cdiv(len(x), BLOCK_M), triton.cdiv(head.vocab_size, BLOCK_N)
+    exact = x.dtype == torch.float32
+    block_m, block_k = (BLOCK_M_FLOAT32, BLOCK_K_FLOAT32) if exact else (BLOCK_M, BLOCK_K)
+    tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, BLOCK_N)
     tiles = torch.empty(4, tiles_n, len(x), dtype=torch.float32, device=x.device)
     programs = min(tiles_m * tiles_n, processors(x.device))
     _exponentials[(programs,)](
-        TensorDescriptor(x, x.shape, x.stride(), [BLOCK_M, BLOCK_K]),
-        TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [BLOCK_N, BLOCK_K]),
+        TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
+        TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [BLOCK_N, block_k]),
         head.bias, y, ref, x if e is None else e, tiles, len(x), head.vocab_size, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
         **_head_options(head), STORE=e is not None, EVEN=head.vocab_size % BLOCK_N == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=8, num_stages=3,
+        PRECISION="ieee" if exact else "tf32",
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=8, num_stages=2 if exact else 3,
     )  # fmt: skip
     return tiles
 
@@ -412,13 +427,18 @@ def reduce_tiles(
 
 def finish_rows(
     gate: Tensor, columns: Tensor, ref: Tensor, z_y: Tensor, v: Tensor, t: Tensor, x: Tensor, y: Tensor, index: Tensor,
-    head: Head, u: Tensor | None, out: Tensor | None, scaled: Tensor | None,
+    head: Head, scale: float, u: Tensor | None, out: Tensor | None, scaled: Tensor | None,
 ) -> None:  # fmt: skip
-    """v and t of a chunk from its gates; out[index] = v u - t W[y] and scaled = v x, each rounded once (None: not)."""
+    """v and t of a chunk from scale times its gates.
+
+    out[index] = v u - t W[y] and scaled = v x, each rounded once; None: not wanted.
+    """
     _finish_rows[(len(x),)](
         gate, columns, columns.stride(0), ref, z_y, t, x if u is None else u, x, head.weight, y, index,
-        x if out is None else out, x if scaled is None else scaled, v, x.shape[1], *_head_numbers(head),
-        HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=out is not None, WANT_SCALED=scaled is not None, BLOCK_D=1024,
+        x if out is None else out, x if scaled is None else scaled, v, x.shape[1], scale * head.scale,
+        head.softcap or 1.0,
+        HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=out is not None,
+        WANT_SCALED=scaled is not None, BLOCK_D=1024,
     )  # fmt: skip
 
 
@@ -453,8 +473,15 @@ def top_logits(x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, he
     return torch.cat([z_y[:, None], z], 1).topk(k).values
 
 
-def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """factor x in ``dtype``, rounded once; in place where the dtype is x's, and then a factor of 1 costs a launch."""
-    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-    _scale[(triton.cdiv(x.numel(), 4096),)](x, out, factor, x.numel(), IN_PLACE=out is x, BLOCK=4096)
-    return out
+def scaled(tensors: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
+    """factor x in its dtype for each x, rounded once; in place where that is x's own, and then 1 x costs nothing."""
+    outs = [x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x, dtype in zip(tensors, dtypes)]
+    block = 4096
+    for i in range(0, len(tensors), 2):
+        a, a_out = tensors[i], outs[i]
+        b, b_out, b_n = (tensors[i + 1], outs[i + 1], tensors[i + 1].numel()) if i + 1 < len(tensors) else (a, a_out, 0)
+        programs = triton.cdiv(a.numel(), block) + triton.cdiv(b_n, block)
+        _scale[(programs,)](
+            a, a_out, a.numel(), b, b_out, b_n, factor, A_IN_PLACE=a_out is a, B_IN_PLACE=b_out is b, BLOCK=block
+        )  # fmt: skip
+    return outs

@@ -53,14 +53,14 @@ def deformed_gate(log_p: Tensor, focus: Tensor) -> Tensor:
 
 
 def log_power(log_p: Tensor, focus: Tensor) -> Tensor:
-    """x = a log p; a = 0 branches before the product, for 0 * -inf is NaN."""
-    return torch.where(focus > 0, focus * log_p, 0.0)
+    """x = a log p, with 0 * -inf = 0: at a = 0 the power is 1 whatever p is."""
+    return (focus * log_p).nan_to_num(nan=0.0, neginf=-math.inf)
 
 
 def _loss_of_power(log_p: Tensor, focus: Tensor, power: Tensor) -> Tensor:
     # (1 - e^x)/a = -log p (1 + x/2 + ...): above -eps/4 the first term is the rounded value, also for subnormal a
     tiny = power > -torch.finfo(power.dtype).eps / 4
-    return torch.where(tiny, -log_p, torch.expm1(power) / torch.where(tiny, 1.0, -focus))
+    return -torch.where(tiny, log_p, torch.expm1(power) / torch.where(tiny, 1.0, focus))
 
 
 def weighted_nll(log_p: Tensor, weight: Tensor) -> Tensor:

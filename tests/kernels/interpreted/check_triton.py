@@ -34,7 +34,7 @@ every_head = pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Tiles of 16 rows x 16 classes x 16 channels: small sizes have several of them, and ragged last ones."""
-    for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"):
+    for name in ("BLOCK_M_FLOAT32", "BLOCK_N", "BLOCK_K_FLOAT32"):
         monkeypatch.setattr(triton_rows, name, 16)
 
 
@@ -323,11 +323,12 @@ def test_scaled(dtype):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     factor = torch.tensor(1.7, dtype=torch.float64)
     expected = (x.double() * torch.tensor(1.7)).to(dtype)
-    out = triton_rows.scaled(x.clone(), factor, dtype)
+    out, other = triton_rows.scaled([x.clone(), x[:7].clone()], factor, [dtype, dtype])
+    assert torch.equal(other, out[:7])
     assert out.dtype == dtype
     assert (out.double() - expected.double()).abs().max() <= 2 * torch.finfo(dtype).eps * 5
     same = x.clone()
-    once = triton_rows.scaled(same, torch.ones(()), torch.float32)
+    (once,) = triton_rows.scaled([same], torch.ones(()), [torch.float32])
     assert once is same and torch.equal(once, x)
 
 
