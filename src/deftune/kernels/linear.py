@@ -16,6 +16,7 @@ from torch.autograd import Function
 
 from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Rows, TorchBackend, choose_backend
 from deftune.kernels.checks import check_reduction, check_targets, check_weights, nan_error, second_derivative_error
+from deftune.kernels.eager import eager
 from deftune.kernels.head import Head, check_head
 from deftune.kernels.pending import note_rows, raise_pending
 from deftune.kernels.reduction import check_step, mean_items
@@ -79,6 +80,7 @@ def linear_loss(
     )[0]  # fmt: skip
 
 
+@eager
 def linear_loss_with_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -110,6 +112,7 @@ def linear_loss_with_stats(
     return loss, call.stats(columns, top)
 
 
+@eager
 def linear_token_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -151,12 +154,10 @@ def _under_compile(
 ) -> Tensor:  # fmt: skip
     """One opaque operator in the compiled graph, where its signature can say it all; else a graph break."""
     if not isinstance(objective, str) or (context is not None and context.step is not None) or reduction == "none":
-        # not as a decorator: that would import the compiler together with deftune
-        eagerly: Any = torch.compiler.disable(linear_loss)
-        return eagerly(
+        return linear_loss_with_stats(
             hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale,
             reduction=reduction, num_items=num_items, weights=weights, context=context, backend=backend,
-        )  # fmt: skip
+        )[0]  # fmt: skip
     from deftune.kernels.compiled import linear_loss_op
 
     check_head(hidden, weight, bias, logit_scale, softcap)

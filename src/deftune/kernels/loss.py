@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from deftune.kernels.checks import check_logits, check_reduction, check_weights, second_derivative_error
+from deftune.kernels.eager import eager
 from deftune.kernels.reduction import check_step, reduce_losses
 from deftune.kernels.statistics import (
     Rows,
@@ -25,6 +25,7 @@ from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import NO_CONTEXT
 
 
+@eager
 def token_loss(
     logits: Tensor,
     targets: Tensor,
@@ -54,8 +55,7 @@ def token_loss(
     check_reduction(reduction, num_items)
     check_weights(weights, targets.shape)
     flat = targets.reshape(-1)
-    run = _uncompiled_losses() if torch.compiler.is_compiling() else _losses
-    losses = run(logits, flat, objective, context or NO_CONTEXT, num_items)
+    losses: Tensor = _TokenLoss.apply(logits, flat, objective, context or NO_CONTEXT, num_items)[0]  # pyright: ignore
     losses = losses.to(compute_dtype(logits.dtype)) if reduction == "none" else losses
     if weights is not None:
         factor = torch.where(flat == IGNORE_INDEX, 0.0, weights.reshape(-1).to(losses.dtype))
@@ -64,17 +64,6 @@ def token_loss(
         return losses.view(targets.shape)
     count = (flat != IGNORE_INDEX).sum()
     return reduce_losses(losses, reduction, num_items, count).to(compute_dtype(logits.dtype))
-
-
-def _losses(
-    logits: Tensor, targets: Tensor, objective: Objective, context: Context, num_items: Tensor | float | None
-) -> Tensor:
-    return _TokenLoss.apply(logits, targets, objective, context, num_items)[0]  # pyright: ignore
-
-
-def _uncompiled_losses() -> Callable[..., Tensor]:
-    # not as a decorator: that would import the compiler, and triton, together with deftune
-    return torch.compiler.disable(_losses)  # pyright: ignore
 
 
 class _TokenLoss(Function):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deftune.kernels.checks import check_logits, label_error, nan_error
+from deftune.kernels.eager import eager
 from deftune.objectives.stats import IGNORE_INDEX, TokenStats
 
 # what fits a core's share of cache is three times faster than what does not; a GPU wants fewer, larger blocks
@@ -183,6 +184,7 @@ def logits_stats(logits: Tensor, targets: Tensor) -> tuple[TokenStats, Tensor, R
     return stats, index, sums, log_sum
 
 
+@eager
 def token_stats(logits: Tensor, targets: Tensor) -> TokenStats:
     """The statistics of the supervised tokens of ``[..., V]`` logits: log p, entropy and log sum P^2.
 

@@ -185,7 +185,7 @@ def test_a_row_with_nan_comes_out_as_nan(value):
 
 def coefficients(backend: TritonBackend, chunk: Chunk, gate: Tensor) -> tuple[Tensor, Tensor]:
     """(v, t) that the backend makes of a chunk's gates."""
-    backend.add(chunk, gate, Gradients(None, None, torch.zeros(backend.head.vocab_size)))
+    backend.add(chunk, gate, 1.0, Gradients(None, None, torch.zeros(backend.head.vocab_size)))
     return backend.v, backend.t
 
 
@@ -234,7 +234,7 @@ def test_gradients_of_a_chunk(options, width):
         )
         backend = TritonBackend(example.head, torch.float32, Rows(hidden, places, example.y))
         chunk = backend.measure(slice(0, 5), torch.empty(5, 5, dtype=torch.float64), True, 0)
-        backend.add(chunk, gate, into)
+        backend.add(chunk, gate, 1.0, into)
         backend.end(into)
         if into.hidden is not None:
             assert error(into.hidden[places], dz @ example.head.weight.double()) <= tolerance("fused gradient")
