@@ -478,7 +478,7 @@ def test_bitwise_the_same_again(monkeypatch):
     [
         (
             {"hidden": torch.zeros(2, 5), "weight": torch.zeros(3, 5)},
-            r"\(5 x torch.float32\) is no multiple of 16 bytes",
+            r"5 of torch.float32, is no multiple of 16 bytes",
         ),
         (
             {"hidden": torch.zeros(2, 4).double(), "weight": torch.zeros(3, 4).double()},
