@@ -219,13 +219,13 @@ class _Call:
         return torch.empty(5, len(self.index), dtype=wide_dtype(device), device=device)
 
     def chunk_stats(self, chunk: Chunk) -> TokenStats:
-        return self.stats(chunk.columns, self.top_log_p([chunk], chunk.columns), chunk.y)
+        return self.stats(chunk.columns, self.top_log_p([chunk.top], chunk.columns), chunk.y)
 
-    def top_log_p(self, chunks: list[Chunk], columns: Tensor) -> Tensor | None:
-        """The likeliest tokens' log-probabilities, where they were asked for."""
+    def top_log_p(self, largest: Sequence[Tensor | None], columns: Tensor) -> Tensor | None:
+        """The likeliest tokens' log-probabilities from the chunks' largest logits, where they were asked for."""
         if not self.top:
             return None
-        tops = [wide(chunk.top) for chunk in chunks if chunk.top is not None]
+        tops = [wide(top) for top in largest if top is not None]
         if not tops:
             return columns.new_zeros(0, min(self.top, self.weight.shape[0]))
         return torch.cat(tops) - (columns[3] + columns[4])[:, None]
@@ -242,12 +242,9 @@ class _Call:
     def measure_all(self) -> tuple[Tensor, Tensor | None]:
         """(columns, likeliest tokens) of every supervised row, nothing kept for a backward."""
         columns = self.new_columns()
-        chunks: list[Chunk] = []
-        for chunk in self.chunks(self.make_backend(), columns, False, self.top):
-            chunk.e = None
-            chunks.append(chunk)
+        largest = [chunk.top for chunk in self.chunks(self.make_backend(), columns, False, self.top)]
         self.check_nan(columns[0])
-        return columns, self.top_log_p(chunks, columns)
+        return columns, self.top_log_p(largest, columns)
 
     def new_gradients(self, wanted: Sequence[bool], rescaled: bool = False) -> Gradients:
         """Room for the gradients wanted of hidden, weight and bias; what will be rescaled is rounded after that."""
@@ -320,7 +317,7 @@ def fused(
         into: Gradients | None = None
         losses: list[Tensor] = []
         masses: list[Tensor] = []
-        chunks: list[Chunk] = []
+        largest: list[Tensor | None] = []
         for chunk in call.chunks(backend, columns, any(wanted), call.top):
             into = into or call.new_gradients(wanted, own_mass)  # once the first GEMM is under way
             stats = call.chunk_stats(chunk)
@@ -330,8 +327,7 @@ def fused(
                 masses.append(objective.mass(stats, context).sum())
             if any(wanted):
                 backend.add(chunk, gate, scale, into)
-            chunk.e = None
-            chunks.append(chunk)
+            largest.append(chunk.top)
         into = into or call.new_gradients(wanted)
         backend.end(into)
         loss = torch.cat(losses).sum() * scale if losses else columns.new_zeros(())
@@ -340,7 +336,7 @@ def fused(
             into.factor = torch.where(mass == 0, 0.0, len(call.index) / mass)
             loss = loss * into.factor
         call.check_nan(columns[0])
-        return loss.to(compute_dtype(call.dtype)), into, columns, call.top_log_p(chunks, columns)
+        return loss.to(compute_dtype(call.dtype)), into, columns, call.top_log_p(largest, columns)
 
 
 class _FusedLoss(Function):
@@ -359,9 +355,9 @@ class _FusedLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        call = ctx.call.over(ctx.saved_tensors)
+        call, inputs = ctx.call, ctx.saved_tensors
         # handed out once: a second backward over the same graph makes them anew
-        grads = ctx.grads or fused(call, ctx.needs_input_grad[:3], ctx.scale)[1]
+        grads = ctx.grads or fused(call.over(inputs), ctx.needs_input_grad[:3], ctx.scale)[1]
         ctx.grads = None
         return (*finished(call, grads, grad), None, None)
 
