@@ -96,6 +96,15 @@ def balanced(total: int, limit: int, multiple: int = 1) -> int:
     return min(limit, -(-total // chunks // multiple) * multiple)
 
 
+def column_sums(e: Tensor, v: Tensor) -> Tensor:
+    """E^T v in v's precision; for half-precision E, v goes as a sum of two."""
+    if e.dtype == v.dtype:
+        return torch.mv(e.T, v)
+    high = v.to(e.dtype)
+    low = (v - high).to(e.dtype)
+    return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1)
+
+
 class TorchBackend:
     """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
 
@@ -166,35 +175,37 @@ class TorchBackend:
         return wide(self.head.slope(self.target))
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
-        assert chunk.e is not None
-        gate = gate * scale
         log_p, _, _, log_sum, _ = chunk.columns
-        # E is about the shift: P = E / sum e^u, and the target's entry is -(1 - p) sum e^u
-        on_target = torch.expm1(log_p) * log_sum.exp() * self.target_slope()
-        chunk.e.scatter_(-1, chunk.y[:, None], on_target[:, None].to(self.dtype))
-        self.add_rows(chunk, torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum)), to)
+        gate = gate * scale
+        # E is about the shift: P = E / sum e^u. A shut gate is 0 whatever stands beside it
+        v = torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum))
+        t = torch.where(gate == 0, 0.0, gate * -torch.expm1(log_p) * self.target_slope())
+        self.add_rows(chunk, v, t, to)
 
-    def add_rows(self, chunk: Chunk, v: Tensor, to: Gradients) -> None:
-        """The gradients of dz = v E, the target's entry of E included."""
-        e = chunk.e
+    def add_rows(self, chunk: Chunk, v: Tensor, t: Tensor, to: Gradients) -> None:
+        """The gradients of dz = v E off the target and -t on it; the target's part stays in float32."""
+        e, y = chunk.e, chunk.y
         assert e is not None
-        v = (v * self.head.scale).to(self.dtype)
+        v, t = ((factor * self.head.scale).to(self.dtype)[:, None] for factor in (v, t))
         if self.low:
             e = e.to(self.weight.dtype)
         if to.hidden is not None:
-            rows = (self.over_classes(e) * v[:, None]).to(to.hidden.dtype)
-            to.hidden.index_copy_(0, self.all.index[chunk.part], rows)
+            rows = self.over_classes(e) * v - t * self.weight[y]
+            to.hidden.index_copy_(0, self.all.index[chunk.part], rows.to(to.hidden.dtype))
         if to.weight is not None:
-            scaled = chunk.x.to(self.dtype) * v[:, None]
+            scaled = chunk.x.to(self.dtype) * v
             if self.low:
-                product = self.matmul(e.T, scaled.to(e.dtype))
+                product = self.matmul(e.T, scaled)
                 to.weight = to.weight.add_(product) if self.started else to.weight.copy_(product)
             elif self.started:
                 to.weight.addmm_(e.T, scaled)
             else:
                 torch.mm(e.T, scaled, out=to.weight)
+            # accumulate=True sorts the rows by target: no atomics
+            to.weight.index_put_((y,), -t * chunk.x, accumulate=True)
         if to.bias is not None:
-            to.bias += torch.mv(e.T.to(self.dtype), v)
+            to.bias += column_sums(e, v[:, 0])
+            to.bias.index_put_((y,), -t[:, 0], accumulate=True)
         self.started = True
 
     def end(self, to: Gradients) -> None:
@@ -276,7 +287,7 @@ class TritonBackend:
         if to.weight is not None and scaled is not None:
             self.product(e.T, scaled, to.weight, add=self.started)
         if to.bias is not None:
-            to.bias += torch.mv(e.T, self.v[part].to(e.dtype))
+            to.bias += column_sums(e, self.v[part])
         self.started = True
 
     def product(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:

@@ -481,6 +481,4 @@ def _add_entropy(backend: TorchBackend, chunk: Chunk, gate: Tensor, h: Tensor, i
     log_probs = torch.where(e == 0, 0.0, u - log_sum[:, None].to(e.dtype))
     e *= (gate - h * entropy)[:, None].to(e.dtype) - h[:, None].to(e.dtype) * log_probs
     at_target = gate * torch.expm1(log_p) - h * torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p + entropy))
-    at_target = at_target * log_sum.exp() * backend.target_slope()
-    e.scatter_(-1, chunk.y[:, None], at_target[:, None].to(e.dtype))
-    backend.add_rows(chunk, torch.exp(-log_sum), into)
+    backend.add_rows(chunk, torch.exp(-log_sum), -at_target * backend.target_slope(), into)

@@ -75,7 +75,8 @@ def _target_logits(
 
 @triton.jit
 def _exponentials(
-    x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, C, V, D, stride_e, scale, softcap, overflow, programs,
+    x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, plane, C, V, D, stride_e, scale, softcap, overflow,
+    programs,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +109,6 @@ def _exponentials(
             u = tl.maximum(u, LEFT_OUT, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(u)
         part = tiles_ptr + (tile // tiles_m).to(tl.int64) * C + rows
-        plane = tiles_n.to(tl.int64) * C
         tl.store(part, top, mask=live)
         tl.store(part + plane, tl.sum(e, axis=1), mask=live)
         tl.store(part + 2 * plane, tl.sum(e * e, axis=1), mask=live)
@@ -150,14 +150,13 @@ def _repair_row(
 @triton.jit
 def _reduce_tiles(
     tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr,
-    C, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
+    plane, C, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = rows < C
     z_y = tl.load(z_ptr + rows, mask=live, other=0.0)
-    plane = TILES.to(tl.int64) * C
     shift = z_y
     for start in range(0, TILES, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
@@ -394,7 +393,7 @@ def exponentials(x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None
     _exponentials[(programs,)](
         TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
         TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [BLOCK_N, block_k]),
-        head.bias, y, ref, x if e is None else e, tiles, len(x), head.vocab_size, head.width,
+        head.bias, y, ref, x if e is None else e, tiles, tiles.stride(0), len(x), head.vocab_size, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
         **_head_options(head), STORE=e is not None, EVEN=head.vocab_size % BLOCK_N == 0,
         PRECISION="ieee" if exact else "tf32",
@@ -419,7 +418,7 @@ def reduce_tiles(
     block = 16
     _reduce_tiles[(triton.cdiv(rows, block),)](
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e,
-        rows, count, out.stride(0), head.vocab_size, head.width, 0 if e is None else e.stride(0),
+        tiles.stride(0), rows, count, out.stride(0), head.vocab_size, head.width, 0 if e is None else e.stride(0),
         *_head_numbers(head), OVERFLOW,
         **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
