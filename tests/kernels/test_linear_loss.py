@@ -1015,3 +1015,45 @@ def test_nothing_is_pending_on_the_cpu():
     with pytest.raises(ValueError, match="token 1"):
         linear_loss(hidden, weight, targets)
     deftune.raise_pending()
+
+
+@pytest.fixture
+def cuda_mm(monkeypatch):
+    """A stand-in for CUDA's half-precision GEMM with float32 output, which the CPU build of torch lacks.
+
+    Same signature and dtype rules, computed in float32; it lets the torch backend's half-precision path run here. The
+    real one runs in test_linear_loss_gpu.py.
+    """
+    true = torch.mm
+
+    def mm(a, b, *, out_dtype=None, out=None):
+        if out_dtype is None:
+            return true(a, b) if out is None else true(a, b, out=out)
+        if a.dtype != b.dtype:
+            raise RuntimeError("input dtypes must be the same")
+        return true(a.to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    before = TorchBackend.__init__
+
+    def init(self, head, dtype, rows):
+        before(self, head, dtype, rows)
+        self.low = dtype != self.dtype
+        self.weight = head.weight.to(dtype) if self.low else self.weight
+
+    monkeypatch.setattr(TorchBackend, "__init__", init)
+    monkeypatch.setattr(TorchBackend, "over_classes", lambda self, e: self.matmul(e, self.weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", ["nll", "deft", "eaft(k=5)", "mile"])
+def test_the_half_precision_path_of_a_gpu(cuda_mm, monkeypatch, spec, dtype):
+    """Rounded inputs, float32 in between, the target's part never in half precision: no worse than a rounding of each."""
+    chunk_rows(monkeypatch, 17)
+    hidden, weight, targets = masked(64, 200, 32, dtype=dtype)
+    bias = torch.linspace(-1, 1, 200).to(dtype)
+    got = fused(hidden, weight, targets, spec, bias=bias)
+    want = reference(hidden, weight, targets, spec, bias=bias)
+    for name in ("hidden", "weight", "bias"):
+        assert getattr(got, name).dtype == dtype
+        assert error(getattr(got, name), getattr(want, name)) <= torch.finfo(dtype).eps / 2, name

@@ -598,7 +598,7 @@ def test_a_cpu_head_is_named():
     [
         (torch.float16, 64, {}, r"torch.float16 has not the range"),
         (torch.float64, 64, {}, r"torch.float64 has not the range"),
-        (torch.bfloat16, 60, {}, r"\(60 x torch.bfloat16\) is no multiple of 16 bytes"),
+        (torch.bfloat16, 60, {}, r"60 of torch.bfloat16, is no multiple of 16 bytes"),
         (torch.bfloat16, 64, {"softcap": 20.0, "objective": "eaft"}, r"likeliest tokens under a softcap"),
     ],
 )

@@ -195,7 +195,7 @@ class TorchBackend:
         if to.weight is not None:
             scaled = chunk.x.to(self.dtype) * v
             if self.low:
-                product = self.matmul(e.T, scaled)
+                product = self.matmul(e.T, scaled.to(e.dtype))
                 to.weight = to.weight.add_(product) if self.started else to.weight.copy_(product)
             elif self.started:
                 to.weight.addmm_(e.T, scaled)
