@@ -1048,7 +1048,7 @@ def cuda_mm(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spec", ["nll", "deft", "eaft(k=5)", "mile"])
 def test_the_half_precision_path_of_a_gpu(cuda_mm, monkeypatch, spec, dtype):
-    """Rounded inputs, float32 in between, the target's part never in half precision: no worse than a rounding of each."""
+    """Rounded inputs, float32 in between, the target's part never in half precision: each rounded once."""
     chunk_rows(monkeypatch, 17)
     hidden, weight, targets = masked(64, 200, 32, dtype=dtype)
     bias = torch.linspace(-1, 1, 200).to(dtype)

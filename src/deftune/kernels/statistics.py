@@ -9,7 +9,7 @@ The target is kept out of the sums: its error 1 - p = rest / (E_y + rest) then k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -33,6 +33,24 @@ class RowSums(NamedTuple):
     rest: Tensor
     squares: Tensor
     moment: Tensor
+
+
+def merge_sums(shards: Sequence[RowSums]) -> RowSums:
+    """The sums of whole rows from those of vocabulary shards: the maximum, then what is about it, added up.
+
+    A shard without the target has ``target`` = -inf and leaves nothing out. Over ranks this is an all-reduce of the
+    maximum, then one of four numbers a row.
+    """
+    shift = torch.stack([shard.shift for shard in shards]).amax(0)
+    rest, squares, moment = (torch.zeros_like(shift) for _ in range(3))
+    for shard in shards:
+        lower = shard.shift - shift
+        factor = lower.exp()
+        rest += shard.rest * factor
+        squares += shard.squares * factor**2
+        # sum (u + d) e^{u + d}, with 0 * -inf = 0 for a shard of nothing but -inf
+        moment += torch.where(factor == 0, 0.0, (shard.moment + lower * shard.rest) * factor)
+    return RowSums(shift, torch.stack([shard.target for shard in shards]).amax(0), rest, squares, moment)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
