@@ -1,5 +1,6 @@
 """`token_stats`: log p, entropy and log sum P^2 of supervised rows, whatever the logits' size, layout and dtype."""
 
+import itertools
 import math
 
 import pytest
@@ -381,12 +382,12 @@ def test_bad_input_is_named(logits, targets, text):
 
 @pytest.mark.parametrize("cuts", [[7], [1, 39], [10, 20, 30]])
 def test_sums_merge_over_vocabulary_shards(cuts):
-    """What tensor parallel ranks will exchange: the statistics of the shards' merged sums are those of the whole row."""
+    """What tensor parallel ranks exchange: the statistics of the shards' merged sums are those of the whole row."""
     logits = torch.randn(6, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 8
     targets = torch.tensor([0, 7, 12, 39, 20, 1])
     edges = [0, *cuts, 40]
     shards = []
-    for low, high in zip(edges, edges[1:]):
+    for low, high in itertools.pairwise(edges):
         z = logits[:, low:high]
         at = torch.arange(low, high)[None, :] == targets[:, None]
         shift = z.amax(-1)
