@@ -1,9 +1,10 @@
-"""How exact the losses are, against 50 digits: the figures of docs/objectives.md.
+"""How exact the losses are: the figures of the README.
 
     python benchmarks/accuracy.py
 
-1. value and gate of (1 - p^a)/a from given float32 (a, log p), over a grid from 1/V and 0 to p = 0 and p = 1
-2. log p from float32 logits, relative to 1 + max|z|
+1. value and gate of (1 - p^a)/a from given float32 (a, log p), over a grid from 1/V and 0 to p = 0 and p = 1,
+   against 50 digits
+2. log p from float32 logits, relative to 1 + max|z|, against float64
 3. the gradient gate x (P - onehot) from float64 logits, every objective of the catalogue
 4. the true class's gradient of confident tokens, beside F.cross_entropy's
 """

@@ -401,7 +401,7 @@ def test_a_part_of_the_step_is_refused(case: Case):
 
 def test_a_step_objective_refuses_a_deferred_mass():
     logits, targets = masked_sample()
-    with pytest.raises(ValueError, match=r"a deferred mass cannot replace it"):
+    with pytest.raises(ValueError, match=r"a deferred mass cannot replace"):
         token_loss(logits, targets, "clip", num_items=20, context=Context(step="deferred"))
 
 

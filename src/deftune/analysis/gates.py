@@ -99,7 +99,9 @@ def map_table(
     rows: list[dict[str, Any]] = []
     for objective in map(parse_objective, objectives):
         norm = objective.gate(stats) * error_norm
-        columns = zip(stats.p.tolist(), stats.entropy.tolist(), norm.tolist(), (norm / norm.max()).tolist())
+        columns = zip(
+            stats.p.tolist(), stats.entropy.tolist(), norm.tolist(), (norm / norm.max().clamp(min=1e-300)).tolist()
+        )
         rows += [
             {"objective": str(objective), "p": p, "entropy": h, "gradient_norm": n, "share": s}
             for p, h, n, s in columns

@@ -92,11 +92,11 @@ def run_show(args: argparse.Namespace) -> int:
     print(f"{'kind':12} {kinds[chosen.kind]}")
     print(f"{'needs':12} {', '.join(sorted(map(str, chosen.needs))) or 'log p, entropy, sum P^2 only'}")
     if chosen.requires:
-        print(f"{'context':12} {', '.join(sorted(chosen.requires))} (below: progress 1, target special)")
+        print(f"{'context':12} {', '.join(sorted(chosen.requires))} (below: progress 1, no special token)")
     p = torch.tensor([1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99], dtype=torch.float64)
     for state, caption in STATES.items():
         stats = token_stats(state_logits(p, state, 1000), torch.zeros(len(p), dtype=torch.long))
-        context = Context(progress=1.0, special_ids=(0,))
+        context = Context(progress=1.0, special_ids=(999,))  # the targets are 0
         columns = [chosen.focus(stats, context), chosen.gate(stats, context), chosen.loss(stats, context)]
         print(f"\n{caption} (V = 1000)\n       p    focus     gate   W = gate (1-p)     value")
         for x, focus, gate, loss in zip(p.tolist(), *(column.tolist() for column in columns)):
@@ -108,7 +108,7 @@ def run_plot(args: argparse.Namespace) -> int:
     from deftune.analysis import gates
     from deftune.objectives import objective
 
-    chosen = [objective(spec) for spec in args.specs or gates.DEFAULT]
+    chosen = list(dict.fromkeys(objective(spec) for spec in args.specs or gates.DEFAULT))
     for unmet in (o for o in chosen if o.requires):
         raise ValueError(f"objectives plot: `{unmet}` depends on {', '.join(unmet.requires)}; use 'objectives show'")
     for stem, table, plot in (

@@ -23,7 +23,7 @@ from deftune.kernels.statistics import RowSums, block_rows, block_sums, compute_
 
 
 @dataclass
-class Rows:
+class Supervised:
     """The supervised rows of a call: x = hidden[index], targets y."""
 
     hidden: Tensor  # [N, D]
@@ -48,6 +48,7 @@ class Chunk:
     x: Tensor
     y: Tensor
     columns: Tensor
+    target: Tensor  # z_y
     e: Tensor | None
     top: Tensor | None
 
@@ -100,15 +101,16 @@ def column_sums(e: Tensor, v: Tensor) -> Tensor:
     """E^T v in v's precision; for half-precision E, v goes as a sum of two."""
     if e.dtype == v.dtype:
         return torch.mv(e.T, v)
-    high = v.to(e.dtype)
-    low = (v - high).to(e.dtype)
-    return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1)
+    size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
+    high = (v / size).to(e.dtype)
+    low = (v / size - high).to(e.dtype)
+    return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
 
 
 class TorchBackend:
     """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
 
-    def __init__(self, head: Head, dtype: torch.dtype, rows: Rows):
+    def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
         weight = head.weight
         self.device = weight.device
         self.dtype = compute_dtype(dtype)
@@ -160,8 +162,7 @@ class TorchBackend:
             self.exponentiate(z[some], y[some], buffer[: len(z[some])], sums[:, some])
         columns[0], columns[1], columns[2], columns[3] = stats_columns(RowSums(*sums))
         columns[4] = sums[0]
-        self.target = sums[1]
-        return Chunk(part, x, y, columns, z if keep else None, largest)
+        return Chunk(part, x, y, columns, sums[1], z if keep else None, largest)
 
     def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
         """z becomes E about its maximum, the target left out, times the softcap's slope; its sums go to ``out``."""
@@ -170,16 +171,16 @@ class TorchBackend:
         if slope is not None:
             z *= slope
 
-    def target_slope(self) -> Tensor:
-        """The softcap's slope at the target of the chunk measured last."""
-        return wide(self.head.slope(self.target))
+    def target_slope(self, chunk: Chunk) -> Tensor:
+        """The softcap's slope at the target."""
+        return wide(self.head.slope(chunk.target))
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         log_p, _, _, log_sum, _ = chunk.columns
         gate = gate * scale
         # E is about the shift: P = E / sum e^u. A shut gate is 0 whatever stands beside it
         v = torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum))
-        t = torch.where(gate == 0, 0.0, gate * -torch.expm1(log_p) * self.target_slope())
+        t = torch.where(gate == 0, 0.0, gate * -torch.expm1(log_p) * self.target_slope(chunk))
         self.add_rows(chunk, v, t, to)
 
     def add_rows(self, chunk: Chunk, v: Tensor, t: Tensor, to: Gradients) -> None:
@@ -195,7 +196,9 @@ class TorchBackend:
         if to.weight is not None:
             scaled = chunk.x.to(self.dtype) * v
             if self.low:
-                product = self.matmul(e.T, scaled.to(e.dtype))
+                # v may be far below float16's range: it goes over its largest
+                size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
+                product = self.matmul(e.T, (scaled / size).to(e.dtype)) * size
                 to.weight = to.weight.add_(product) if self.started else to.weight.copy_(product)
             elif self.started:
                 to.weight.addmm_(e.T, scaled)
@@ -230,13 +233,13 @@ class TritonBackend:
     max_rows = 4608  # below 1024 the float32 traffic of dW costs 20%
     max_bytes = 5 << 28  # 1.25 GiB of E
 
-    def __init__(self, head: Head, dtype: torch.dtype, rows: Rows):
+    def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
         from deftune.kernels import triton_rows
 
         self.kernels = triton_rows
         self.head = Head(head.weight.to(dtype).contiguous(), head.bias, head.scale, head.softcap)
         self.dtype = dtype
-        self.all = Rows(rows.hidden.to(dtype).contiguous(), rows.index, rows.y)
+        self.all = Supervised(rows.hidden.to(dtype).contiguous(), rows.index, rows.y)
         # rows of E start on 128 bytes whatever V is
         self.stride = -(-head.vocab_size // 64) * 64
         self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=rows.hidden.device)
@@ -263,7 +266,7 @@ class TritonBackend:
         largest = None
         if e is not None and top:
             largest = kernels.top_logits(x, z_y, reference, tiles, e, head, top)
-        return Chunk(part, x, y, columns, None if e is None else e[:, : head.vocab_size], largest)
+        return Chunk(part, x, y, columns, z_y, None if e is None else e[:, : head.vocab_size], largest)
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):
@@ -347,7 +350,7 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head: 
     if device.type != "cuda":
         against = against or "the interpreter is for tests"
     elif dtype == torch.float32:
-        against = against or "float32 goes through cuBLAS at full precision"
+        against = against or "float32 goes through cuBLAS (as precise as torch.set_float32_matmul_precision says)"
     return ("torch", against) if against else ("triton", "bfloat16 on CUDA")
 
 

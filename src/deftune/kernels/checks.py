@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import torch
 from torch import Tensor
 
@@ -38,6 +41,19 @@ def check_logits(logits: object, targets: object) -> None:
     check_targets(targets, logits.shape[:-1], "logits")
 
 
+def check_weight_values(weights: Tensor | None, targets: Tensor) -> None:
+    """The weights of supervised tokens are numbers; looked at where that needs no synchronisation."""
+    if weights is None or weights.device.type != "cpu":
+        return
+    bad = ~weights.reshape(-1).isfinite() & (targets.reshape(-1) != IGNORE_INDEX)
+    if bool(bad.any()):
+        index = int(bad.nonzero()[0, 0])
+        value = float(weights.reshape(-1)[index])
+        raise ValueError(
+            f"weights: token {index} (flat index) has weight {value}; use finite numbers, 0 to leave it out"
+        )
+
+
 def check_weights(weights: object, leading: torch.Size) -> None:
     if weights is None:
         return
@@ -66,9 +82,9 @@ def check_reduction(reduction: str, num_items: object) -> None:
         if num_items.device.type != "cpu":
             return  # reading it would synchronise
         num_items = num_items.item()
-    if not isinstance(num_items, (int, float)) or isinstance(num_items, bool):
+    if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):  # numpy's numbers are Real too
         raise ValueError(f"num_items: a number of supervised tokens, got {type(num_items).__name__}")
-    if not num_items > 0:
+    if not 0 < float(num_items) < math.inf:
         raise ValueError(
             f"num_items: the optimizer step has {num_items} supervised tokens; an empty step has no loss, skip it"
         )
@@ -96,7 +112,7 @@ def label_error(index: int, label: int, vocab_size: int) -> ValueError:
 def nan_error(index: int, name: str) -> ValueError:
     return ValueError(
         f"{name}: token {index} (flat index) has NaN or +inf logits (or nothing but -inf), so it has no distribution; "
-        f"no gradient was made. Look at the inputs of that token, the learning rate and the weights for NaN"
+        f"do not use its gradients. Look at the inputs of that token, the learning rate and the weights for NaN"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deftune.kernels.checks import check_reduction
 from deftune.kernels.linear import finished, fused, prepare, scale_of
 from deftune.kernels.reduction import check_step
 from deftune.kernels.statistics import compute_dtype
@@ -29,7 +30,7 @@ def linear_loss_op(
     reduction: str,
     softcap: float | None,
     logit_scale: float,
-    progress: float | None,
+    progress: Tensor | None,
     special_ids: list[int] | None,
     backend: str,
     dtype: torch.dtype,
@@ -37,7 +38,10 @@ def linear_loss_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dX, dW, db); what is not wanted is empty."""
     objective = parse_objective(spec)
-    context = Context(progress, None if special_ids is None else tuple(special_ids))
+    check_reduction(reduction, num_items)
+    context = Context(
+        None if progress is None else float(progress), None if special_ids is None else tuple(special_ids)
+    )
     call = prepare(
         hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, dtype=dtype
     )  # fmt: skip
@@ -55,7 +59,9 @@ def _(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, *res
     none = hidden.new_empty(0, dtype=full)
     return (
         hidden.new_empty((), dtype=full),
-        torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else none.clone(),
+        hidden.new_empty(hidden.shape, dtype=full if hidden.dtype == torch.float16 else hidden.dtype)
+        if wanted[0]
+        else none.clone(),
         weight.new_empty(weight.shape, dtype=full) if wanted[1] else none.clone(),
         weight.new_empty(weight.shape[:1], dtype=full) if wanted[2] else none.clone(),
     )

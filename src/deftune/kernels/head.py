@@ -55,7 +55,9 @@ def check_head(hidden: object, weight: object, bias: object, logit_scale: float,
         assert isinstance(bias, Tensor)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: shape {tuple(bias.shape)} does not match the vocabulary of {weight.shape[0]}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: must be > 0, got {softcap}; None is no cap")
+        if bias.device != weight.device:
+            raise ValueError(f"bias is on {bias.device} and weight on {weight.device}; move them together")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap: must be > 0 and finite, got {softcap}; None is no cap")
     if not (logit_scale != 0 and abs(logit_scale) < float("inf")):
         raise ValueError(f"logit_scale: must be finite and not 0, got {logit_scale}")

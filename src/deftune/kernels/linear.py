@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Rows, TorchBackend, choose_backend
-from deftune.kernels.checks import check_reduction, check_targets, check_weights, nan_error, second_derivative_error
+from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Supervised, TorchBackend, choose_backend
+from deftune.kernels.checks import (
+    check_reduction,
+    check_targets,
+    check_weight_values,
+    check_weights,
+    nan_error,
+    second_derivative_error,
+)
 from deftune.kernels.eager import eager
 from deftune.kernels.head import Head, check_head
 from deftune.kernels.pending import note_rows, raise_pending
 from deftune.kernels.reduction import check_step, mean_items
-from deftune.kernels.statistics import compute_dtype, no_autocast, supervised_rows, wide, wide_dtype
+from deftune.kernels.statistics import compute_dtype, plain, supervised_rows, wide, wide_dtype
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import NO_CONTEXT, TopK, columns_of
@@ -98,10 +105,7 @@ def linear_loss_with_stats(
 ) -> tuple[Tensor, TokenStats]:
     """`linear_loss`, and the statistics of the supervised tokens that the same pass measured (detached)."""
     objective = parse_objective(objective)
-    check_head(hidden, weight, bias, logit_scale, softcap)
-    check_targets(targets, hidden.shape[:-1], "hidden")
-    check_reduction(reduction, num_items)
-    check_weights(weights, targets.shape)
+    check_call(hidden, weight, targets, bias, softcap, logit_scale, reduction, num_items, weights)
     call = prepare(hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend)
     check_step(objective, call.context, num_items, len(call.index))
     if reduction == "none":
@@ -141,6 +145,24 @@ def linear_token_stats(
     return call.stats(columns, top)
 
 
+def check_call(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float,
+    reduction: str, num_items: Tensor | float | None, weights: Tensor | None,
+) -> None:  # fmt: skip
+    """Everything that shapes, types and numbers on the host can tell."""
+    check_head(hidden, weight, bias, logit_scale, softcap)
+    check_targets(targets, hidden.shape[:-1], "hidden")
+    check_reduction(reduction, num_items)
+    check_weights(weights, targets.shape)
+
+
+def gemm_dtype(hidden: Tensor) -> torch.dtype:
+    """As a linear layer: autocast's dtype where it is on, but for float64."""
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else hidden.dtype
+
+
 def scale_of(call: _Call, reduction: str, num_items: Tensor | float | None) -> Tensor | float:
     """What a sum over this call's tokens is multiplied with."""
     items = 1.0 if reduction == "sum" else mean_items(num_items, len(call.index))
@@ -160,18 +182,21 @@ def _under_compile(
         )[0]  # fmt: skip
     from deftune.kernels.compiled import linear_loss_op
 
-    check_head(hidden, weight, bias, logit_scale, softcap)
-    check_targets(targets, hidden.shape[:-1], "hidden")
-    check_weights(weights, targets.shape)
+    # a count in a tensor is looked at by the operator
+    known = None if isinstance(num_items, Tensor) else num_items
+    check_call(hidden, weight, targets, bias, softcap, logit_scale, reduction, known, weights)
+    if isinstance(num_items, Tensor) and reduction != "mean":
+        check_reduction(reduction, 1)
     if num_items is not None and not isinstance(num_items, Tensor):
         num_items = torch.tensor(float(num_items), dtype=torch.float64)
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = gemm_dtype(hidden)
     enabled = torch.is_grad_enabled()
     wanted = [enabled and t is not None and t.requires_grad for t in (hidden, weight, bias)]
     progress, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
+    # as a tensor: a number in the operator's signature would be compiled in, anew at every step
+    moment = None if progress is None else torch.tensor(progress, dtype=torch.float64)
     return linear_loss_op(
-        hidden, weight, targets, bias, weights, num_items, objective, reduction, softcap, logit_scale, progress,
+        hidden, weight, targets, bias, weights, num_items, objective, reduction, softcap, logit_scale, moment,
         None if special_ids is None else list(special_ids), backend, dtype, wanted,
     )[0]  # fmt: skip
 
@@ -205,7 +230,7 @@ class _Call:
 
     def make_backend(self) -> Backend:
         head = Head(self.weight.detach(), _detached(self.bias), self.scale, self.softcap)
-        return BACKENDS[self.backend](head, self.dtype, Rows(self.hidden.detach(), self.index, self.targets))
+        return BACKENDS[self.backend](head, self.dtype, Supervised(self.hidden.detach(), self.index, self.targets))
 
     def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
         """The chunks, measured one after the other into ``columns`` [5, M]."""
@@ -251,7 +276,8 @@ class _Call:
         hidden, weight = self.hidden, self.weight
         full = compute_dtype(self.dtype)
         new = torch.zeros if len(self.index) < len(hidden) else torch.empty
-        kept = full if rescaled else hidden.dtype
+        # float16 would underflow before the upstream, a loss scale, arrives
+        kept = full if rescaled or hidden.dtype == torch.float16 else hidden.dtype
         return Gradients(
             new(hidden.shape, dtype=kept, device=hidden.device) if wanted[0] else None,
             torch.empty(weight.shape, dtype=full, device=weight.device) if wanted[1] else None,
@@ -266,8 +292,8 @@ class _Call:
         return gate * factor, torch.where(factor == 0, 0.0, value * factor)
 
     def check_nan(self, log_p: Tensor) -> None:
-        """Name the first row without a distribution: at once on CPU, at the next synchronisation elsewhere."""
-        if log_p.device.type != "cpu":
+        """Name the first row without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
+        if log_p.device.type == "cuda":
             note_rows(log_p, self.index)
         elif bool((bad := log_p.isnan()).any()):
             raise nan_error(int(self.index[bad.nonzero()[0, 0]]), "hidden x weight")
@@ -285,9 +311,8 @@ def prepare(
     """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states')."""
     index, flat = supervised_rows(targets.reshape(-1), weight.shape[0])
     raise_pending(wait=False)
-    device = hidden.device.type
-    if dtype is None:
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    check_weight_values(weights, targets)
+    dtype = dtype or gemm_dtype(hidden)
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
     head = Head(weight, bias, scale, softcap)
     name, _ = choose_backend(backend, hidden.device, dtype, head, top)
@@ -304,7 +329,7 @@ def fused(
     """(loss, gradients, columns, likeliest tokens): forward and backward in one pass over the chunks."""
     objective, context = call.objective, call.context
     assert objective is not None
-    with torch.no_grad(), no_autocast(call.hidden.device):
+    with plain(call.hidden.device):
         own_mass = objective.kind == "mass" and context.step is None
         if own_mass:  # this call is the step: unnormalised first, then once by count / mass
             context = replace(context, step="deferred")
@@ -364,16 +389,17 @@ class _FusedLoss(Function):
 
 def finished(call: _Call, grads: Gradients, factor: Tensor, *, to_parameters: bool = True) -> tuple[Tensor | None, ...]:
     """The gradients times a scalar, in their parameters' dtypes (or that of d hidden, and as accumulated)."""
-    with torch.no_grad():
+    with plain(call.hidden.device):
         if grads.factor is not None:
             factor = factor * grads.factor
         there = (grads.hidden, grads.weight, grads.bias)
-        like = (call.hidden, call.weight, call.bias) if to_parameters else (call.hidden, grads.weight, grads.bias)
+        kept = call.hidden if grads.factor is not None and call.hidden.dtype != torch.float16 else grads.hidden
+        like = (call.hidden, call.weight, call.bias) if to_parameters else (kept, grads.weight, grads.bias)
         pairs = [(grad, as_.dtype) for grad, as_ in zip(there, like) if grad is not None and as_ is not None]
         scaled = iter(BACKENDS[call.backend].finish([g for g, _ in pairs], factor, [d for _, d in pairs]))
         done = tuple(None if grad is None else next(scaled) for grad in there)
     # under create_graph=True: a second derivative must not be lost silently
-    return _FirstOnly.apply(call.hidden, call.weight, *done) if torch.is_grad_enabled() else done  # pyright: ignore
+    return _FirstOnly.apply(call.hidden, call.weight, call.bias, *done) if torch.is_grad_enabled() else done  # pyright: ignore
 
 
 class _FirstOnly(Function):
@@ -381,7 +407,7 @@ class _FirstOnly(Function):
 
     @staticmethod
     def forward(  # pyright: ignore
-        ctx: Any, hidden: Tensor, weight: Tensor, *grads: Tensor | None
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
@@ -399,7 +425,7 @@ class _PerTokenLoss(Function):
     ) -> tuple[Tensor | None, ...]:
         objective = call.objective
         assert objective is not None
-        with torch.no_grad(), no_autocast(hidden.device):
+        with plain(hidden.device):
             columns, top = call.measure_all()
             stats = call.stats(columns, top)
             everything = slice(0, len(call.index))
@@ -427,7 +453,7 @@ class _Statistics(Function):
     def forward(  # pyright: ignore
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
     ) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), no_autocast(hidden.device):
+        with plain(hidden.device):
             columns, top = call.measure_all()
         log_p, entropy, log_collision = (column.clone() for column in columns[:3])
         ctx.mark_non_differentiable(log_collision, *([] if top is None else [top]))
@@ -458,7 +484,7 @@ def _recompute(call: _Call, wanted: Sequence[bool], gate: Tensor, grad_entropy: 
 
     dH/dz_i = -P_i (log P_i + H) is not gate x error: it is written into the torch backend's float32 E.
     """
-    with torch.no_grad(), no_autocast(call.hidden.device):
+    with plain(call.hidden.device):
         backend = call.make_backend()
         into = call.new_gradients(wanted)
         for chunk in call.chunks(backend, call.new_columns(), True, 0):
@@ -481,4 +507,4 @@ def _add_entropy(backend: TorchBackend, chunk: Chunk, gate: Tensor, h: Tensor, i
     log_probs = torch.where(e == 0, 0.0, u - log_sum[:, None].to(e.dtype))
     e *= (gate - h * entropy)[:, None].to(e.dtype) - h[:, None].to(e.dtype) * log_probs
     at_target = gate * torch.expm1(log_p) - h * torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p + entropy))
-    backend.add_rows(chunk, torch.exp(-log_sum), -at_target * backend.target_slope(), into)
+    backend.add_rows(chunk, torch.exp(-log_sum), -at_target * backend.target_slope(chunk), into)

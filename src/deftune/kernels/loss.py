@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.kernels.checks import check_logits, check_reduction, check_weights, second_derivative_error
+from deftune.kernels.checks import (
+    check_logits,
+    check_reduction,
+    check_weight_values,
+    check_weights,
+    second_derivative_error,
+)
 from deftune.kernels.eager import eager
 from deftune.kernels.reduction import check_step, reduce_losses
 from deftune.kernels.statistics import (
@@ -16,7 +22,7 @@ from deftune.kernels.statistics import (
     block_rows,
     compute_dtype,
     logits_stats,
-    no_autocast,
+    plain,
     supervised_index,
     widened_difference,
 )
@@ -54,6 +60,7 @@ def token_loss(
     check_logits(logits, targets)
     check_reduction(reduction, num_items)
     check_weights(weights, targets.shape)
+    check_weight_values(weights, targets)
     flat = targets.reshape(-1)
     losses: Tensor = _TokenLoss.apply(logits, flat, objective, context or NO_CONTEXT, num_items)[0]  # pyright: ignore
     losses = losses.to(compute_dtype(logits.dtype)) if reduction == "none" else losses
@@ -126,8 +133,8 @@ class _GateTimesError(Function):
         size = min(block_rows(flat.shape[-1], dtype, logits.device), max(1, len(index)))
         e = torch.empty(size, flat.shape[-1], dtype=dtype, device=logits.device)
         inverse_sum = torch.exp(-log_sum)
-        with no_autocast(logits.device):
-            for part, z in Rows(logits, index, e).blocks():
+        with plain(logits.device):
+            for part, z in Rows(logits, index, size).blocks():
                 rows = index[part]
                 dense = len(index) == targets.numel()
                 block = flat[part] if dense and flat.dtype == dtype else e[: len(z)]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deftune.kernels.checks import check_count
 from deftune.objectives.base import Objective
-from deftune.objectives.stats import Context
+from deftune.objectives.stats import Context, StepStats
 
 
 def reduce_losses(losses: Tensor, reduction: str, num_items: Tensor | float | None, count: Tensor | int) -> Tensor:
@@ -29,6 +29,16 @@ def check_step(objective: Objective, context: Context, num_items: Tensor | float
     check_count(num_items, count)
     for field in sorted(objective.requires):
         context.need_progress(objective) if field == "progress" else context.need_special_ids(objective)
+    if context.step == "deferred" and objective.kind == "step":
+        raise ValueError(
+            f"`{objective}` needs a statistic of the whole step before its backward, which a deferred mass cannot "
+            f"replace; pass context=Context(step=deftune.step_stats(objective, batches))"
+        )
+    if isinstance(context.step, StepStats) and num_items is not None and float(num_items) != context.step.num_items:
+        raise ValueError(
+            f"num_items: {float(num_items):g}, but the context's step statistics are of {context.step.num_items} "
+            f"tokens; make them anew for every optimizer step, over all of its tokens"
+        )
     if objective.kind == "local" or context.step is not None or num_items is None or float(num_items) == count:
         return
     deferred = (

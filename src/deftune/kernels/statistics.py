@@ -9,9 +9,9 @@ The target is kept out of the sums: its error 1 - p = rest / (E_y + rest) then k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,8 +91,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class Rows:
     """Rows of ``[..., V]`` logits by flat index, a block at a time, never as a copy of the whole."""
 
-    def __init__(self, logits: Tensor, index: Tensor, buffer: Tensor):
-        self.logits, self.index, self.buffer = logits, index, buffer
+    def __init__(self, logits: Tensor, index: Tensor, size: int):
+        self.logits, self.index, self.size = logits, index, size
         self.leading, self.width = logits.shape[:-1], logits.shape[-1]
         self.flat: Tensor | None
         try:
@@ -103,9 +103,8 @@ class Rows:
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """(positions in the index, those rows), in the logits' own dtype; the rows must not be written to."""
-        size = self.buffer.shape[0]
-        for start in range(0, len(self.index), size):
-            part = slice(start, min(start + size, len(self.index)))
+        for start in range(0, len(self.index), self.size):
+            part = slice(start, min(start + self.size, len(self.index)))
             if self.flat is None:
                 yield part, self.logits[torch.unravel_index(self.index[part], self.leading)]
             elif self.dense:
@@ -121,7 +120,7 @@ def row_sums(logits: Tensor, index: Tensor, targets: Tensor) -> RowSums:
     size = min(block_rows(logits.shape[-1], dtype, logits.device), max(1, len(index)))
     e = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
     u = torch.empty_like(e)
-    for part, z in Rows(logits, index, e).blocks():
+    for part, z in Rows(logits, index, size).blocks():
         block_sums(z, targets[part], u[: len(z)], e[: len(z)], sums[:, part])
     return RowSums(*sums)
 
@@ -147,9 +146,15 @@ def widened_difference(z: Tensor, shift: Tensor, out: Tensor) -> None:
     torch.sub(z if z.dtype == out.dtype else out.copy_(z), shift.to(out.dtype), out=out)
 
 
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The sums stay in float32 or better whatever the caller's autocast says."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+@contextmanager
+def plain(device: torch.device) -> Generator[None]:
+    """No gradients, the sums in float32 or better whatever autocast says, kernels on the tensors' own device."""
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext(),
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+    ):
+        yield
 
 
 def supervised_index(targets: Tensor) -> Tensor:
@@ -162,8 +167,8 @@ def supervised_rows(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     index = supervised_index(targets)
     labels = targets[index]
     if len(labels):
-        low, high = labels.aminmax()
-        if int(low) < 0 or int(high) >= vocab_size:
+        low, high = torch.stack(labels.aminmax()).tolist()  # one read of the device
+        if low < 0 or high >= vocab_size:
             bad = index[((labels < 0) | (labels >= vocab_size)).nonzero()[0, 0]]
             raise label_error(int(bad), int(targets[bad]), vocab_size)
     return index, labels
@@ -178,9 +183,8 @@ def top_source(logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor) ->
         if k not in taken:
             dtype = compute_dtype(logits.dtype)
             top = torch.empty(len(index), k, dtype=dtype, device=logits.device)
-            buffer = logits.new_empty(min(block_rows(logits.shape[-1], dtype, logits.device), max(1, len(index))), 0)
             with torch.no_grad():
-                for part, z in Rows(logits, index, buffer).blocks():
+                for part, z in Rows(logits, index, block_rows(logits.shape[-1], dtype, logits.device)).blocks():
                     top[part] = z.topk(k, -1).values.to(dtype)
             taken[k] = wide(top) - (wide(sums.shift) + log_sum)[:, None]
         return taken[k]
@@ -191,7 +195,7 @@ def top_source(logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor) ->
 def logits_stats(logits: Tensor, targets: Tensor) -> tuple[TokenStats, Tensor, RowSums, Tensor]:
     """(statistics, supervised index, sums, log_sum) of flat targets; bad labels and NaN rows are named at once."""
     index, targets = supervised_rows(targets, logits.shape[-1])
-    with no_autocast(logits.device):
+    with plain(logits.device):
         sums = row_sums(logits, index, targets)
         log_p, entropy, log_collision, log_sum = stats_columns(sums)
     if bool((bad := log_p.isnan()).any()):

@@ -142,6 +142,7 @@ class Eaft(Weight):
         require(
             math.isfinite(self.power) and self.power > 0, "eaft", "power must be > 0", self.power, "the default is 1"
         )
+        object.__setattr__(self, "norm", str(self.norm))  # norm=3 in Python means what it means in a spec
         norms = ("lnk", "3", "none", "full")
         require(self.norm in norms, "eaft", f"norm must be one of {', '.join(norms)}", self.norm, "the default is lnk")
         require(self.norm != "full" or self.k == 20, "eaft", "norm=full has no k", f"k={self.k}", "leave k out")

@@ -201,8 +201,12 @@ class Context:
     def __post_init__(self) -> None:
         if self.progress is not None and not (0.0 <= self.progress <= 1.0 and math.isfinite(self.progress)):
             raise ValueError(f"Context: progress is the share of training done, from 0 to 1, got {self.progress}")
+        if isinstance(self.special_ids, int):
+            raise ValueError(f"Context: special_ids is a tuple of ids, got the number {self.special_ids}; write (id,)")
         if self.special_ids is not None:
             object.__setattr__(self, "special_ids", tuple(int(i) for i in self.special_ids))
+        if not (self.step is None or self.step == "deferred" or hasattr(self.step, "num_items")):
+            raise ValueError(f"Context: step is what deftune.step_stats returns, or 'deferred', got {self.step!r}")
 
     def need_progress(self, asker: object) -> float:
         if self.progress is None:

@@ -15,7 +15,7 @@ import deftune
 from battery import CONTEXT, HalfDeft
 from deftune import IGNORE_INDEX, linear_loss, linear_loss_with_stats, linear_token_stats, token_loss, token_stats
 from deftune.kernels import triton_rows
-from deftune.kernels.backends import Chunk, Gradients, Rows, TritonBackend, interpreted
+from deftune.kernels.backends import Chunk, Gradients, Supervised, TritonBackend, interpreted
 from deftune.kernels.head import Head
 from tolerances import assert_near, tolerance
 
@@ -75,7 +75,7 @@ class Example:
 
     def measured(self, top: int = 0) -> tuple[TritonBackend, Chunk]:
         """The backend after one chunk of all rows, and the chunk."""
-        backend = TritonBackend(self.head, torch.float32, Rows(self.x, self.index, self.y))
+        backend = TritonBackend(self.head, torch.float32, Supervised(self.x, self.index, self.y))
         columns = torch.full((5, len(self.x)), math.nan, dtype=torch.float64)
         return backend, backend.measure(slice(0, len(self.x)), columns, True, top)
 
@@ -232,7 +232,7 @@ def test_gradients_of_a_chunk(options, width):
             torch.full((7, width), math.nan) if "weight" in wanted else None,
             torch.zeros(7) if "bias" in wanted else None,
         )
-        backend = TritonBackend(example.head, torch.float32, Rows(hidden, places, example.y))
+        backend = TritonBackend(example.head, torch.float32, Supervised(hidden, places, example.y))
         chunk = backend.measure(slice(0, 5), torch.empty(5, 5, dtype=torch.float64), True, 0)
         backend.add(chunk, gate, 1.0, into)
         backend.end(into)
@@ -455,6 +455,22 @@ def test_nothing_supervised_is_zero_and_connected(tokens, reduction):
     assert not loss.any()
     for leaf in inputs:
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("margin", [90.0, 99.0, 101.0, 126.0])
+def test_unlikely_tokens_of_a_large_step(margin):
+    """On both sides of the repair, at 1 / num_items = 1e-7: the factor v of E must not leave float32's range."""
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(2))
+    targets = torch.arange(4)
+    logits[targets, targets] = logits.amax(-1) - margin
+    grads = []
+    for dtype, backend in ((torch.float32, "triton"), (torch.float64, "torch")):
+        weight = torch.eye(20, dtype=dtype).requires_grad_()
+        linear_loss(logits.to(dtype), weight, targets, "nll", num_items=10**7, backend=backend).backward()
+        grads.append(weight.grad.double())
+    assert (grads[0] - grads[1]).norm() <= 1e-5 * grads[1].norm()
+    off_target = ~torch.eye(20, dtype=torch.bool)
+    assert (grads[0] - grads[1])[off_target].norm() <= 1e-5 * grads[1][off_target].norm()
 
 
 def test_one_class():
