@@ -30,7 +30,7 @@ from deftune import (
     token_loss,
     token_stats,
 )
-from deftune.kernels.backends import TorchBackend
+from deftune.kernels.backends import TorchBackend, column_sums
 from tolerances import assert_close, assert_near, tolerance
 
 properties = settings(deadline=None, derandomize=True, max_examples=30, database=None)
@@ -1046,14 +1046,26 @@ def cuda_mm(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spec", ["nll", "deft", "eaft(k=5)", "mile"])
-def test_the_half_precision_path_of_a_gpu(cuda_mm, monkeypatch, spec, dtype):
-    """Rounded inputs, float32 in between, the target's part never in half precision: each rounded once."""
+@pytest.mark.parametrize("spec", ["nll", "deft", "eaft(k=5)"])
+@pytest.mark.parametrize("num_items", [None, 10**8])
+def test_the_half_precision_path_of_a_gpu(cuda_mm, monkeypatch, spec, dtype, num_items):
+    """Rounded once, the target's part never in half precision; 1 / num_items may be below the range of float16."""
     chunk_rows(monkeypatch, 17)
     hidden, weight, targets = masked(64, 200, 32, dtype=dtype)
-    bias = torch.linspace(-1, 1, 200).to(dtype)
-    got = fused(hidden, weight, targets, spec, bias=bias)
-    want = reference(hidden, weight, targets, spec, bias=bias)
+    kwargs = {"bias": torch.linspace(-1, 1, 200).to(dtype), "num_items": num_items}
+    upstream = 1.0 if num_items is None else 2.0**22
+    got = fused(hidden, weight, targets, spec, upstream=torch.tensor(upstream), **kwargs)
+    want = reference(hidden, weight, targets, spec, upstream=torch.tensor(upstream, dtype=torch.float64), **kwargs)
     for name in ("hidden", "weight", "bias"):
         assert getattr(got, name).dtype == dtype
         assert error(getattr(got, name), getattr(want, name)) <= torch.finfo(dtype).eps / 2, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1.0, 1e-12])
+def test_column_sums_keep_the_digits_of_their_factor(cuda_mm, dtype, size):
+    """v in two halves: 16 bits and more of it, of whatever size it is."""
+    generator = torch.Generator().manual_seed(4)
+    e = torch.rand(50, 30, generator=generator).to(dtype)
+    v = torch.rand(50, generator=generator) * size
+    assert error(column_sums(e, v), e.double().T @ v.double()) <= 2**-17
