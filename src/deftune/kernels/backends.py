@@ -29,11 +29,13 @@ class Supervised:
     hidden: Tensor  # [N, D]
     index: Tensor  # [M]
     y: Tensor  # [M]
+    nan: Tensor | None = None  # a flag on the device that a row without a distribution sets
 
-    def take(self, part: slice) -> Tensor:
-        if len(self.index) == len(self.hidden):
-            return self.hidden[part]
-        return self.hidden.index_select(0, self.index[part])
+    def take(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, y, places) of some rows."""
+        index, y = self.index[part], self.y[part]
+        dense = len(self.index) == len(self.hidden)
+        return self.hidden[part] if dense else self.hidden.index_select(0, index), y, index
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Chunk:
     part: slice
     x: Tensor
     y: Tensor
+    index: Tensor
     columns: Tensor
     target: Tensor  # z_y
     e: Tensor | None
@@ -151,7 +154,7 @@ class TorchBackend:
         return z
 
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
-        x, y = self.all.take(part), self.all.y[part]
+        x, y, index = self.all.take(part)
         z = self.logits(x)
         largest = z.topk(min(top, z.shape[1]), -1).values if top else None
         sums = torch.empty(5, len(x), dtype=self.dtype, device=self.device)
@@ -162,7 +165,7 @@ class TorchBackend:
             self.exponentiate(z[some], y[some], buffer[: len(z[some])], sums[:, some])
         columns[0], columns[1], columns[2], columns[3] = stats_columns(RowSums(*sums))
         columns[4] = sums[0]
-        return Chunk(part, x, y, columns, sums[1], z if keep else None, largest)
+        return Chunk(part, x, y, index, columns, sums[1], z if keep else None, largest)
 
     def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
         """z becomes E about its maximum, the target left out, times the softcap's slope; its sums go to ``out``."""
@@ -192,7 +195,7 @@ class TorchBackend:
             e = e.to(self.weight.dtype)
         if to.hidden is not None:
             rows = self.over_classes(e) * v - t * self.weight[y]
-            to.hidden.index_copy_(0, self.all.index[chunk.part], rows.to(to.hidden.dtype))
+            to.hidden.index_copy_(0, chunk.index, rows.to(to.hidden.dtype))
         if to.weight is not None:
             scaled = chunk.x.to(self.dtype) * v
             if self.low:
@@ -240,13 +243,13 @@ class TritonBackend:
         self.head = Head(head.weight.to(dtype).contiguous(), head.bias, head.scale, head.softcap)
         self.dtype = dtype
         self.all = Supervised(rows.hidden.to(dtype).contiguous(), rows.index, rows.y)
+        self.nan = torch.zeros(1, dtype=torch.int64, device=rows.hidden.device) if rows.nan is None else rows.nan
         # rows of E start on 128 bytes whatever V is
         self.stride = -(-head.vocab_size // 64) * 64
         self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=rows.hidden.device)
         self.started = False
         if len(rows.y):
-            self.z_y, self.reference = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head)
-            self.v, self.t = torch.empty_like(self.z_y), torch.empty_like(self.z_y)
+            self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head)
 
     def rows(self, total: int) -> int:
         limit = min(self.max_rows, self.max_bytes // (self.stride * self.dtype.itemsize))
@@ -254,24 +257,24 @@ class TritonBackend:
 
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
         kernels, head = self.kernels, self.head
-        x, y = self.all.take(part), self.all.y[part]
-        z_y, reference = self.z_y[part], self.reference[part]
+        x, y, index = self.all.take(part)
+        z_y, reference, _, _ = self.vectors[:, part]
         e = None
         if keep or top:
             if len(self.e) < len(x):
                 self.e = torch.empty(len(x), self.stride, dtype=self.dtype, device=x.device)
             e = self.e[: len(x)]
         tiles = kernels.exponentials(x, y, reference, head, e)
-        kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e)
+        kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, self.nan)
         largest = None
         if e is not None and top:
             largest = kernels.top_logits(x, z_y, reference, tiles, e, head, top)
-        return Chunk(part, x, y, columns, z_y, None if e is None else e[:, : head.vocab_size], largest)
+        return Chunk(part, x, y, index, columns, z_y, None if e is None else e[:, : head.vocab_size], largest)
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):
             gate, scale = gate * scale, 1.0
-        kernels, weight, e, part = self.kernels, self.head.weight, chunk.e, chunk.part
+        kernels, weight, e = self.kernels, self.head.weight, chunk.e
         assert e is not None
         u = scaled = None
         if to.hidden is not None:
@@ -283,14 +286,15 @@ class TritonBackend:
             if len(self.scaled) != len(e):
                 self.scaled = torch.empty_like(chunk.x)
             scaled = self.scaled
+        z_y, reference, v, t = self.vectors[:, chunk.part]
         kernels.finish_rows(
-            gate, chunk.columns, self.reference[part], self.z_y[part], self.v[part], self.t[part],
-            chunk.x, chunk.y, self.all.index[part], self.head, scale, u, to.hidden, scaled,
+            gate, chunk.columns, reference, z_y, v, t, chunk.x, chunk.y, chunk.index, self.head, scale, u, to.hidden,
+            scaled,
         )  # fmt: skip
         if to.weight is not None and scaled is not None:
             self.product(e.T, scaled, to.weight, add=self.started)
         if to.bias is not None:
-            to.bias += column_sums(e, self.v[part])
+            to.bias += column_sums(e, v)
         self.started = True
 
     def product(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
@@ -309,11 +313,11 @@ class TritonBackend:
             return
         rows = self.all
         if to.weight is not None:
-            self.kernels.subtract_targets(rows.hidden, rows.index, rows.y, self.t, to.weight)
+            self.kernels.subtract_targets(rows.hidden, rows.index, rows.y, self.vectors[3], to.weight)
         if to.bias is not None:
             column = to.bias[:, None]
             ones = torch.ones(1, 1, device=column.device)
-            self.kernels.subtract_targets(ones, torch.zeros_like(rows.index), rows.y, self.t, column)
+            self.kernels.subtract_targets(ones, torch.zeros_like(rows.index), rows.y, self.vectors[3], column)
 
     @staticmethod
     def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

@@ -20,17 +20,18 @@ from deftune.kernels.checks import (
     check_targets,
     check_weight_values,
     check_weights,
+    label_error,
     nan_error,
     second_derivative_error,
 )
 from deftune.kernels.eager import eager
 from deftune.kernels.head import Head, check_head
-from deftune.kernels.pending import note_rows, raise_pending
+from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
 from deftune.kernels.reduction import check_step, mean_items
 from deftune.kernels.statistics import compute_dtype, plain, supervised_rows, wide, wide_dtype
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.stats import NO_CONTEXT, TopK, columns_of
+from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT, TopK, columns_of
 from deftune.objectives.step import step_stats
 
 
@@ -222,6 +223,7 @@ class _Call:
     top: int
     dtype: torch.dtype  # of the GEMMs
     training: bool  # whether gradients will be asked for at all
+    nan: Tensor | None  # the triton backend's flag
 
     def over(self, inputs: Sequence[Tensor]) -> _Call:
         """The same call on the tensors that autograd saved."""
@@ -230,7 +232,8 @@ class _Call:
 
     def make_backend(self) -> Backend:
         head = Head(self.weight.detach(), _detached(self.bias), self.scale, self.softcap)
-        return BACKENDS[self.backend](head, self.dtype, Supervised(self.hidden.detach(), self.index, self.targets))
+        rows = Supervised(self.hidden.detach(), self.index, self.targets, self.nan)
+        return BACKENDS[self.backend](head, self.dtype, rows)
 
     def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
         """The chunks, measured one after the other into ``columns`` [5, M]."""
@@ -294,7 +297,8 @@ class _Call:
     def check_nan(self, log_p: Tensor) -> None:
         """Name the first row without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
         if log_p.device.type == "cuda":
-            note_rows(log_p, self.index)
+            flag = self.nan if self.backend == "triton" and self.nan is not None else log_p.isnan().sum()
+            note_rows(flag, log_p, self.index)
         elif bool((bad := log_p.isnan()).any()):
             raise nan_error(int(self.index[bad.nonzero()[0, 0]]), "hidden x weight")
 
@@ -309,18 +313,38 @@ def prepare(
     needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None,
 ) -> _Call:  # fmt: skip
     """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states')."""
-    index, flat = supervised_rows(targets.reshape(-1), weight.shape[0])
-    raise_pending(wait=False)
-    check_weight_values(weights, targets)
     dtype = dtype or gemm_dtype(hidden)
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
-    head = Head(weight, bias, scale, softcap)
-    name, _ = choose_backend(backend, hidden.device, dtype, head, top)
+    name, _ = choose_backend(backend, hidden.device, dtype, Head(weight, bias, scale, softcap), top)
+    index, flat, nan = find_rows(targets.reshape(-1), weight.shape[0], name)
+    check_weight_values(weights, targets)
     return _Call(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, index,
         None if weights is None else weights.reshape(-1)[index],
         objective, context or NO_CONTEXT, softcap, scale, name, top, dtype, torch.is_grad_enabled(),
+        nan,
     )  # fmt: skip
+
+
+def find_rows(targets: Tensor, vocab_size: int, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(places, labels, NaN flag) of the supervised tokens; a bad label, or an earlier call's NaN, is raised."""
+    if backend != "triton" or not len(targets):
+        index, labels = supervised_rows(targets, vocab_size)
+        raise_pending(wait=False)
+        return index, labels, None
+    from deftune.kernels.triton_rows import survey
+
+    earlier = latest_note(targets.device) if targets.device.type == "cuda" else None
+    with plain(targets.device):
+        places, labels, facts = survey(
+            targets.contiguous(), vocab_size, IGNORE_INDEX, None if earlier is None else earlier.flag
+        )
+        count, bad, was, _ = facts.tolist()  # the one read of the device
+    if earlier is not None:
+        answer(earlier, was)
+    if bad < len(targets):
+        raise label_error(bad, int(targets[bad]), vocab_size)
+    return places[:count], labels[:count], facts[3:]
 
 
 def fused(

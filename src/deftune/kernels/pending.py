@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,36 +10,50 @@ from torch import Tensor
 from deftune.kernels.checks import nan_error
 
 
-class _Note(NamedTuple):
-    total: Tensor  # on the host: the sum of log_p, NaN if one is
+class Note(NamedTuple):
+    """A flag on the device, not 0 if one of these log p is NaN, and the stream that writes it."""
+
+    flag: Tensor
     log_p: Tensor
     places: Tensor
-    written: torch.cuda.Event
+    stream: torch.cuda.Stream
 
 
-_notes: list[_Note] = []
+_notes: list[Note] = []
+MOST = 64  # notes that wait, before one is waited for
 
 
-def note_rows(log_p: Tensor, index: Tensor) -> None:
-    """Have the device say whether some of these log p are NaN, without waiting for it."""
+def note_rows(flag: Tensor, log_p: Tensor, places: Tensor) -> None:
+    """Remember to look at a flag, without waiting for it."""
     if log_p.numel():
-        total = log_p.sum().to("cpu", non_blocking=True)  # into pinned memory
-        written = torch.cuda.Event()
-        written.record()
-        _notes.append(_Note(total, log_p, index, written))
+        _notes.append(Note(flag, log_p, places, torch.cuda.current_stream(log_p.device)))
+        if len(_notes) > MOST:
+            answer(_notes[0], int(_notes[0].flag))
+
+
+def latest_note(device: torch.device) -> Note | None:
+    """The last note, if work on this device's stream comes after what writes its flag."""
+    if _notes and _notes[-1].stream == torch.cuda.current_stream(device):
+        return _notes[-1]
+    return None
+
+
+def answer(note: Note, flag: int) -> None:
+    """What a note's flag was found to be."""
+    _notes[:] = [] if flag else [other for other in _notes if other is not note]
+    if flag:
+        raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")
 
 
 def raise_pending(*, wait: bool = True) -> None:
     """Raise the error that an earlier call on a GPU met: a token whose logits are NaN, by its flat index.
 
-    Every loss of deftune does this (``wait=False``) right after counting its tokens, which synchronises. A trainer
-    calls it before the optimizer steps, where it reads the loss anyway, so that no NaN reaches the weights.
+    Every loss of deftune does this for earlier work of its stream (``wait=False``) where it counts its tokens, which
+    synchronises. A trainer calls it before the optimizer steps, where it reads the loss anyway, so that no NaN reaches
+    the weights.
 
     >>> raise_pending()
     """
-    while _notes and (wait or _notes[0].written.query()):
-        note = _notes.pop(0)
-        note.written.synchronize()
-        if math.isnan(float(note.total)):
-            _notes.clear()
-            raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")
+    for note in list(_notes):
+        if wait or note.stream == torch.cuda.current_stream(note.stream.device):
+            answer(note, int(note.flag))

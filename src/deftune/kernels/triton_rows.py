@@ -52,6 +52,25 @@ def _logit(dot, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.co
 
 
 @triton.jit
+def _survey(targets_ptr, index_ptr, labels_ptr, facts_ptr, earlier_ptr, N, V, ignore, BLOCK: tl.constexpr):
+    # one program, in order: the supervised tokens' places and labels side by side, how many, the first bad one
+    count = 0
+    bad = N
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        y = tl.load(targets_ptr + at, mask=at < N, other=ignore).to(tl.int64)
+        kept = y != ignore
+        to = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(index_ptr + to, at.to(tl.int64), mask=kept)
+        tl.store(labels_ptr + to, y, mask=kept)
+        bad = tl.minimum(bad, tl.min(tl.where(kept & ((y < 0) | (y >= V)), at, N), axis=0))
+        count += tl.sum(kept.to(tl.int32), axis=0)
+    tl.store(facts_ptr, count.to(tl.int64))
+    tl.store(facts_ptr + 1, bad.to(tl.int64))
+    tl.store(facts_ptr + 2, tl.load(earlier_ptr))
+
+
+@triton.jit
 def _target_logits(
     x_ptr, w_ptr, bias_ptr, index_ptr, y_ptr, z_ptr, ref_ptr, C, D, scale, softcap, headroom,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -149,7 +168,7 @@ def _repair_row(
 
 @triton.jit
 def _reduce_tiles(
-    tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr,
+    tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, nan_ptr,
     plane, C, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -189,7 +208,10 @@ def _reduce_tiles(
     own = tl.where(e_y == 0, 0.0, u_y * e_y)  # 0 * -inf = 0
     entropy = log_sum - (own + moment.to(tl.float64)) / tl.exp(log_sum)
     out = out_ptr + rows
-    tl.store(out, u_y - log_sum, mask=live)
+    log_p = u_y - log_sum
+    if tl.sum((live & (log_p != log_p)).to(tl.int32), axis=0) > 0:
+        tl.store(nan_ptr, 1)
+    tl.store(out, log_p, mask=live)
     tl.store(out + plane_out, tl.where(entropy < 0, 0.0, entropy), mask=live)
     tl.store(out + 2 * plane_out, tl.where(collision > 0, 0.0, collision), mask=live)
     tl.store(out + 3 * plane_out, log_sum, mask=live)
@@ -372,15 +394,31 @@ def _head_numbers(head: Head) -> tuple[float, float]:
     return head.scale, head.softcap or 1.0
 
 
-def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """(z_y, reference) in fp32 of the rows x[index]."""
-    z, ref = torch.empty(2, len(y), dtype=torch.float32, device=x.device)
+def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(places, labels, facts) of the supervised tokens, in one launch and for one read of the device.
+
+    The first two are [N], filled up to the count; facts, int64, are the count, the place of the first label outside
+    [0, V) (N: none), what the flag ``earlier`` said, and a flag that is still 0.
+    """
+    places, labels = torch.empty(2, len(targets), dtype=torch.int64, device=targets.device)
+    facts = torch.zeros(4, dtype=torch.int64, device=targets.device)
+    _survey[(1,)](
+        targets, places, labels, facts, facts[3:] if earlier is None else earlier, len(targets), vocab_size, ignore,
+        BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return places, labels, facts
+
+
+def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head) -> Tensor:
+    """[4, rows], fp32: z_y and reference of the rows x[index]; room for v and t."""
+    vectors = torch.empty(4, len(y), dtype=torch.float32, device=x.device)
+    z, ref, _, _ = vectors
     rows = 16
     _target_logits[(triton.cdiv(len(y), rows),)](
         x, head.weight, head.bias, index, y, z, ref, len(y), head.width, *_head_numbers(head), HEADROOM,
         **_head_options(head), BLOCK_R=rows, BLOCK_D=128,
     )  # fmt: skip
-    return z, ref
+    return vectors
 
 
 def exponentials(x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None) -> Tensor:
@@ -408,16 +446,17 @@ def processors(device: torch.device) -> int:
 
 
 def reduce_tiles(
-    tiles: Tensor, z_y: Tensor, out: Tensor, x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None
-) -> None:
+    tiles: Tensor, z_y: Tensor, out: Tensor, x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None,
+    nan: Tensor,
+) -> None:  # fmt: skip
     """log_p, entropy, log_collision, log_sum and shift of each row into ``out`` [5, C], float64, rows adjacent.
 
-    Rows of ``e`` that left its range are recomputed about their maximum; ``ref`` then says so.
+    Rows of ``e`` that left its range are recomputed about their maximum; ``ref`` then says so. A NaN sets ``nan``.
     """
     _, count, rows = tiles.shape
     block = 16
     _reduce_tiles[(triton.cdiv(rows, block),)](
-        tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e,
+        tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, nan,
         tiles.stride(0), rows, count, out.stride(0), head.vocab_size, head.width, 0 if e is None else e.stride(0),
         *_head_numbers(head), OVERFLOW,
         **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,

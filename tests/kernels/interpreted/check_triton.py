@@ -94,7 +94,7 @@ def test_target_logits(options, shape):
     """One dot product per row, also of rows that are not all taken, in an order of their own."""
     example = Example(options, *shape)
     index = torch.arange(0, shape[0], 2).flip(0)
-    z_y, reference = triton_rows.target_logits(example.x, index, example.y[index], example.head)
+    z_y, reference, _, _ = triton_rows.target_logits(example.x, index, example.y[index], example.head)
     expected = example.z[index].gather(-1, example.y[index, None])[:, 0]
     assert_near(z_y, expected, "log p", condition=example.size)
     assert_near(reference - z_y, torch.full_like(expected, triton_rows.HEADROOM), "log p", condition=60)
@@ -113,7 +113,7 @@ def test_exponentials_and_statistics(options, shape):
     assert_near(chunk.columns[3], torch.logsumexp(z, -1) - top, "log p", condition=example.size)
     assert_near(chunk.columns[4], top, "log p", condition=example.size)
     assert chunk.e.shape == shape[:2]
-    assert error(chunk.e, example.expected_e(backend.reference)) <= tolerance("fused gradient")
+    assert error(chunk.e, example.expected_e(backend.vectors[1])) <= tolerance("fused gradient")
 
     columns = torch.empty(5, shape[0], dtype=torch.float64)
     assert backend.measure(slice(0, shape[0]), columns, False, 0).e is None
@@ -145,14 +145,14 @@ def test_rows_that_overflow_are_repaired(options):
     """A target 150 and more below the maximum: e^{z - r} is beyond float32, the row is made anew about its maximum."""
     rows = [0, 4, 16]
     example = impossible({**options, "softcap": 150.0} if options.get("softcap") else options, rows)
-    _, plain = triton_rows.target_logits(example.x, example.index, example.y, example.head)
+    _, plain, _, _ = triton_rows.target_logits(example.x, example.index, example.y, example.head)
     backend, chunk = example.measured()
     assert (chunk.columns[0][rows] < -100).all()
     repaired = torch.zeros(17, dtype=torch.bool).index_fill_(0, torch.tensor(rows), True)
-    assert torch.equal(backend.reference[repaired], chunk.columns[4][repaired].float())
-    assert torch.equal(backend.reference[~repaired], plain[~repaired])
+    assert torch.equal(backend.vectors[1][repaired], chunk.columns[4][repaired].float())
+    assert torch.equal(backend.vectors[1][~repaired], plain[~repaired])
     assert chunk.e.isfinite().all()
-    expected = example.expected_e(backend.reference)
+    expected = example.expected_e(backend.vectors[1])
     for row in range(17):
         assert error(chunk.e[row], expected[row]) <= 4 * tolerance("log p") * example.size, row
     assert_near(chunk.columns[0], token_stats(example.z, example.y).log_p, "log p", condition=example.size)
@@ -186,7 +186,7 @@ def test_a_row_with_nan_comes_out_as_nan(value):
 def coefficients(backend: TritonBackend, chunk: Chunk, gate: Tensor) -> tuple[Tensor, Tensor]:
     """(v, t) that the backend makes of a chunk's gates."""
     backend.add(chunk, gate, 1.0, Gradients(None, None, torch.zeros(backend.head.vocab_size)))
-    return backend.v, backend.t
+    return backend.vectors[2], backend.vectors[3]
 
 
 @pytest.mark.parametrize("softcap", [None, 6.0])
@@ -274,6 +274,21 @@ def test_subtract_targets(width, targets):
 
 
 @pytest.mark.parametrize("k", [1, 5, 20, 33, 100])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("tokens", [1, 4095, 4096, 9001])
+def test_survey(tokens, dtype):
+    """Places and labels in order, over more than one block; the first bad label; an earlier call's flag."""
+    targets = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(tokens), dtype=dtype)
+    targets[targets < 20] = IGNORE_INDEX
+    kept = (targets != IGNORE_INDEX).nonzero()[:, 0]
+    places, labels, facts = triton_rows.survey(targets, 50, IGNORE_INDEX, None)
+    assert facts.tolist() == [len(kept), tokens, 0, 0]
+    assert torch.equal(places[: len(kept)], kept) and torch.equal(labels[: len(kept)], targets[kept].long())
+    targets[[tokens // 2, tokens - 1]] = torch.tensor([50, -1], dtype=dtype)
+    facts = triton_rows.survey(targets, 50, IGNORE_INDEX, torch.tensor([7]))[2]
+    assert facts.tolist()[1:] == [tokens // 2, 7, 0]
+
+
 @pytest.mark.parametrize("options", [HEADS["plain"], HEADS["bias"], HEADS["scale"]], ids=["plain", "bias", "scale"])
 def test_top_logits(options, k):
     """Exactly the largest logits, the target among them where it is one, ties as often as they occur."""
