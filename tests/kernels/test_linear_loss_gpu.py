@@ -379,7 +379,10 @@ def test_logits_of_more_than_two_to_the_31():
 
 @both_backends
 def test_a_chunk_of_more_than_two_to_the_31(monkeypatch, backend):
-    """20000 x 131072 in one chunk: each row as if it stood elsewhere in it; and as chunks of 4000 to rounding."""
+    """20000 x 131072 in one chunk: each row as if it stood elsewhere in it; and as chunks of 4000 to rounding.
+
+    Bitwise with our kernels; cuBLAS may add up a row in another order elsewhere.
+    """
     hidden, weight, targets = sample(20000, 131072, 64, torch.bfloat16, masked=False)
 
     def results(roll: int):
@@ -391,8 +394,11 @@ def test_a_chunk_of_more_than_two_to_the_31(monkeypatch, backend):
     chunk_rows(monkeypatch, backend, 20000)
     log_p, d_hidden, d_weight = results(0)
     log_p_moved, d_hidden_moved, d_weight_moved = results(10000)
-    assert torch.equal(log_p, log_p_moved)
-    assert torch.equal(d_hidden, d_hidden_moved)
+    if backend == "triton":
+        assert torch.equal(log_p, log_p_moved)
+        assert torch.equal(d_hidden, d_hidden_moved)
+    assert_near(log_p, log_p_moved, "fused gradient")
+    assert error(d_hidden, d_hidden_moved) <= tolerance("bfloat16 gradient")
     assert error(d_weight, d_weight_moved) <= tolerance("bfloat16 gradient")
     chunk_rows(monkeypatch, backend, 4000)
     log_p_parts, d_hidden_parts, d_weight_parts = results(0)

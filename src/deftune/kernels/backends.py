@@ -31,11 +31,14 @@ class Supervised:
     y: Tensor  # [M]
     nan: Tensor | None = None  # a flag on the device that a row without a distribution sets
 
+    def __post_init__(self) -> None:
+        self.count = self.index.shape[0]
+        self.dense = self.count == self.hidden.shape[0]
+
     def take(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         """(x, y, places) of some rows."""
         index, y = self.index[part], self.y[part]
-        dense = len(self.index) == len(self.hidden)
-        return self.hidden[part] if dense else self.hidden.index_select(0, index), y, index
+        return self.hidden[part] if self.dense else self.hidden.index_select(0, index), y, index
 
 
 @dataclass
@@ -185,6 +188,7 @@ class TorchBackend:
         v = torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum))
         t = torch.where(gate == 0, 0.0, gate * -torch.expm1(log_p) * self.target_slope(chunk))
         self.add_rows(chunk, v, t, to)
+        chunk.e = None  # not to stand beside the next chunk's
 
     def add_rows(self, chunk: Chunk, v: Tensor, t: Tensor, to: Gradients) -> None:
         """The gradients of dz = v E off the target and -t on it; the target's part stays in float32."""
@@ -248,7 +252,7 @@ class TritonBackend:
         self.stride = -(-head.vocab_size // 64) * 64
         self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=rows.hidden.device)
         self.started = False
-        if len(rows.y):
+        if rows.count:
             self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head)
 
     def rows(self, total: int) -> int:
@@ -258,12 +262,13 @@ class TritonBackend:
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
         kernels, head = self.kernels, self.head
         x, y, index = self.all.take(part)
-        z_y, reference, _, _ = self.vectors[:, part]
+        z_y, reference, _, _ = self.vectors[:, part].unbind()
         e = None
         if keep or top:
-            if len(self.e) < len(x):
-                self.e = torch.empty(len(x), self.stride, dtype=self.dtype, device=x.device)
-            e = self.e[: len(x)]
+            rows = x.shape[0]
+            if self.e.shape[0] < rows:
+                self.e = torch.empty(rows, self.stride, dtype=self.dtype, device=x.device)
+            e = self.e[:rows]
         tiles = kernels.exponentials(x, y, reference, head, e)
         kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, self.nan)
         largest = None
@@ -276,17 +281,18 @@ class TritonBackend:
             gate, scale = gate * scale, 1.0
         kernels, weight, e = self.kernels, self.head.weight, chunk.e
         assert e is not None
+        rows = e.shape[0]
         u = scaled = None
         if to.hidden is not None:
-            if len(self.u) != len(e):
-                self.u = torch.empty(len(e), self.head.width, dtype=torch.float32, device=e.device)
+            if self.u.shape[0] != rows:
+                self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=e.device)
             u = self.u
             self.product(e, weight, u)
         if to.weight is not None:
-            if len(self.scaled) != len(e):
+            if self.scaled.shape[0] != rows:
                 self.scaled = torch.empty_like(chunk.x)
             scaled = self.scaled
-        z_y, reference, v, t = self.vectors[:, chunk.part]
+        z_y, reference, v, t = self.vectors[:, chunk.part].unbind()
         kernels.finish_rows(
             gate, chunk.columns, reference, z_y, v, t, chunk.x, chunk.y, chunk.index, self.head, scale, u, to.hidden,
             scaled,

@@ -28,7 +28,7 @@ from deftune.kernels.eager import eager
 from deftune.kernels.head import Head, check_head
 from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
 from deftune.kernels.reduction import check_step, mean_items
-from deftune.kernels.statistics import compute_dtype, plain, supervised_rows, wide, wide_dtype
+from deftune.kernels.statistics import compute_dtype, on, plain, supervised_rows, wide, wide_dtype
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT, TopK, columns_of
@@ -108,7 +108,7 @@ def linear_loss_with_stats(
     objective = parse_objective(objective)
     check_call(hidden, weight, targets, bias, softcap, logit_scale, reduction, num_items, weights)
     call = prepare(hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend)
-    check_step(objective, call.context, num_items, len(call.index))
+    check_step(objective, call.context, num_items, call.count)
     if reduction == "none":
         losses, columns, top = _PerTokenLoss.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
         return losses.view(targets.shape), call.stats(columns, top)
@@ -166,7 +166,7 @@ def gemm_dtype(hidden: Tensor) -> torch.dtype:
 
 def scale_of(call: _Call, reduction: str, num_items: Tensor | float | None) -> Tensor | float:
     """What a sum over this call's tokens is multiplied with."""
-    items = 1.0 if reduction == "sum" else mean_items(num_items, len(call.index))
+    items = 1.0 if reduction == "sum" else mean_items(num_items, call.count)
     return 1.0 / (wide(items) if isinstance(items, Tensor) else items)
 
 
@@ -225,6 +225,9 @@ class _Call:
     training: bool  # whether gradients will be asked for at all
     nan: Tensor | None  # the triton backend's flag
 
+    def __post_init__(self) -> None:
+        self.count = self.index.shape[0]
+
     def over(self, inputs: Sequence[Tensor]) -> _Call:
         """The same call on the tensors that autograd saved."""
         hidden, weight, bias = inputs
@@ -237,14 +240,14 @@ class _Call:
 
     def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
         """The chunks, measured one after the other into ``columns`` [5, M]."""
-        size = backend.rows(len(self.index))
-        for start in range(0, len(self.index), size):
-            part = slice(start, min(start + size, len(self.index)))
+        size = backend.rows(self.count)
+        for start in range(0, self.count, size):
+            part = slice(start, min(start + size, self.count))
             yield backend.measure(part, columns[:, part], keep, top)
 
     def new_columns(self) -> Tensor:
         device = self.hidden.device
-        return torch.empty(5, len(self.index), dtype=wide_dtype(device), device=device)
+        return torch.empty(5, self.count, dtype=wide_dtype(device), device=device)
 
     def chunk_stats(self, chunk: Chunk) -> TokenStats:
         return self.stats(chunk.columns, self.top_log_p([chunk.top], chunk.columns), chunk.y)
@@ -278,7 +281,7 @@ class _Call:
         """Room for the gradients wanted of hidden, weight and bias; what will be rescaled is rounded after that."""
         hidden, weight = self.hidden, self.weight
         full = compute_dtype(self.dtype)
-        new = torch.zeros if len(self.index) < len(hidden) else torch.empty
+        new = torch.zeros if self.count < hidden.shape[0] else torch.empty
         # float16 would underflow before the upstream, a loss scale, arrives
         kept = full if rescaled or hidden.dtype == torch.float16 else hidden.dtype
         return Gradients(
@@ -335,7 +338,7 @@ def find_rows(targets: Tensor, vocab_size: int, backend: str) -> tuple[Tensor, T
     from deftune.kernels.triton_rows import survey
 
     earlier = latest_note(targets.device) if targets.device.type == "cuda" else None
-    with plain(targets.device):
+    with on(targets.device):
         places, labels, facts = survey(
             targets.contiguous(), vocab_size, IGNORE_INDEX, None if earlier is None else earlier.flag
         )
@@ -357,7 +360,7 @@ def fused(
         own_mass = objective.kind == "mass" and context.step is None
         if own_mass:  # this call is the step: unnormalised first, then once by count / mass
             context = replace(context, step="deferred")
-        elif objective.kind == "step" and context.step is None and len(call.index):
+        elif objective.kind == "step" and context.step is None and call.count:
             # this call is the step, and its statistic must be known before the first gate: one more forward GEMM
             step = step_stats(objective, [call.stats(*call.measure_all())], context=context, local=True)
             context = replace(context, step=step)
@@ -382,7 +385,7 @@ def fused(
         loss = torch.cat(losses).sum() * scale if losses else columns.new_zeros(())
         if masses:
             mass = torch.stack(masses).sum()
-            into.factor = torch.where(mass == 0, 0.0, len(call.index) / mass)
+            into.factor = torch.where(mass == 0, 0.0, call.count / mass)
             loss = loss * into.factor
         call.check_nan(columns[0])
         return loss.to(compute_dtype(call.dtype)), into, columns, call.top_log_p(largest, columns)
@@ -398,6 +401,7 @@ class _FusedLoss(Function):
         wanted = [call.training and needed for needed in ctx.needs_input_grad[:3]]
         loss, grads, columns, top = fused(call, wanted, scale)
         ctx.mark_non_differentiable(columns, *([] if top is None else [top]))
+        ctx.set_materialize_grads(False)  # no zeros for what has no gradient; the loss always comes with one
         ctx.save_for_backward(hidden, weight, bias)
         ctx.call, ctx.scale, ctx.grads = call, scale, grads
         return loss, columns, top
@@ -452,7 +456,7 @@ class _PerTokenLoss(Function):
         with plain(hidden.device):
             columns, top = call.measure_all()
             stats = call.stats(columns, top)
-            everything = slice(0, len(call.index))
+            everything = slice(0, call.count)
             gate, value = call.weighted(everything, *objective.evaluate(stats, call.context))
             losses = value.new_zeros(len(hidden)).index_copy_(0, call.index, value).to(compute_dtype(call.dtype))
         ctx.mark_non_differentiable(columns, *([] if top is None else [top]))

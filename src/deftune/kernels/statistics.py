@@ -10,8 +10,8 @@ The target is kept out of the sums: its error 1 - p = rest / (E_y + rest) then k
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,9 +152,14 @@ def plain(device: torch.device) -> Generator[None]:
     with (
         torch.no_grad(),
         torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext(),
-        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+        on(device),
     ):
         yield
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels go to this device, where there is a choice."""
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.device_count() > 1 else nullcontext()
 
 
 def supervised_index(targets: Tensor) -> Tensor:

@@ -52,7 +52,10 @@ def _logit(dot, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.co
 
 
 @triton.jit
-def _survey(targets_ptr, index_ptr, labels_ptr, facts_ptr, earlier_ptr, N, V, ignore, BLOCK: tl.constexpr):
+def _survey(
+    targets_ptr, index_ptr, labels_ptr, facts_ptr, earlier_ptr, N, V, ignore,
+    EARLIER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # one program, in order: the supervised tokens' places and labels side by side, how many, the first bad one
     count = 0
     bad = N
@@ -67,7 +70,8 @@ def _survey(targets_ptr, index_ptr, labels_ptr, facts_ptr, earlier_ptr, N, V, ig
         count += tl.sum(kept.to(tl.int32), axis=0)
     tl.store(facts_ptr, count.to(tl.int64))
     tl.store(facts_ptr + 1, bad.to(tl.int64))
-    tl.store(facts_ptr + 2, tl.load(earlier_ptr))
+    tl.store(facts_ptr + 2, tl.load(earlier_ptr) if EARLIER else 0)
+    tl.store(facts_ptr + 3, 0)
 
 
 @triton.jit
@@ -400,11 +404,11 @@ def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
     The first two are [N], filled up to the count; facts, int64, are the count, the place of the first label outside
     [0, V) (N: none), what the flag ``earlier`` said, and a flag that is still 0.
     """
-    places, labels = torch.empty(2, len(targets), dtype=torch.int64, device=targets.device)
-    facts = torch.zeros(4, dtype=torch.int64, device=targets.device)
+    places, labels = torch.empty(2, len(targets), dtype=torch.int64, device=targets.device).unbind()
+    facts = torch.empty(4, dtype=torch.int64, device=targets.device)
     _survey[(1,)](
-        targets, places, labels, facts, facts[3:] if earlier is None else earlier, len(targets), vocab_size, ignore,
-        BLOCK=4096, num_warps=8,
+        targets, places, labels, facts, facts if earlier is None else earlier, len(targets), vocab_size, ignore,
+        EARLIER=earlier is not None, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return places, labels, facts
 
@@ -412,7 +416,7 @@ def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
 def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head) -> Tensor:
     """[4, rows], fp32: z_y and reference of the rows x[index]; room for v and t."""
     vectors = torch.empty(4, len(y), dtype=torch.float32, device=x.device)
-    z, ref, _, _ = vectors
+    z, ref, _, _ = vectors.unbind()
     rows = 16
     _target_logits[(triton.cdiv(len(y), rows),)](
         x, head.weight, head.bias, index, y, z, ref, len(y), head.width, *_head_numbers(head), HEADROOM,

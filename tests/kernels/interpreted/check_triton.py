@@ -88,6 +88,21 @@ def error(actual: Tensor, expected: Tensor) -> float:
 # --- each step --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("tokens", [1, 4095, 4096, 9001])
+def test_survey(tokens, dtype):
+    """Places and labels in order, over more than one block; the first bad label; an earlier call's flag."""
+    targets = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(tokens), dtype=dtype)
+    targets[targets < 20] = IGNORE_INDEX
+    kept = (targets != IGNORE_INDEX).nonzero()[:, 0]
+    places, labels, facts = triton_rows.survey(targets, 50, IGNORE_INDEX, None)
+    assert facts.tolist() == [len(kept), tokens, 0, 0]
+    assert torch.equal(places[: len(kept)], kept) and torch.equal(labels[: len(kept)], targets[kept].long())
+    targets[[tokens // 2, tokens - 1]] = torch.tensor([50, -1], dtype=dtype)
+    facts = triton_rows.survey(targets, 50, IGNORE_INDEX, torch.tensor([7]))[2]
+    assert facts.tolist()[1:] == [tokens // 2, 7, 0]
+
+
 @every_head
 @pytest.mark.parametrize("shape", [(1, 1, 4), (17, 33, 20), (16, 16, 132), (5, 7, 128)])
 def test_target_logits(options, shape):
@@ -274,21 +289,6 @@ def test_subtract_targets(width, targets):
 
 
 @pytest.mark.parametrize("k", [1, 5, 20, 33, 100])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("tokens", [1, 4095, 4096, 9001])
-def test_survey(tokens, dtype):
-    """Places and labels in order, over more than one block; the first bad label; an earlier call's flag."""
-    targets = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(tokens), dtype=dtype)
-    targets[targets < 20] = IGNORE_INDEX
-    kept = (targets != IGNORE_INDEX).nonzero()[:, 0]
-    places, labels, facts = triton_rows.survey(targets, 50, IGNORE_INDEX, None)
-    assert facts.tolist() == [len(kept), tokens, 0, 0]
-    assert torch.equal(places[: len(kept)], kept) and torch.equal(labels[: len(kept)], targets[kept].long())
-    targets[[tokens // 2, tokens - 1]] = torch.tensor([50, -1], dtype=dtype)
-    facts = triton_rows.survey(targets, 50, IGNORE_INDEX, torch.tensor([7]))[2]
-    assert facts.tolist()[1:] == [tokens // 2, 7, 0]
-
-
 @pytest.mark.parametrize("options", [HEADS["plain"], HEADS["bias"], HEADS["scale"]], ids=["plain", "bias", "scale"])
 def test_top_logits(options, k):
     """Exactly the largest logits, the target among them where it is one, ties as often as they occur."""
