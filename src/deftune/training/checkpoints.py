@@ -1,0 +1,188 @@
+"""Checkpoints that are there as a whole or not at all.
+
+A checkpoint is written into a folder whose name starts with a dot; its files are synced to disk; `manifest.json`, with
+the size and sha256 of each, is written last; one rename makes it visible, and the parent folder is synced. A reader
+accepts only what its manifest confirms, so a kill at any moment costs at most the checkpoint being written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+PREFIX = "checkpoint-"
+STAGING = ".saving-"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that could not be written, or does not verify."""
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have the system write a file, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """A small file, whole or as it was before."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Every file below a folder but its manifest, sorted by name; a link is refused."""
+    found: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: a link has no place in a checkpoint")
+        if path.is_file() and path != folder / MANIFEST:
+            found.append(path)
+    return found
+
+
+def seal(folder: Path, **facts: Any) -> None:
+    """Sync a folder's files and write its manifest."""
+    entries: dict[str, dict[str, Any]] = {}
+    for path in files_of(folder):
+        sync(path)
+        entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync(path)
+    text = json.dumps({**facts, "files": entries}, indent=1, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_atomic(folder / MANIFEST, json.dumps({"sha256": digest, "content": text}))
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """The manifest's facts of a folder that is exactly as it was sealed; else a CheckpointError that says what is not."""
+    try:
+        outer = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        text, digest = outer["content"], outer["sha256"]
+        if set(outer) != {"content", "sha256"} or hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise CheckpointError(f"{folder / MANIFEST}: does not match its own checksum")
+        facts = json.loads(text)
+        entries: dict[str, dict[str, Any]] = facts["files"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: has no {MANIFEST}; it was not written to the end") from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder / MANIFEST}: is damaged ({error})") from error
+    found = {path.relative_to(folder).as_posix() for path in files_of(folder)}
+    if found != set(entries):
+        odd = ", ".join(sorted(found ^ set(entries))[:3])
+        raise CheckpointError(f"{folder}: files missing or too many: {odd}")
+    for name, entry in entries.items():
+        path = folder / name
+        if path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes where {entry['bytes']} were written")
+        if sha256(path) != entry["sha256"]:
+            raise CheckpointError(f"{path}: is damaged (its sha256 is not the one written)")
+    return facts
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint's name; None for anything else."""
+    number = folder.name.removeprefix(PREFIX)
+    return int(number) if folder.name.startswith(PREFIX) and number.isdecimal() and folder.is_dir() else None
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The checkpoints below ``root``, oldest first, verified or not."""
+    if not root.is_dir():
+        return []
+    steps = {folder: step for folder in root.iterdir() if (step := step_of(folder)) is not None}
+    return sorted(steps, key=lambda folder: steps[folder])
+
+
+def latest(root: Path, notice: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies; each one passed over is told to ``notice``."""
+    for folder in reversed(checkpoints(root)):
+        try:
+            verify(folder)
+            return folder
+        except CheckpointError as error:
+            notice(f"passing over a checkpoint: {error}")
+    return None
+
+
+@contextmanager
+def staged(root: Path, step: int) -> Iterator[Path]:
+    """A folder to write a checkpoint into. On success it becomes ``checkpoint-<step>``; on failure nothing is left."""
+    root.mkdir(parents=True, exist_ok=True)
+    clear_staging(root)
+    folder, final = root / f"{STAGING}{step}", root / f"{PREFIX}{step}"
+    folder.mkdir()
+    try:
+        yield folder
+        seal(folder, step=step)
+        if final.exists():  # a damaged one of an earlier run, or the same step once more
+            shutil.rmtree(final)
+        os.replace(folder, final)
+        sync(root)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if reason := disk_error(error):
+            kept = checkpoints(root)
+            last = f"the last one, {kept[-1].name}, is untouched" if kept else "there was none before"
+            raise CheckpointError(
+                f"{root}: the checkpoint of step {step} could not be written ({reason}); {last}. Free some space and run "
+                f"the same command again: it resumes"
+            ) from error
+        raise
+
+
+def disk_error(error: BaseException) -> str:
+    """What a full or failing disk said, through whatever library it came; '' for anything else."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    text = str(error)
+    full = os.strerror(errno.ENOSPC)
+    if full in text or "PytorchStreamWriter failed" in text or "file write failed" in text:
+        return full if full in text else text.splitlines()[0]
+    return ""
+
+
+def clear_staging(root: Path) -> None:
+    """Remove what a killed run left half-written."""
+    for folder in root.glob(f"{STAGING}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rotate(root: Path, keep: int | None, best: int | None) -> None:
+    """Remove the oldest checkpoints beyond ``keep``; the best one stays."""
+    if keep is None:
+        return
+    spare = [folder for folder in checkpoints(root) if step_of(folder) != best]
+    room = max(keep - (1 if best is not None and (root / f"{PREFIX}{best}").is_dir() else 0), 1)
+    for folder in spare[: max(0, len(spare) - room)]:
+        # without its manifest it no longer counts, whatever happens while the rest goes
+        (folder / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)

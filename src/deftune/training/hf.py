@@ -1,0 +1,49 @@
+"""One line for transformers' own Trainer: ``Trainer(..., compute_loss_func=deftune.hf_loss("deft"))``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from deftune.kernels import raise_pending, token_loss
+from deftune.objectives import Context, Objective
+from deftune.objectives import objective as parse_objective
+from deftune.training.head import shifted
+
+
+def hf_loss(objective: str | Objective = "deft", *, special_ids: tuple[int, ...] | None = None) -> Callable[..., Tensor]:
+    """An objective as transformers.Trainer's ``compute_loss_func``: sum of losses / tokens of the optimizer step.
+
+        loss = (1 / num_items_in_batch) sum_t L(p_t),  d loss / d z = gate (P - onehot) / num_items_in_batch
+
+    It reads the model's logits (for the fused loss use `DeftSFTTrainer`), shifts the labels, and takes the count that the
+    Trainer makes over all micro-batches and ranks. Objectives that depend on the whole step (`mile`, `clip`,
+    ``| mean_one``) or on progress (``| warmup``) need more than this hook is told and are refused here; `DeftSFTTrainer`
+    trains them. ``special_ids`` are the end tokens of ``| eos(...)``.
+
+    >>> hf_loss("deft")                               # doctest: +ELLIPSIS
+    <function hf_loss.<locals>.loss at ...>
+    """
+    objective = parse_objective(objective)
+    if objective.kind != "local":
+        raise ValueError(
+            f"hf_loss: `{objective}` depends on the whole optimizer step, of which compute_loss_func sees one "
+            f"micro-batch; use deftune.DeftSFTTrainer"
+        )
+    if "progress" in objective.requires:
+        raise ValueError(
+            f"hf_loss: `{objective}` depends on the progress of the run, which compute_loss_func is not told; use "
+            f"deftune.DeftSFTTrainer"
+        )
+    if "special_ids" in objective.requires and special_ids is None:
+        raise ValueError(f"hf_loss: `{objective}` needs special_ids=(tokenizer.eos_token_id, ...)")
+    context = Context(special_ids=special_ids)
+
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+        raise_pending(wait=False)
+        return token_loss(logits, shifted(labels), objective, num_items=num_items_in_batch, context=context)
+
+    return loss

@@ -1,0 +1,91 @@
+"""What a training step did to its tokens: sums over micro-batches and ranks, then means and a histogram.
+
+The loss of a gated objective may be twenty times smaller than NLL at the same model. So every record has the plain NLL
+beside the objective, and what the gate let through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deftune.objectives import Context, Objective, TokenStats
+
+# p falls into (0, 1e-6], (1e-6, 1e-5], ..., (0.1, 0.2], ..., (0.9, 1]
+P_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+SUMS = (
+    "tokens", "objective", "nll", "p", "focus", "gate", "signal", "entropy", "concentration", "suppressed", "conflicts",
+    "eos_tokens", "eos_p", "mass",
+)  # fmt: skip
+SUPPRESSED_GATE = 0.1  # a token is suppressed where the gate lets through less than a tenth of NLL's gradient
+CONFLICT_P, CONFLICT_CONCENTRATION = 0.1, 0.5  # and a confident conflict where the model is sure of something else
+
+
+class StepRecord:
+    """Sums over the supervised tokens since the last `take`."""
+
+    def __init__(self, objective: Objective, special_ids: Sequence[int]):
+        self.objective = objective
+        self.special_ids = tuple(special_ids)
+        self.sums: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, stats: TokenStats, context: Context) -> Tensor:
+        """Count one micro-batch; returns its mass (tokens, but for mass objectives)."""
+        gate, value = self.objective.evaluate(stats, context)
+        mass = self.objective.mass(stats, context)
+        p, concentration = stats.p, stats.concentration
+        special = torch.zeros_like(p)
+        for token in self.special_ids:
+            special += stats.targets == token
+        conflicts = (p < CONFLICT_P) & (concentration > CONFLICT_CONCENTRATION)
+        columns = torch.stack([
+            torch.ones_like(p), value, stats.nll, p, self.objective.focus(stats, context), gate, gate * stats.error,
+            stats.entropy, concentration, (gate < SUPPRESSED_GATE).to(p.dtype), conflicts.to(p.dtype),
+            special, special * p, mass,
+        ])  # fmt: skip
+        edges = torch.tensor(P_EDGES, dtype=p.dtype, device=p.device)
+        counts = torch.bincount(torch.bucketize(p, edges), minlength=len(P_EDGES) + 1).to(p.dtype)
+        sums = torch.cat([columns.sum(1), counts])
+        self.sums = sums if self.sums is None else self.sums + sums
+        return mass.sum()
+
+    def take(self) -> dict[str, float | list[int]]:
+        """The means since the last time, over all ranks; every rank must ask. {} where nothing was counted."""
+        sums, self.sums = self.sums, None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            assert sums is not None, "every rank counts every micro-batch, even one without supervised tokens"
+            dist.all_reduce(sums)
+        return {} if sums is None else means(sums.tolist())
+
+
+def means(sums: list[float]) -> dict[str, float | list[int]]:
+    """A record from its sums."""
+    total = dict(zip(SUMS, sums))
+    tokens = total["tokens"]
+    if not tokens:
+        return {"tokens": 0}
+    record: dict[str, float | list[int]] = {
+        "tokens": int(tokens),
+        # the step's loss: a mass objective divides by its mass
+        "objective": total["objective"] / total["mass"] if total["mass"] else 0.0,
+    }
+    for name in ("nll", "p", "focus", "gate", "signal", "entropy", "concentration", "suppressed", "conflicts"):
+        record[name] = total[name] / tokens
+    if total["eos_tokens"]:
+        record["eos_p"] = total["eos_p"] / total["eos_tokens"]
+    record["p_histogram"] = [int(count) for count in sums[len(SUMS) :]]
+    return record
+
+
+def scalars(record: dict[str, float | list[int]]) -> dict[str, float]:
+    """What a tracker can draw as a line."""
+    return {name: float(value) for name, value in record.items() if not isinstance(value, list)}
+
+
+def is_finite(record: dict[str, float | list[int]]) -> bool:
+    return all(math.isfinite(value) for value in scalars(record).values())

@@ -1,0 +1,314 @@
+"""`DeftSFTTrainer`: TRL's SFTTrainer with any objective, through the fused loss.
+
+The loss of an optimizer step is sum L / (supervised tokens of the step), over all micro-batches and ranks: what the step
+is divided into does not change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+from deftune.kernels import raise_pending
+from deftune.objectives import Context, Objective, StepStats
+from deftune.objectives import objective as parse_objective
+from deftune.objectives.step import step_stats
+from deftune.training import checkpoints
+from deftune.training.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, shifted, stats_of
+from deftune.training.recording import StepRecord, scalars
+
+
+def special_token_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer, or mark a turn: what ``eos(...)`` leaves to another objective."""
+    ids = {tokenizer.eos_token_id, *tokenizer.all_special_ids} - {None, tokenizer.unk_token_id}
+    return tuple(sorted(int(i) for i in ids if i is not None))
+
+
+def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> None:
+    """Refuse what would be ignored, before anything is loaded."""
+
+    def refuse(what: str, why: str) -> None:
+        raise ValueError(f"DeftSFTTrainer: {what} cannot be combined with objective={str(objective)!r}: {why}")
+
+    if extra.get("compute_loss_func") is not None:
+        refuse("compute_loss_func", "the objective is the loss; drop one of the two")
+    if args is None:
+        return
+    if getattr(args, "loss_type", "nll") != "nll":
+        refuse(f"loss_type={args.loss_type!r}", "name it as the objective instead, e.g. objective='dft'")
+    if getattr(args, "label_smoothing_factor", 0):
+        refuse("label_smoothing_factor", "a smoothed target is not gate x error; set it to 0")
+    if getattr(args, "use_liger_kernel", False):
+        config = getattr(args, "liger_kernel_config", None) or {}
+        if config.get("fused_linear_cross_entropy", False) or config.get("cross_entropy", False):
+            refuse("Liger's cross-entropy", "it would compute plain NLL; leave Liger its layer kernels only")
+    if not getattr(args, "average_tokens_across_devices", True):
+        refuse("average_tokens_across_devices=False", "ranks with few tokens would weigh as much as full ones")
+    if getattr(args, "deepspeed", None) is not None:
+        refuse("DeepSpeed", "ZeRO-3 and Ulysses take the head's weight or the loss out of our hands; use FSDP2 or DDP")
+    parallel = getattr(args, "parallelism_config", None)
+    for name in ("sp_enabled", "cp_enabled", "tp_enabled"):
+        if parallel is not None and getattr(parallel, name, False):
+            refuse(name.removesuffix("_enabled") + " parallelism", "a rank would see part of a row; use FSDP2 or DDP")
+
+
+class DeftSFTTrainer(SFTTrainer):
+    """TRL's SFTTrainer, trained with ``objective`` instead of NLL.
+
+        step loss = sum over the step's supervised tokens of L / their number,  d / d z = gate (P - onehot)
+
+    Everything else is SFTTrainer's: datasets, packing, LoRA, callbacks, distributed launchers. The head never makes
+    logits; evaluation reports the objective as ``eval_loss`` and plain NLL as ``eval_nll``. Objectives of a whole step
+    cost what `deftune objectives show` says: mass objectives rescale the gradients once, step objectives run one more
+    forward pass. ``checkpoint_root`` makes the trainer write verified checkpoints there.
+
+        trainer = DeftSFTTrainer("HuggingFaceTB/SmolLM2-135M", objective="deft", train_dataset=dataset)
+    """
+
+    def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
+                 special_ids: tuple[int, ...] | None = None, checkpoint_root: Path | None = None,
+                 **kwargs: Any):  # fmt: skip
+        self.objective = parse_objective(objective)
+        check_arguments(self.objective, args, kwargs)
+        super().__init__(model, args, *positional, **kwargs)
+        parallel = self.accelerator.parallelism_config  # from an accelerate YAML, of which args know nothing
+        check_arguments(self.objective, type("_", (), {"parallelism_config": parallel}), {})
+        attach_objective(base_of(self.model))
+        self.special_ids = special_ids or special_token_ids(self._tokenizer)
+        self.vocab_size: int = base_of(self.model).get_output_embeddings().weight.shape[0]
+        self.records = {mode: StepRecord(self.objective, self.special_ids) for mode in ("train", "eval")}
+        self.checkpoint_root = checkpoint_root
+        self.last_record: dict[str, float | list[int]] = {}
+        self._staging: Path | None = None
+        self._step: StepStats | None = None
+        self._num_items: int | None = None
+        self._mass: Tensor | None = None
+        self._clock = time.perf_counter()
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """The token count of the step is always made, and the loss divides by it."""
+        return True
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        pass
+
+    def _context(self, step: Any = None) -> Context:
+        progress = None
+        if "progress" in self.objective.requires:
+            progress = min(1.0, self.state.global_step / max(1, self.state.max_steps))
+        return Context(progress=progress, special_ids=self.special_ids, step=step)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The step's micro-batches; a step without supervised tokens is an error, step statistics are made here."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, num_items
+        assert num_items is not None, "batches have labels: DeftSFTTrainer's collators make them"
+        self._num_items = int(num_items)
+        if self._num_items == 0:
+            raise ValueError(
+                f"training step {self.state.global_step + 1}: none of its tokens is supervised, on any rank, so it has "
+                f"no loss; check the mask of the data (`deftune data preview`)"
+            )
+        self._mass = None
+        self._step = self._pre_pass(batches) if self.objective.kind == "step" else None
+        return batches, num_items
+
+    @torch.no_grad()
+    def _pre_pass(self, batches: list[Any]) -> StepStats:
+        """What the objective must know of the whole step: one more forward over its micro-batches."""
+        found = []
+        self.model_wrapped.train()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices):
+            for batch in batches:
+                inputs = self._prepare_inputs(dict(batch))
+                with self.compute_loss_context_manager():
+                    found.append(stats_of(self._forward(self.model_wrapped, inputs, self._context(), None, True),
+                                          self.vocab_size))  # fmt: skip
+        return step_stats(self.objective, found, context=self._context())
+
+    def _forward(
+        self, model: Any, inputs: dict[str, Any], context: Context, num_items: int | None, statistics_only: bool = False
+    ) -> ObjectiveOutput:
+        inputs = dict(inputs)
+        targets = shifted(inputs.pop("labels")) if "shift_labels" not in inputs else inputs.pop("shift_labels")
+        inputs.pop("labels", None)
+        call = ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only)
+        return model(**inputs, deft_targets=targets, deft_call=call)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if return_outputs:
+            raise ValueError(
+                "DeftSFTTrainer: the fused head makes no logits, so compute_metrics and preprocess_logits_for_metrics "
+                "cannot be served; evaluate with prediction_loss_only=True"
+            )
+        training = self.model.training and torch.is_grad_enabled()
+        step: Any = None
+        if training and self.objective.kind == "mass":
+            step = "deferred"
+        elif training:
+            step = self._step
+        context = self._context(step)
+        output = self._forward(model, inputs, context, self._num_items if training else None)
+        stats = stats_of(output, self.vocab_size)
+        if not training and self.objective.kind != "local":
+            step = step_stats(self.objective, [stats], context=context, local=True) if len(stats) else None
+            context = self._context("deferred" if self.objective.kind == "mass" else step)
+        if len(stats) or context.step is not None or self.objective.kind == "local":
+            mass = self.records["train" if training else "eval"].add(stats, context)
+            if training and self.objective.kind == "mass":
+                self._mass = mass if self._mass is None else self._mass + mass
+        loss = output.loss
+        assert loss is not None
+        if training:
+            # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self.loss_is_scaled_for_ga = True
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    def _before_clipping(self, model: Any) -> None:
+        """No NaN reaches the weights; a mass objective's gradients are divided by its mass, once."""
+        raise_pending()
+        if self._mass is None:
+            return
+        mass, self._mass = self._mass, None
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(mass)
+        factor = 0.0 if float(mass) == 0 else float(self._num_items or 0) / float(mass)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        self._before_clipping(model)
+        norm = super()._clip_grad_norm(model)
+        self._check_norm(norm)
+        return norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None:  # clipping is off
+            self._before_clipping(model)
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _check_norm(self, norm: Any) -> None:
+        value = float(norm)
+        if value != value or value == float("inf"):
+            raise ValueError(
+                f"training step {self.state.global_step + 1}: the gradient's norm is {value}; nothing was changed. "
+                f"Lower the learning rate, or look at the batch and the weights for NaN"
+            )
+
+    # --- the records --------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """SFTTrainer's, with what the gate did; the objective is reported as it is defined, and NLL beside it."""
+        mode = "eval" if any(key.startswith("eval_") for key in logs) else "train"
+        if mode == "eval" or "loss" in logs:
+            record = self.records[mode].take()
+            if record:
+                prefix = "eval_" if mode == "eval" else ""
+                logs[prefix + "loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
+                logs.update({prefix + name: value for name, value in scalars(record).items() if name != "objective"})
+            self.last_record = record
+        if mode == "train" and "loss" in logs:
+            now = time.perf_counter()
+            logs["step_seconds"], self._clock = now - self._clock, now
+            logs["clipped"] = float(logs.get("grad_norm", 0.0) > self.args.max_grad_norm > 0)
+            logs["memory_gib"] = peak_gib(self.accelerator.device)
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The means over tokens, not over batches: ``eval_loss`` is the objective's, ``eval_nll`` is plain."""
+        self.records["eval"].sums = None
+        clock = time.perf_counter()
+        output = super().evaluation_loop(*args, **kwargs)
+        self._clock += time.perf_counter() - clock  # not the next training step's
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        record = self.records["eval"].take()
+        if record and output.metrics is not None:
+            output.metrics[f"{prefix}_loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
+            output.metrics.update({f"{prefix}_{k}": v for k, v in scalars(record).items() if k != "objective"})
+        return output
+
+    # --- the checkpoints ----------------------------------------------------------------------------------------------
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The run writes its own card."""
+        if self.checkpoint_root is None:
+            super().create_model_card(*args, **kwargs)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging.parent)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """TRL's checkpoint; below ``checkpoint_root`` it is written aside, sealed and renamed."""
+        if self.checkpoint_root is None:
+            super()._save_checkpoint(model, trial)
+            return
+        root, step = self.checkpoint_root, self.state.global_step
+        main = self.accelerator.is_main_process
+        # every rank writes into the staging folder of the main one, which seals it when all are done
+        staging = root / f"{checkpoints.STAGING}{step}" / f"{checkpoints.PREFIX}{step}"
+        with checkpoints.staged(root, step) if main else contextlib.nullcontext():
+            self.accelerator.wait_for_everyone()
+            self._staging = staging
+            clock = time.perf_counter()
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staging = None
+            self.accelerator.wait_for_everyone()
+            if main:
+                self._flatten(staging, root)
+        self._clock += time.perf_counter() - clock
+        if main:
+            checkpoints.rotate(root, self.args.save_total_limit, self.state.best_global_step)
+        self.accelerator.wait_for_everyone()
+
+    def _flatten(self, written: Path, root: Path) -> None:
+        """The checkpoint's files one level up, where the sealed folder wants them; the state names final places."""
+        if (best := self.state.best_global_step) is not None:
+            self.state.best_model_checkpoint = str(root / f"{checkpoints.PREFIX}{best}")
+        self.state.save_to_json(str(written / "trainer_state.json"))
+        for path in list(written.iterdir()):
+            path.rename(written.parent / path.name)
+        written.rmdir()
+
+
+def peak_gib(device: torch.device) -> float:
+    """The largest memory so far: allocated on a GPU, resident elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
