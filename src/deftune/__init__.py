@@ -33,6 +33,8 @@ _HOMES = {
     "raise_pending": "kernels",
     "token_loss": "kernels",
     "token_stats": "kernels",
+    "DeftSFTTrainer": "training.trainer",
+    "hf_loss": "training.hf",
 }
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
         step_stats,
         topk,
     )
+    from deftune.training.hf import hf_loss
+    from deftune.training.trainer import DeftSFTTrainer
 
 
 def __getattr__(name: str) -> Any:
@@ -78,6 +82,7 @@ __all__ = [
     "MODIFIERS",
     "OBJECTIVES",
     "Context",
+    "DeftSFTTrainer",
     "Focus",
     "Objective",
     "StepStatistic",
@@ -85,6 +90,7 @@ __all__ = [
     "TokenStats",
     "Weight",
     "__version__",
+    "hf_loss",
     "linear_loss",
     "linear_loss_with_stats",
     "linear_token_stats",

@@ -81,7 +81,7 @@ def seal(folder: Path, **facts: Any) -> None:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest's facts of a folder that is exactly as it was sealed; else a CheckpointError that says what is not."""
+    """The facts of a folder that is exactly as it was sealed; else a CheckpointError that says what is not."""
     try:
         outer = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         text, digest = outer["content"], outer["sha256"]
@@ -134,27 +134,36 @@ def latest(root: Path, notice: Callable[[str], None]) -> Path | None:
 
 
 @contextmanager
+def sealed_folder(staging: Path, final: Path, **facts: Any) -> Iterator[Path]:
+    """A folder to write into. On success it is sealed and becomes ``final``; on failure nothing of it is left."""
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        seal(staging, **facts)
+        if final.exists():  # a damaged one, or the same once more
+            shutil.rmtree(final)
+        os.replace(staging, final)
+        sync(final.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+@contextmanager
 def staged(root: Path, step: int) -> Iterator[Path]:
-    """A folder to write a checkpoint into. On success it becomes ``checkpoint-<step>``; on failure nothing is left."""
+    """A folder to write a checkpoint into, which becomes ``checkpoint-<step>``; a full disk is named as such."""
     root.mkdir(parents=True, exist_ok=True)
     clear_staging(root)
-    folder, final = root / f"{STAGING}{step}", root / f"{PREFIX}{step}"
-    folder.mkdir()
     try:
-        yield folder
-        seal(folder, step=step)
-        if final.exists():  # a damaged one of an earlier run, or the same step once more
-            shutil.rmtree(final)
-        os.replace(folder, final)
-        sync(root)
+        with sealed_folder(root / f"{STAGING}{step}", root / f"{PREFIX}{step}", step=step) as folder:
+            yield folder
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
         if reason := disk_error(error):
             kept = checkpoints(root)
             last = f"the last one, {kept[-1].name}, is untouched" if kept else "there was none before"
             raise CheckpointError(
-                f"{root}: the checkpoint of step {step} could not be written ({reason}); {last}. Free some space and run "
-                f"the same command again: it resumes"
+                f"{root}: the checkpoint of step {step} could not be written ({reason}); {last}. Free some space and "
+                f"run the same command again: it resumes"
             ) from error
         raise
 

@@ -139,7 +139,9 @@ def gathered(tensor: Any) -> Any:
 class ObjectiveCall:
     """What a forward does with the hidden states: the loss and its statistics, or the statistics alone."""
 
-    def __init__(self, objective: Objective, context: Context, num_items: float | None, *, statistics_only: bool = False):
+    def __init__(
+        self, objective: Objective, context: Context, num_items: float | None, *, statistics_only: bool = False
+    ):
         self.objective, self.context = objective, context
         self.num_items, self.statistics_only = num_items, statistics_only
 

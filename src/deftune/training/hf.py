@@ -13,15 +13,17 @@ from deftune.objectives import objective as parse_objective
 from deftune.training.head import shifted
 
 
-def hf_loss(objective: str | Objective = "deft", *, special_ids: tuple[int, ...] | None = None) -> Callable[..., Tensor]:
+def hf_loss(
+    objective: str | Objective = "deft", *, special_ids: tuple[int, ...] | None = None
+) -> Callable[..., Tensor]:
     """An objective as transformers.Trainer's ``compute_loss_func``: sum of losses / tokens of the optimizer step.
 
         loss = (1 / num_items_in_batch) sum_t L(p_t),  d loss / d z = gate (P - onehot) / num_items_in_batch
 
-    It reads the model's logits (for the fused loss use `DeftSFTTrainer`), shifts the labels, and takes the count that the
-    Trainer makes over all micro-batches and ranks. Objectives that depend on the whole step (`mile`, `clip`,
-    ``| mean_one``) or on progress (``| warmup``) need more than this hook is told and are refused here; `DeftSFTTrainer`
-    trains them. ``special_ids`` are the end tokens of ``| eos(...)``.
+    It reads the model's logits (for the fused loss use `DeftSFTTrainer`), shifts the labels, and takes the count that
+    the Trainer makes over all micro-batches and ranks. Objectives that depend on the whole step (`mile`, `clip`,
+    ``| mean_one``) or on progress (``| warmup``) need more than this hook is told and are refused here;
+    `DeftSFTTrainer` trains them. ``special_ids`` are the end tokens of ``| eos(...)``.
 
     >>> hf_loss("deft")                               # doctest: +ELLIPSIS
     <function hf_loss.<locals>.loss at ...>

@@ -19,7 +19,7 @@ from deftune.objectives import Context, Objective, TokenStats
 P_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 SUMS = (
     "tokens", "objective", "nll", "p", "focus", "gate", "signal", "entropy", "concentration", "suppressed", "conflicts",
-    "eos_tokens", "eos_p", "mass",
+    "eos_tokens", "eos_p", "mass", "input_tokens",
 )  # fmt: skip
 SUPPRESSED_GATE = 0.1  # a token is suppressed where the gate lets through less than a tenth of NLL's gradient
 CONFLICT_P, CONFLICT_CONCENTRATION = 0.1, 0.5  # and a confident conflict where the model is sure of something else
@@ -34,7 +34,7 @@ class StepRecord:
         self.sums: Tensor | None = None
 
     @torch.no_grad()
-    def add(self, stats: TokenStats, context: Context) -> Tensor:
+    def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> Tensor:
         """Count one micro-batch; returns its mass (tokens, but for mass objectives)."""
         gate, value = self.objective.evaluate(stats, context)
         mass = self.objective.mass(stats, context)
@@ -50,7 +50,7 @@ class StepRecord:
         ])  # fmt: skip
         edges = torch.tensor(P_EDGES, dtype=p.dtype, device=p.device)
         counts = torch.bincount(torch.bucketize(p, edges), minlength=len(P_EDGES) + 1).to(p.dtype)
-        sums = torch.cat([columns.sum(1), counts])
+        sums = torch.cat([columns.sum(1), input_tokens.to(p.dtype).reshape(1), counts])
         self.sums = sums if self.sums is None else self.sums + sums
         return mass.sum()
 
@@ -68,9 +68,10 @@ def means(sums: list[float]) -> dict[str, float | list[int]]:
     total = dict(zip(SUMS, sums))
     tokens = total["tokens"]
     if not tokens:
-        return {"tokens": 0}
+        return {"tokens": 0, "input_tokens": int(total["input_tokens"])}
     record: dict[str, float | list[int]] = {
         "tokens": int(tokens),
+        "input_tokens": int(total["input_tokens"]),
         # the step's loss: a mass objective divides by its mass
         "objective": total["objective"] / total["mass"] if total["mass"] else 0.0,
     }

@@ -1,13 +1,12 @@
 """`DeftSFTTrainer`: TRL's SFTTrainer with any objective, through the fused loss.
 
-The loss of an optimizer step is sum L / (supervised tokens of the step), over all micro-batches and ranks: what the step
-is divided into does not change it.
+The loss of an optimizer step is sum L / (supervised tokens of the step), over all micro-batches and ranks: how the
+step is divided does not change it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -170,7 +169,7 @@ class DeftSFTTrainer(SFTTrainer):
             step = step_stats(self.objective, [stats], context=context, local=True) if len(stats) else None
             context = self._context("deferred" if self.objective.kind == "mass" else step)
         if len(stats) or context.step is not None or self.objective.kind == "local":
-            mass = self.records["train" if training else "eval"].add(stats, context)
+            mass = self.records["train" if training else "eval"].add(stats, context, input_tokens(inputs))
             if training and self.objective.kind == "mass":
                 self._mass = mass if self._mass is None else self._mass + mass
         loss = output.loss
@@ -235,7 +234,9 @@ class DeftSFTTrainer(SFTTrainer):
             self.last_record = record
         if mode == "train" and "loss" in logs:
             now = time.perf_counter()
-            logs["step_seconds"], self._clock = now - self._clock, now
+            seconds = max(now - self._clock, 1e-9)
+            logs["step_seconds"], self._clock = seconds, now
+            logs["tokens_per_second"] = float(self.last_record.get("input_tokens", 0)) / seconds  # pyright: ignore
             logs["clipped"] = float(logs.get("grad_norm", 0.0) > self.args.max_grad_norm > 0)
             logs["memory_gib"] = peak_gib(self.accelerator.device)
         super().log(logs, start_time)
@@ -298,6 +299,12 @@ class DeftSFTTrainer(SFTTrainer):
         written.rmdir()
 
 
+def input_tokens(inputs: dict[str, Any]) -> Tensor:
+    """How many tokens went into the model, padding left out."""
+    mask = inputs.get("attention_mask")
+    return torch.tensor(inputs["input_ids"].numel(), device=inputs["input_ids"].device) if mask is None else mask.sum()
+
+
 def peak_gib(device: torch.device) -> float:
     """The largest memory so far: allocated on a GPU, resident elsewhere."""
     if device.type == "cuda":
@@ -307,8 +314,3 @@ def peak_gib(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def append_json(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")

@@ -1,0 +1,178 @@
+"""`deftune train`, `init`, `config`, `runs`, `recipes`, `data preview`: the main job and what surrounds it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+EXTRA = 'pip install "deftune[train]"'
+
+
+def add_to(commands: Any) -> None:
+    train = commands.add_parser("train", help="fine-tune a model with an objective; the same command resumes")
+    train.add_argument("config", type=Path, help="a YAML file (`deftune init` writes one), or a run's folder to resume")
+    train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
+    train.add_argument("--dry-run", action="store_true", help="read the data, try one batch, print what a run would be")
+    train.add_argument("--skip-bad-rows", action="store_true", help="write unreadable rows to bad_rows.jsonl and go on")
+    train.set_defaults(run=run_train)
+
+    init = commands.add_parser("init", help="write a config to start from")
+    init.add_argument("file", type=Path, nargs="?", default=Path("run.yaml"), help="default: run.yaml")
+    init.add_argument("--recipe", help="a cell of the paper's tables: `deftune recipes` lists them")
+    init.set_defaults(run=run_init)
+
+    recipes = commands.add_parser("recipes", help="the paper's training runs, one for each cell of its tables")
+    recipes.set_defaults(run=run_recipes)
+
+    config = commands.add_parser("config", help="the config's JSON schema, or a config as it resolves")
+    actions = config.add_subparsers(metavar="ACTION", required=True)
+    schema = actions.add_parser("schema", help="JSON schema, for editors")
+    schema.set_defaults(run=run_schema)
+    show = actions.add_parser("show", help="a config with every default")
+    show.add_argument("config", type=Path)
+    show.add_argument("--set", action="append", default=[], metavar="a.b=c")
+    show.set_defaults(run=run_show)
+
+    runs = commands.add_parser("runs", help="list the runs below a folder")
+    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"))
+    runs.add_argument("--json", action="store_true")
+    runs.set_defaults(run=run_runs)
+
+    data = commands.add_parser("data", help="look at data as a run would see it")
+    actions = data.add_subparsers(metavar="ACTION", required=True)
+    preview = actions.add_parser("preview", help="rows with the supervised tokens coloured, lengths, what is dropped")
+    preview.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
+    preview.add_argument("--model", default="smollm2", help="whose tokenizer and template (default: smollm2)")
+    preview.add_argument("--format", default="auto")
+    preview.add_argument("--split")
+    preview.add_argument("--limit", type=int, default=1000, help="rows to read (default: 1000)")
+    preview.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
+    preview.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
+    preview.add_argument("--mask", choices=["assistant", "completion", "all"], default="assistant")
+    preview.add_argument("--max-length", type=int, default=2048)
+    preview.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
+    preview.set_defaults(run=run_preview)
+
+
+def need_training() -> None:
+    """A missing extra is one line, not a traceback."""
+    from importlib.util import find_spec
+
+    names = ("trl", "transformers", "datasets", "pydantic", "yaml", "rich")
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise ValueError(f"this command needs {', '.join(missing)}; {EXTRA}")
+
+
+def read_config(path: Path, overrides: list[str]) -> Any:
+    from deftune.training.config import load_config
+
+    if path.is_dir():  # a run
+        path = path / "config.yaml"
+    return load_config(path, overrides)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    need_training()
+    overrides = [*args.set, *(["data.skip_bad_rows=true"] if args.skip_bad_rows else [])]
+    config = read_config(args.config, overrides)
+    from deftune.training.train import dry_run, train_run
+
+    if args.dry_run:
+        dry_run(config, print)
+        return 0
+    return 0 if train_run(config).state == "finished" else 143
+
+
+def run_init(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.training.recipes import render_recipe, starter
+
+    text = render_recipe(args.recipe) if args.recipe else starter()
+    if args.file.exists():
+        raise ValueError(f"{args.file}: exists; name another file")
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    args.file.write_text(text, encoding="utf-8")
+    print(f"{args.file} written; next:\n  deftune train {args.file} --dry-run\n  deftune train {args.file}")
+    return 0
+
+
+def run_recipes(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.cli.objectives import render_table
+    from deftune.training.recipes import recipes
+
+    rows = [[r.name, r.table, r.config()["model"]["name"], r.config()["objective"]] for r in recipes()]
+    print(render_table(rows, ["recipe", "table", "model", "objective"], 120))
+    print("\ndeftune init --recipe NAME writes one as a file")
+    return 0
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.training.config import schema
+
+    print(json.dumps(schema(), indent=1))
+    return 0
+
+
+def run_show(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.training.config import render_yaml
+
+    print(render_yaml(read_config(args.config, args.set)), end="")
+    return 0
+
+
+def run_runs(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.cli.objectives import render_table
+    from deftune.training.runs import find_runs, summary
+
+    if not args.folder.is_dir():
+        raise ValueError(f"{args.folder}: no such folder")
+    found = [summary(run) for run in find_runs(args.folder)]
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    if not found:
+        print(f"no runs below {args.folder}")
+        return 0
+    cells = [
+        [f"{v:.4g}" if isinstance(v, float) else str(v if v is not None else "-") for v in f.values()] for f in found
+    ]
+    print(render_table(cells, list(found[0]), 120))
+    return 0
+
+
+def run_preview(args: argparse.Namespace) -> int:
+    need_training()
+    from rich.console import Console
+
+    from deftune.data.encoding import Encoder, encode_rows
+    from deftune.data.preview import render_preview
+    from deftune.data.regimes import generate
+    from deftune.data.rows import BadRows
+    from deftune.data.sources import read_source
+    from deftune.training.models import load_tokenizer, resolve_model
+    from deftune.training.train import quiet
+
+    def notice(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    bad = BadRows(skip=args.skip_bad_rows)
+    if args.data.startswith("generated:"):
+        rows = generate(args.data.removeprefix("generated:"), split=args.split or "train", size=args.limit)
+    else:
+        rows = read_source(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
+    with quiet():
+        tokenizer = load_tokenizer(resolve_model(args.model, notice))
+        encoder = Encoder(tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
+        encoded = encode_rows(rows, encoder)
+    render_preview(encoded, tokenizer, Console(), num_examples=args.rows)
+    if bad.skip and bad.rows:
+        bad.write("bad_rows.jsonl")
+        notice(f"{bad.summary()}; see bad_rows.jsonl")
+    return 0

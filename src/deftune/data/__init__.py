@@ -1,0 +1,1 @@
+"""Rows: real fine-tuning data read into one type, mixed and split, and the regimes that are generated."""

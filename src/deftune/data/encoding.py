@@ -1,0 +1,607 @@
+"""Conversations to token ids, with a supervision mask that is checked rather than hoped for.
+
+A template says what a conversation looks like, not which of it the model would write. For an assistant turn i:
+
+    P = the messages before it, with the generation prompt    what the model is given
+    F = the messages up to and including it                   what it should have written is F without P
+    W = the whole conversation                                what is trained on
+
+The supervised text is F without P, up to and including the token that ends the turn. P must be a prefix of F, and F up
+to that token a prefix of W; every text the row wants supervised must be in it. Whatever fails is an `EncodingError`,
+never a mask that looks right. Tokens come from one tokenisation of W, by character offsets.
+
+Not covered: images and audio; text that spells an end-of-turn token, which is refused, because the tokenizer would
+read it as one.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from deftune.data.rows import Row
+from deftune.data.templates import resolve_template
+from deftune.objectives.stats import IGNORE_INDEX
+
+Mask = Literal["assistant", "completion", "all"]
+Overlong = Literal["truncate", "drop"]
+Strategy = Literal["bfd", "sequential"]
+
+# What ends a turn in the templates of the field, where the tokenizer has it as a token of its own.
+END_OF_TURN = (
+    "<|im_end|>",  # ChatML: Qwen, SmolLM, LFM2, Nemotron
+    "<|eot_id|>",  # Llama 3
+    "<|eom_id|>",  # Llama 3, before a tool's result
+    "<|eot|>",  # Llama 4, Muse
+    "<end_of_turn>",  # Gemma 1 to 3
+    "<turn|>",  # Gemma 4
+    "<|end|>",  # Phi 3, gpt-oss
+    "<|return|>",  # gpt-oss, the last turn
+    "<|call|>",  # gpt-oss, a tool call
+    "<|END_OF_TURN_TOKEN|>",  # Cohere
+    "<end_of_utterance>",  # Idefics, SmolVLM
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    "<|endoftext|>",
+    "</s>",
+)
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_THINK_TAGS = re.compile(r"</?think>")
+
+
+class EncodingError(ValueError):
+    """A row whose mask cannot be verified; ``where`` names the row."""
+
+    def __init__(self, where: str, problem: str):
+        super().__init__(where, problem)  # both, so that the error survives pickling between processes
+        self.where, self.problem = where, problem
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One example. ``labels`` are not shifted; `IGNORE_INDEX` where nothing is supervised, and always at 0."""
+
+    input_ids: list[int]
+    labels: list[int]
+    where: str
+    source: str
+    truncated: int = 0  # tokens cut off the end
+    straddled: int = 0  # tokens that begin in the prompt and end in the answer; not supervised
+
+    @property
+    def num_supervised(self) -> int:
+        return len(self.labels) - self.labels.count(IGNORE_INDEX)
+
+
+class Encoder:
+    """Rows to `Encoded`, by one tokenizer, one template and one mask.
+
+    ``mask``: ``assistant`` supervises every assistant turn, ``completion`` the last one, ``all`` every token.
+    ``overlong``: what `encode_rows` does with a row over ``max_length`` tokens; ``truncate`` keeps the head.
+    ``end_tokens``: tokens that end a turn, beside the tokenizer's EOS and `END_OF_TURN`.
+    ``template_options``: passed to the template, such as ``{"enable_thinking": False}``.
+    ``bos``: whether an example begins with BOS; None does what the tokenizer does. Never twice.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str | None = None,
+        mask: Mask = "assistant",
+        max_length: int,
+        overlong: Overlong = "truncate",
+        end_tokens: Sequence[str] = (),
+        template_options: Mapping[str, Any] | None = None,
+        bos: bool | None = None,
+    ):
+        if mask not in get_args(Mask):
+            raise ValueError(f"unknown mask {mask!r}. Known: {', '.join(get_args(Mask))}")
+        if overlong not in get_args(Overlong):
+            raise ValueError(f"unknown overlong {overlong!r}. Known: {', '.join(get_args(Overlong))}")
+        if max_length < 2:
+            raise ValueError(f"max_length: a token and its target need at least 2, got {max_length}")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; load it with use_fast=True")
+        self.tokenizer = tokenizer
+        self.template = resolve_template(tokenizer, template)
+        self.mask: Mask = mask
+        self.max_length = max_length
+        self.overlong: Overlong = overlong
+        self.template_options = dict(template_options or {})
+        self.end_ids = _end_ids(tokenizer, end_tokens)
+        self._end = re.compile("|".join(re.escape(token) for token in self.end_ids) or r"(?!)")
+        # the tokens that close a turn, and whitespace: of "<|end|>\n<|endoftext|>" the first ends the turn
+        self._closing = re.compile(rf"(?:(?:{self._end.pattern})\s*)+\Z")
+        self._bos = _bos_id(tokenizer, bos)
+        # without its post-processor, which adds special tokens and may trim the space off a token's offsets
+        self._backend: Any = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.post_processor = None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # one int object per id rather than per token: 16 bytes a token instead of 44
+        self._shared = list(range(len(tokenizer)))
+
+    def encode(self, row: Row) -> Encoded:
+        """The row's tokens and labels, cut to ``max_length``. A row without an assistant turn has no labels."""
+        self._refuse_end_tokens(row)
+        whole = self._render(row, row.messages, prompt=False)
+        if self.mask == "all":
+            whole, spans = self._everything(row, whole)
+            turns: list[int] = []
+        else:
+            turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+            if self.mask == "completion":
+                turns = turns[-1:]
+            spans: list[tuple[int, int]] = []
+            for i in turns:
+                whole, span = self._span(row, i, whole)
+                spans.append(span)
+        _check_written(row, whole, dict(zip(turns, spans)))
+        input_ids, offsets = self._tokenize(whole)
+        labels, straddled = self._labels(row, whole, spans, input_ids, offsets)
+        return Encoded(
+            input_ids=input_ids[: self.max_length],
+            labels=labels[: self.max_length],
+            where=row.where,
+            source=row.source,
+            truncated=max(0, len(input_ids) - self.max_length),
+            straddled=straddled,
+        )
+
+    def encode_prompt(self, row: Row) -> list[int]:
+        """What a model trained on this row is given to answer: its messages before the last assistant turn."""
+        turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+        messages = row.messages[: turns[-1]] if turns else row.messages
+        return self._tokenize(self._render(row, messages, prompt=True))[0]
+
+    def _render(self, row: Row, messages: Sequence[dict[str, Any]], *, prompt: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(row.tools) if row.tools else None,
+                chat_template=self.template,
+                add_generation_prompt=prompt,
+                tokenize=False,
+                **self.template_options,
+            )
+        except Exception as error:  # a template raises whatever it likes
+            roles = ", ".join(str(message["role"]) for message in messages) or "none"
+            raise EncodingError(
+                row.where,
+                f"the chat template fails on these messages (roles: {roles}): {error}; "
+                f"fix the row or set data.template to another",
+            ) from error
+
+    def _span(self, row: Row, turn: int, whole: str) -> tuple[str, tuple[int, int]]:
+        """Where in ``whole`` the turn's supervised text is; ``whole`` itself, with EOS if the template writes none."""
+        prompt = self._render(row, row.messages[:turn], prompt=True)
+        last = turn == len(row.messages) - 1
+        full = whole if last else self._render(row, row.messages[: turn + 1], prompt=False)
+        if not full.startswith(prompt):
+            at = _divergence(prompt, full)
+            raise EncodingError(
+                row.where,
+                f"turn {turn}: the template prompts the model with {_snippet(prompt[at:])} where it writes the "
+                f"finished turn as {_snippet(full[at:])}, so no answer can follow its prompt; give the turn's "
+                f"reasoning, pass template_options such as enable_thinking=False, or set data.template to another",
+            )
+        closing = self._closing.search(full, len(prompt))
+        stop = closing.start() if closing else len(full)
+        if not whole.startswith(full[:stop]):
+            at = _divergence(whole, full)
+            raise EncodingError(
+                row.where,
+                f"turn {turn}: the template rewrites this turn once others follow "
+                f"({_snippet(full[at:])} becomes {_snippet(whole[at:])}), so what the model should write is not in the "
+                f"rendered conversation; use mask=completion (one row per answer supervises them all), or supply "
+                f"reasoning only in the last turn",
+            )
+        end = self._end.match(whole, stop)
+        if end:
+            return whole, (len(prompt), end.end())
+        if last and not self._end.search(full, len(prompt)):
+            whole = self._with_eos(row, whole)
+            return whole, (len(prompt), len(whole))
+        raise EncodingError(
+            row.where,
+            f"turn {turn}: no end-of-turn token after {_snippet(full[:stop][-24:])}, so the model would not learn "
+            f"to stop; declare the template's own in end_tokens, or use mask=completion",
+        )
+
+    def _everything(self, row: Row, whole: str) -> tuple[str, list[tuple[int, int]]]:
+        closing = self._closing.search(whole)
+        end = closing and self._end.match(whole, closing.start())
+        if not end:
+            whole = self._with_eos(row, whole)
+        return whole, [(0, end.end() if end else len(whole))]
+
+    def _with_eos(self, row: Row, whole: str) -> str:
+        eos = self.tokenizer.eos_token
+        if eos is None:
+            raise EncodingError(
+                row.where,
+                "the template ends no turn with an end-of-turn token and the tokenizer has no EOS; "
+                "set tokenizer.eos_token, or declare the template's own in end_tokens",
+            )
+        return whole + eos
+
+    def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        input_ids, offsets = [self._shared[i] for i in encoding.ids], encoding.offsets
+        if self._bos is not None and input_ids[:1] != [self._bos]:
+            return [self._bos, *input_ids], [(0, 0), *offsets]
+        return input_ids, offsets
+
+    def _labels(
+        self,
+        row: Row,
+        whole: str,
+        spans: Sequence[tuple[int, int]],
+        input_ids: Sequence[int],
+        offsets: Sequence[tuple[int, int]],
+    ) -> tuple[list[int], int]:
+        """A token is supervised where it begins in a span; how many begin before one and end in it."""
+        labels = [IGNORE_INDEX] * len(input_ids)
+        ends, straddled, index = set(self.end_ids.values()), 0, 0
+        for start, stop in spans:
+            last = None
+            while index < len(offsets) and offsets[index][0] < stop:
+                begins, finishes = offsets[index]
+                if begins >= start:
+                    labels[index] = last = input_ids[index]
+                elif finishes > start:
+                    straddled += 1
+                index += 1
+            if last not in ends:
+                got = "no token" if last is None else repr(self.tokenizer.convert_ids_to_tokens(last))
+                raise EncodingError(
+                    row.where,
+                    f"the answer {_snippet(whole[start:stop])} should be supervised up to its end-of-turn token, "
+                    f"but its tokens end in {got}; the tokenizer merges text across the template's boundaries",
+                )
+        labels[:1] = [IGNORE_INDEX]  # nothing comes before the first token
+        return labels, straddled
+
+    def _refuse_end_tokens(self, row: Row) -> None:
+        said = [value for message in row.messages for key, value in message.items() if key != "role"]
+        for text in _strings([*said, *(row.tools or ())]):
+            found = self._end.search(text)
+            if found:
+                raise EncodingError(
+                    row.where,
+                    f"the text spells the end-of-turn token {found[0]} (in {_snippet(text[found.start() :][:24])}), "
+                    f"which the tokenizer would read as the end of a turn; remove it from the row",
+                )
+
+
+@dataclass
+class EncodedRows:
+    """The examples to train on, and what became of the other rows."""
+
+    examples: list[Encoded] = field(default_factory=list[Encoded])
+    max_length: int = 0
+    num_rows: int = 0
+    num_ended: int = 0  # examples whose last supervised token ends a turn
+    fully_truncated: list[str] = field(default_factory=list[str])  # where: over max_length, and no answer left
+    overlong: list[str] = field(default_factory=list[str])  # where: over max_length, dropped on request
+    fully_masked: list[str] = field(default_factory=list[str])  # where: nothing to supervise, at any length
+    refused: list[EncodingError] = field(default_factory=list[EncodingError])
+
+    @property
+    def num_dropped(self) -> int:
+        return self.num_rows - len(self.examples)
+
+    @property
+    def num_truncated(self) -> int:
+        return sum(example.truncated > 0 for example in self.examples)
+
+    @property
+    def num_straddled(self) -> int:
+        return sum(example.straddled for example in self.examples)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(example.input_ids) for example in self.examples)
+
+    @property
+    def num_supervised(self) -> int:
+        return sum(example.num_supervised for example in self.examples)
+
+    def facts(self) -> list[str]:
+        """What a run prints first: the counts, then the dropped rows by name."""
+        fates = [
+            (self.fully_truncated, f"over {self.max_length} tokens with no answer left"),
+            (self.overlong, f"over {self.max_length} tokens"),
+            (self.fully_masked, "fully masked"),
+            ([error.where for error in self.refused], "refused"),
+        ]
+        counts = ", ".join(f"{len(rows):,} {fate}" for rows, fate in fates if rows)
+        kept, tokens, supervised = len(self.examples), self.num_tokens, self.num_supervised
+        lines = [
+            f"{self.num_rows:,} rows; {self.num_dropped:,} dropped" + (f": {counts}" if counts else ""),
+            f"{self.num_truncated:,} truncated ({_percent(self.num_truncated, kept)}); "
+            f"{_short(tokens)} tokens, {_short(supervised)} supervised ({_percent(supervised, tokens)}); "
+            f"EOS supervised in {_percent(self.num_ended, kept)}",
+        ]
+        if self.num_straddled:
+            lines.append(f"{self.num_straddled:,} tokens straddle a prompt and its answer: not supervised")
+        lines += [f"dropped, {fate}: {_named(rows)}" for rows, fate in fates if rows]
+        return lines
+
+
+def encode_rows(
+    rows: Iterable[Row],
+    encoder: Encoder,
+    *,
+    progress: Callable[[int], None] | None = None,
+    skip_bad_rows: bool = False,
+) -> EncodedRows:
+    """Every row encoded, dropped and counted, or an error that names it.
+
+    ``progress`` is called with the number of rows done. ``skip_bad_rows`` keeps the errors in ``refused`` instead of
+    raising the first.
+    """
+    result = EncodedRows(max_length=encoder.max_length)
+    ends = set(encoder.end_ids.values())
+    for row in rows:
+        result.num_rows += 1
+        try:
+            example = encoder.encode(row)
+        except EncodingError as error:
+            if not skip_bad_rows:
+                raise
+            result.refused.append(error)
+        else:
+            if example.truncated and encoder.overlong == "drop":
+                result.overlong.append(row.where)
+            elif example.num_supervised:
+                result.examples.append(example)
+                result.num_ended += next(i for i in reversed(example.labels) if i != IGNORE_INDEX) in ends
+            elif example.truncated:
+                result.fully_truncated.append(row.where)
+            else:
+                result.fully_masked.append(row.where)
+        if progress:
+            progress(result.num_rows)
+    if not result.examples:
+        raise ValueError(_nothing_left(result, encoder))
+    return result
+
+
+def _nothing_left(result: EncodedRows, encoder: Encoder) -> str:
+    if not result.num_rows:
+        return "no rows to encode; check data.path and its filters"
+    advice: list[str] = []
+    if result.fully_truncated or result.overlong:
+        advice.append(f"raise max_length (now {encoder.max_length}) or shorten the prompts")
+    if result.fully_masked:
+        advice.append(f"mask={encoder.mask} needs rows with an assistant turn: check their roles, or use mask=all")
+    if result.refused:
+        advice.append(f"the first refused row says: {result.refused[0]}")
+    return f"no row has a supervised token left ({result.facts()[0]}); {'; '.join(advice)}"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Several examples in one row; ``position_ids`` restart at each, and no target crosses from one to the next."""
+
+    input_ids: list[int]
+    labels: list[int]
+    position_ids: list[int]
+    lengths: list[int]
+
+
+def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd") -> list[Pack]:
+    """Whole examples into rows of at most ``length`` tokens.
+
+    ``bfd`` is best fit, longest first: an example goes where it leaves the least room. ``sequential`` fills one row at
+    a time, in order. Either way a row keeps its examples in the data's order, and rows are ordered by their first.
+    """
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"unknown packing strategy {strategy!r}. Known: {', '.join(get_args(Strategy))}")
+    for example in encoded:
+        if len(example.input_ids) > length:
+            raise ValueError(
+                f"{example.where}: {len(example.input_ids)} tokens do not fit a pack of {length}; "
+                f"encode with max_length={length} or pack longer rows"
+            )
+    lengths = [len(example.input_ids) for example in encoded]
+    bins = _best_fit_decreasing(lengths, length) if strategy == "bfd" else _sequential(lengths, length)
+    return [_joined([encoded[i] for i in sorted(members)]) for members in sorted(bins, key=min)]
+
+
+def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens free, bin), ascending
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(room, (lengths[i], -1))
+        if at == len(room):
+            bins.append([i])
+            free, which = length, len(bins) - 1
+        else:
+            free, which = room.pop(at)
+            bins[which].append(i)
+        insort(room, (free - lengths[i], which))
+    return bins
+
+
+def _sequential(lengths: Sequence[int], length: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free = -1
+    for i, size in enumerate(lengths):
+        if size > free:
+            bins.append([])
+            free = length
+        bins[-1].append(i)
+        free -= size
+    return bins
+
+
+def _joined(examples: Sequence[Encoded | Pack]) -> Pack:
+    """Examples and packs end to end, each with its own positions and no label at its start."""
+    joined = Pack([], [], [], [])
+    for example in examples:
+        joined.input_ids.extend(example.input_ids)
+        labels = list(example.labels)
+        lengths = example.lengths if isinstance(example, Pack) else [len(example.input_ids)]
+        start = 0
+        for size in lengths:
+            labels[start : start + min(size, 1)] = [IGNORE_INDEX] * min(size, 1)
+            joined.position_ids.extend(range(size))
+            start += size
+        joined.labels.extend(labels)
+        joined.lengths.extend(lengths)
+    return joined
+
+
+class Collator:
+    """Examples to a batch of tensors.
+
+    Padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]. ``padding_free``: all examples or
+    packs end to end, ``input_ids``, ``labels`` and restarting ``position_ids``, [1, T], with no attention mask;
+    padding up to ``pad_to_multiple_of`` is then a sequence of its own.
+    """
+
+    def __init__(self, pad_token_id: int, *, padding_free: bool, pad_to_multiple_of: int | None = None):
+        self.pad_token_id = pad_token_id
+        self.padding_free = padding_free
+        self.pad_to_multiple_of = pad_to_multiple_of or 1
+
+    def __call__(self, examples: Sequence[Encoded | Pack]) -> dict[str, Tensor]:
+        if self.padding_free:
+            joined = _joined(examples)
+            pad = -len(joined.input_ids) % self.pad_to_multiple_of
+            return {
+                "input_ids": torch.tensor([joined.input_ids + [self.pad_token_id] * pad]),
+                "labels": torch.tensor([joined.labels + [IGNORE_INDEX] * pad]),
+                "position_ids": torch.tensor([[*joined.position_ids, *range(pad)]]),
+            }
+        if any(isinstance(example, Pack) for example in examples):
+            raise ValueError("a padded batch would let packed examples attend to each other; use padding_free=True")
+        longest = max(len(example.input_ids) for example in examples)
+        width = longest + -longest % self.pad_to_multiple_of
+        batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+        for example in examples:
+            size, pad = len(example.input_ids), width - len(example.input_ids)
+            batch["input_ids"].append(example.input_ids + [self.pad_token_id] * pad)
+            batch["attention_mask"].append([1] * size + [0] * pad)
+            batch["labels"].append([IGNORE_INDEX, *example.labels[1:]] + [IGNORE_INDEX] * pad)
+        return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def _end_ids(tokenizer: Any, declared: Sequence[str]) -> dict[str, int]:
+    """The tokens that end a turn, longest first so that none hides behind another's beginning."""
+    vocabulary: dict[str, int] = tokenizer.get_added_vocab()
+    known = {token: vocabulary[token] for token in END_OF_TURN if token in vocabulary}
+    if tokenizer.eos_token is not None:
+        known[tokenizer.eos_token] = tokenizer.eos_token_id
+    for token in declared:
+        if token not in vocabulary:
+            raise ValueError(
+                f"end_tokens: {token!r} is not a token of its own in this tokenizer; add it, or leave it out"
+            )
+        known[token] = vocabulary[token]
+    return dict(sorted(known.items(), key=lambda item: -len(item[0])))
+
+
+def _bos_id(tokenizer: Any, wanted: bool | None) -> int | None:
+    bos: int | None = tokenizer.bos_token_id
+    if wanted and bos is None:
+        raise ValueError("bos=True, but the tokenizer has no BOS token; set tokenizer.bos_token or leave bos out")
+    if wanted is None:
+        wanted = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    return bos if wanted else None
+
+
+def _check_written(row: Row, whole: str, spans: Mapping[int, tuple[int, int]]) -> None:
+    """Every text of the row is in the render, and a supervised turn's whole text in its span; whitespace aside."""
+    rendered = _squeezed(whole)
+    for tool in row.tools or ():
+        if _function_name(tool) not in whole:
+            raise EncodingError(row.where, f"the template leaves out the tool {_function_name(tool)!r}; {_OTHER}")
+    for i, message in enumerate(row.messages):
+        role = message["role"]
+        if role == "tool":  # results are rewritten freely, as JSON for one, and never supervised
+            continue
+        parts = [part for text in _texts(message) for part in _THINK_TAGS.split(text)]
+        inside = rendered
+        if i in spans:
+            inside = _squeezed(whole[slice(*spans[i])])
+            parts += [message[key] for key in _REASONING if isinstance(message.get(key), str)]
+            parts += [_function_name(call) for call in message.get("tool_calls") or ()]
+        elif role == "assistant":
+            parts = parts[-1:]  # reasoning may be left out of what is only context
+        for part in parts:
+            if _squeezed(part) not in inside:
+                raise EncodingError(
+                    row.where, f"the template leaves out {_snippet(part)} of turn {i} ({role}); {_OTHER}"
+                )
+
+
+_OTHER = "fix the row or set data.template to one that writes it"
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    blocks: list[Any] = list(content or ())
+    return [block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str)]
+
+
+def _function_name(tool: Mapping[str, Any]) -> str:
+    return str((tool.get("function") or tool).get("name", ""))
+
+
+def _strings(values: list[Any]) -> Iterable[str]:
+    """Every string inside, at any depth."""
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            values.extend(value.values())
+        elif isinstance(value, list | tuple):
+            values.extend(value)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _divergence(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+
+
+def _snippet(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
+def _named(rows: Sequence[str]) -> str:
+    more = f" and {len(rows) - 5:,} more" if len(rows) > 5 else ""
+    return ", ".join(rows[:5]) + more
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded, but 100% only where it is all of them and 0% only where it is none."""
+    if not whole or part in (0, whole):
+        return "100%" if part and part == whole else "0%"
+    share = 100 * part / whole
+    return f"{min(max(share, 0.1), 99.9):.1f}%" if share < 10 or share > 99 else f"{share:.0f}%"
+
+
+def _short(count: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.1f}{name}" if count < 10 * unit else f"{count // unit:,}{name}"
+    return str(count)

@@ -1,0 +1,254 @@
+"""What a run is: a YAML file, checked before anything is loaded. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from deftune.objectives import objective as parse_objective
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Lora(Section):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    r: Positive = 16
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | list[str] = Field("all-linear", description="modules that get an adapter; never the head")
+
+    @field_validator("target_modules")
+    @classmethod
+    def _no_head(cls, value: str | list[str]) -> str | list[str]:
+        if "lm_head" in ([value] if isinstance(value, str) else value):
+            raise ValueError("an adapter on lm_head would be left out of the fused loss; leave it out of the list")
+        return value
+
+
+class Model(Section):
+    """What is tuned."""
+
+    name: str = Field("smollm2", description="hub id, folder, .gguf file, or smollm2 (from PyPI, no hub needed)")
+    revision: str | None = Field(None, description="a hub revision; best a commit")
+    trust_remote_code: bool = Field(False, description="run code from the model's repository")
+    lora: Lora | None = None
+
+
+class Source(Section):
+    """Rows: from a file, a folder, a hub dataset, or generated."""
+
+    path: str | None = Field(None, description="a file or folder (JSONL, JSON, Parquet, .gz) or a hub id")
+    generate: str | None = Field(None, description="a generated regime: gsm_symbolic, word_sorting, figlet_font, ...")
+    format: str = Field("auto", description="messages, prompt_completion, alpaca, gsm8k, math, ... or auto")
+    split: str | None = Field(None, description="a hub dataset's split, or train / test of a generated regime")
+    limit: Positive | None = Field(None, description="take the first rows only; of a generated regime: how many")
+    weight: float = Field(1.0, gt=0, description="share in a mixture of several sources")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Source:
+        if (self.path is None) == (self.generate is None):
+            raise ValueError("give one of `path` and `generate`")
+        if self.generate is not None and self.limit is None:
+            raise ValueError("`generate` needs `limit`: how many rows to make")
+        return self
+
+
+class Data(Section):
+    """What it is tuned on."""
+
+    train: list[Source] = Field(min_length=1)
+    eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
+    holdout: float = Field(0.0, ge=0, lt=1, description="share of the training rows kept for evaluation instead")
+    total: Positive | None = Field(None, description="rows of a mixture (default: as many as the weights allow)")
+    template: str | None = Field(
+        None, description="a chat template: the tokenizer's own, chatml, plain, or a .jinja file"
+    )
+    mask: Literal["assistant", "completion", "all"] = Field(
+        "assistant", description="supervise every assistant turn, the last one only, or all tokens"
+    )
+    max_length: Positive = 2048
+    overlong: Literal["truncate", "drop"] = "truncate"
+    packing: bool = Field(False, description="several rows in one sequence, without attention across them")
+    skip_bad_rows: bool = Field(False, description="write unreadable rows to bad_rows.jsonl and go on")
+
+
+class Train(Section):
+    """How. The defaults are the paper's and its released code's."""
+
+    learning_rate: float = Field(5e-5, gt=0)
+    epochs: float = Field(1.0, gt=0)
+    max_steps: Positive | None = Field(None, description="stop after so many optimizer steps")
+    batch_size: Positive = Field(256, description="rows of an optimizer step, over all ranks")
+    micro_batch_size: Positive = Field(4, description="rows of one forward pass on one rank")
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_ratio: float = Field(0.1, ge=0, lt=1)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 is no clipping")
+    seed: Annotated[int, Field(ge=0)] = 42
+    precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    fsdp: bool = Field(False, description="FSDP2 over the ranks of torchrun, instead of DDP")
+    workers: Annotated[int, Field(ge=0)] = 0
+    save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
+    keep: Positive = Field(2, description="checkpoints kept, the best one among them")
+    eval_steps: Positive | None = Field(None, description="optimizer steps between evaluations (default: at the end)")
+    report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default_factory=list)
+    push_to_hub: str | None = Field(None, description="a hub id to upload the result to")
+
+    @model_validator(mode="after")
+    def _batches(self) -> Train:
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas: {beta} is not in [0, 1)")
+        return self
+
+
+class RunConfig(Section):
+    """A run."""
+
+    run: str = Field("runs/first", description="the run's folder; the same folder resumes")
+    objective: str = Field("deft", description="a name or spec: `deftune objectives` lists them")
+    model: Model = Field(default_factory=Model)  # pyright: ignore[reportArgumentType]
+    data: Data
+    train: Train = Field(default_factory=Train)  # pyright: ignore[reportArgumentType]
+
+    @field_validator("objective")
+    @classmethod
+    def _objective(cls, value: str) -> str:
+        return str(parse_objective(value))
+
+    @model_validator(mode="after")
+    def _together(self) -> RunConfig:
+        if self.data.eval and self.data.holdout:
+            raise ValueError("data: give `eval` or `holdout`, not both")
+        if self.train.eval_steps and not (self.data.eval or self.data.holdout):
+            raise ValueError("train.eval_steps: there is nothing to evaluate on; give data.eval or data.holdout")
+        if self.train.fsdp and self.model.lora is not None and self.train.compile:
+            raise ValueError("train: fsdp, compile and lora together are not supported; drop one")
+        return self
+
+
+class ConfigError(ValueError):
+    """A config that is wrong: where, what, and what to do."""
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), base: dict[str, Any] | None = None) -> RunConfig:
+    """A config from a YAML file (or ``base``), with ``a.b=c`` overrides on top."""
+    content: Any = dict(base or {})
+    name = "config"
+    if path is not None:
+        name = str(path)
+        content = read_yaml(path)
+    for override in overrides:
+        apply_override(content, override)
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{name}: {line}" for line in explain(error))) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; `deftune init` writes one to start from") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{place}: not YAML ({getattr(error, 'problem', None) or type(error).__name__})") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a config is a mapping with the keys {', '.join(RunConfig.model_fields)}")
+    return content  # pyright: ignore[reportUnknownVariableType]
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """``train.learning_rate=1e-5``, ``data.train.0.limit=100``: the value is YAML."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: write it as a.b=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: the value is not YAML") from None
+    if isinstance(value, str):  # YAML reads 5e-5 as a string
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    *parents, last = key.strip().split(".")
+    place: Any = content
+    for i, part in enumerate(parents):
+        if isinstance(place, list):
+            place = place[_index(place, part, override)]
+        else:
+            if place.get(part) is None:
+                place[part] = {}
+            place = place[part]
+        if not isinstance(place, dict | list):
+            raise ConfigError(f"--set {override}: {'.'.join(parents[: i + 1])} is a value and has no keys")
+    if isinstance(place, list):
+        place[_index(place, last, override)] = value
+    else:
+        place[last] = value
+
+
+def _index(place: list[Any], part: str, override: str) -> int:
+    if not part.isdecimal() or int(part) >= len(place):
+        raise ConfigError(f"--set {override}: {part} is no place in a list of {len(place)}")
+    return int(part)
+
+
+def explain(error: ValidationError) -> list[str]:
+    """A line for each thing that is wrong; an unknown key comes with the nearest known one."""
+    lines: list[str] = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            known = known_keys(problem["loc"][:-1])
+            near = difflib.get_close_matches(str(problem["loc"][-1]), known, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            lines.append(f"{where}: unknown key; {hint}known here: {', '.join(known)}")
+        elif problem["type"] == "missing":
+            lines.append(f"{where}: is missing")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            given = "" if isinstance(problem["input"], dict | list) else f" (got {problem['input']!r})"
+            lines.append(f"{where or 'config'}: {message}{given}")
+    return lines
+
+
+def known_keys(path: Sequence[int | str]) -> list[str]:
+    """The keys a section takes, by its place in the config."""
+    model: Any = RunConfig
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        choices = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(c for c in choices if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema, for editors."""
+    return RunConfig.model_json_schema()
+
+
+def render_yaml(config: RunConfig) -> str:
+    """The whole config, as it is read back."""
+    return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True)

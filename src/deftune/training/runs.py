@@ -1,0 +1,185 @@
+"""A run's folder: its config, where it ran, what it recorded, its checkpoints and its result.
+
+config.yaml  environment.json  data.json  metrics.jsonl  bad_rows.jsonl  checkpoints/  model/  status.json
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deftune.training.checkpoints import checkpoints, write_atomic
+from deftune.training.config import ConfigError, RunConfig, render_yaml
+
+PACKAGES = ("deftune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton", "reasoning-gym")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder and the places in it."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    def status(self) -> dict[str, Any]:
+        """{"state": "new" | "running" | "stopped" | "failed" | "finished", "step": ..., ...}"""
+        try:
+            return json.loads((self.folder / "status.json").read_text())
+        except (OSError, ValueError):
+            return {"state": "new", "step": 0}
+
+    def set_status(self, state: str, **facts: Any) -> None:
+        write_atomic(self.folder / "status.json", json.dumps({"state": state, "time": time.time(), **facts}))
+
+    def read_config(self) -> RunConfig:
+        from deftune.training.config import load_config
+
+        if not self.config.is_file():
+            raise ValueError(f"{self.folder}: is no run (it has no config.yaml)")
+        return load_config(self.config)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records, oldest first; a last line cut off by a kill is left out."""
+        if not self.metrics.is_file():
+            return []
+        records: list[dict[str, Any]] = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue
+        return records
+
+
+def open_run(config: RunConfig) -> Run:
+    """The run's folder, made or continued; another run's folder is refused."""
+    run = Run(Path(config.run))
+    if run.config.exists():
+        before = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        now = yaml.safe_load(render_yaml(config))
+        if changed := differences(before, now):
+            raise ConfigError(
+                f"{run.folder}: holds a run with another config ({'; '.join(changed[:4])}); choose another folder with "
+                f"--set run=..., or remove it"
+            )
+        return run
+    if run.folder.exists() and any(run.folder.iterdir()):
+        raise ConfigError(f"{run.folder}: is not empty and no run; choose another folder with --set run=...")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(run.folder / "environment.json", json.dumps(environment(), indent=1))
+    write_atomic(run.config, render_yaml(config))
+    return run
+
+
+def differences(before: Any, now: Any, place: str = "") -> list[str]:
+    """What changed between two configs, as `key: old -> new`."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = dict.fromkeys([*before, *now])
+        return [d for key in keys for d in differences(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))]
+    return [] if before == now else [f"{place}: {before} -> {now}"]
+
+
+@contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """No second process in the same run."""
+    with (run.folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{run.folder}: another process is training this run") from None
+        yield
+
+
+def environment() -> dict[str, Any]:
+    """Where a run happens: versions, machine, the working tree's commit."""
+    import torch
+
+    versions: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": gpus,
+        "versions": versions,
+        "git": git_state(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of the folder the command ran in, and whether it was changed; None outside a repository."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cut_metrics(run: Run, step: int) -> None:
+    """Drop the records after ``step``: a resumed run writes them again."""
+    records = [record for record in run.read_metrics() if record["step"] <= step]
+    write_atomic(run.metrics, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def find_runs(root: Path) -> list[Run]:
+    """The runs below a folder, by name."""
+    return [
+        Run(path.parent) for path in sorted(root.rglob("config.yaml")) if (path.parent / "environment.json").exists()
+    ]
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """One line of `deftune runs`."""
+    status = run.status()
+    records = [record for record in run.read_metrics() if "nll" in record]
+    last = records[-1] if records else {}
+    config = run.read_config()
+    return {
+        "run": str(run.folder),
+        "state": status["state"],
+        "step": last.get("step", 0),
+        "objective": config.objective,
+        "model": config.model.name,
+        "loss": last.get("loss"),
+        "nll": last.get("nll"),
+        "p": last.get("p"),
+        "checkpoints": len(checkpoints(run.checkpoints)),
+    }

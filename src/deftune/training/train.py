@@ -1,0 +1,535 @@
+"""`deftune train`: from a config to a run. What cannot be honoured is refused before the model is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from deftune.data.encoding import Collator, EncodedRows, Encoder, encode_rows, pack
+from deftune.data.regimes import generate
+from deftune.data.rows import BadRows, Row
+from deftune.data.sources import mix, read_source, split_rows
+from deftune.objectives import objective as parse_objective
+from deftune.training import checkpoints
+from deftune.training.config import ConfigError, RunConfig, Source
+from deftune.training.display import StepDisplay
+from deftune.training.models import load_model, load_tokenizer, resolve_model
+from deftune.training.runs import Run, cut_metrics, locked, open_run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: "finished", or "stopped" by a signal with a checkpoint to resume from."""
+
+    state: str
+    step: int
+    run: Run
+
+
+@dataclass
+class Prepared:
+    """Everything but the model: what `--dry-run` looks at."""
+
+    config: RunConfig
+    tokenizer: Any
+    source: str  # what from_pretrained takes
+    train: EncodedRows
+    eval: EncodedRows | None
+    bad: BadRows
+    sequences: list[Any]  # what a micro-batch is made of: rows, or packs of them
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        train = self.config.train
+        per_epoch = -(-len(self.sequences) // train.batch_size)
+        return min(train.max_steps or per_epoch * 10**9, max(1, round(per_epoch * train.epochs)))
+
+
+# --- before the model -------------------------------------------------------------------------------------------------
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def check_config(config: RunConfig) -> None:
+    """What is wrong with a config that only the machine can tell."""
+    train, ranks = config.train, world_size()
+    if train.batch_size % (train.micro_batch_size * ranks):
+        raise ConfigError(
+            f"train.batch_size: {train.batch_size} rows a step cannot be {ranks} ranks x {train.micro_batch_size} rows "
+            f"x a whole number; change batch_size or micro_batch_size"
+        )
+    for tracker in train.report_to:
+        if importlib.util.find_spec(tracker) is None:
+            raise ConfigError(f"train.report_to: {tracker} is not installed; pip install {tracker}")
+    if config.model.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora: peft is not installed; pip install peft")
+    if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
+    if train.fsdp and ranks == 1:
+        raise ConfigError(
+            "train.fsdp: needs several ranks; start with `torchrun --nproc-per-node N -m deftune train ...`"
+        )
+
+
+def read_rows(sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None]) -> list[Row]:
+    """The rows of the sources, mixed by their weights."""
+    read: list[tuple[list[Row], float]] = []
+    for source in sources:
+        if source.generate is not None:
+            assert source.limit is not None
+            rows = generate(source.generate, split=source.split or "train", size=source.limit)
+            notice(f"{source.generate}: {len(rows):,} rows generated")
+        else:
+            assert source.path is not None
+            rows = read_source(source.path, format=source.format, split=source.split, limit=source.limit, bad=bad)
+            notice(f"{source.path}: {len(rows):,} rows")
+        read.append((rows, source.weight))
+    if len(read) == 1 and config.data.total is None:
+        return read[0][0]
+    return mix(read, total=config.data.total, seed=config.train.seed)
+
+
+def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
+    """Read, mix, mask and pack the data; the model's weights are not touched."""
+    check_config(config)
+    data = config.data
+    bad = BadRows(skip=data.skip_bad_rows)
+    rows = read_rows(data.train, config, bad, notice)
+    held = read_rows(data.eval, config, bad, notice) if data.eval else []
+    if data.holdout:
+        rows, held = split_rows(rows, data.holdout, config.train.seed)
+        notice(f"{len(held):,} rows held out")
+    source = resolve_model(config.model.name, notice)
+    options = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
+    tokenizer = load_tokenizer(source, **options)
+    encoder = Encoder(
+        tokenizer, template=data.template, mask=data.mask, max_length=data.max_length, overlong=data.overlong
+    )
+    train = encode_rows(rows, encoder)
+    evaluation = encode_rows(held, encoder) if held else None
+    sequences: list[Any] = pack(train.examples, data.max_length) if data.packing else list(train.examples)
+    return Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+
+
+def facts(prepared: Prepared) -> list[str]:
+    """What follows from the config and the data, as a reader would want to check it."""
+    config, ranks = prepared.config, world_size()
+    train = config.train
+    micro = train.micro_batch_size
+    unit = "packed sequences" if config.data.packing else "rows"
+    lines = [
+        f"objective {config.objective} ({parse_objective(config.objective).kind}); model {config.model.name}"
+        + (f" with LoRA r={config.model.lora.r}" if config.model.lora else ""),
+        *[f"train: {line}" for line in prepared.train.facts()],
+        *([f"eval: {line}" for line in prepared.eval.facts()] if prepared.eval else []),
+        f"{train.batch_size} {unit}/step = {ranks} rank{'s' * (ranks > 1)} x {micro} x "
+        f"{train.batch_size // (micro * ranks)}; {len(prepared.sequences):,} {unit}; {prepared.steps:,} steps",
+    ]
+    if len(prepared.sequences) < train.batch_size:
+        lines.append(
+            f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"
+        )
+    if prepared.bad.skip and prepared.bad.rows:
+        lines.append(prepared.bad.summary())
+    return lines
+
+
+def fingerprint(prepared: Prepared) -> str:
+    """Of the token ids and masks: a resumed run must see the same."""
+    digest = hashlib.sha256()
+    for sequence in prepared.sequences:
+        digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
+    return digest.hexdigest()
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def precision_of(config: RunConfig) -> str:
+    """auto: bfloat16 compute where the GPU has it, float32 elsewhere."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def make_arguments(prepared: Prepared, run: Run) -> Any:
+    """The config as TRL's SFTConfig."""
+    from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
+
+    config = prepared.config
+    train = config.train
+    evaluating = prepared.eval is not None and train.eval_steps is not None
+    options: dict[str, Any] = {}
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.folder / "logs")  # transformers has no argument for it any more
+    if train.fsdp:
+        options["fsdp"] = True
+        options["fsdp_config"] = {
+            "fsdp_version": 2,
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": True,
+            "state_dict_type": "FULL_STATE_DICT",
+        }
+    return SFTConfig(
+        output_dir=str(run.checkpoints),
+        per_device_train_batch_size=train.micro_batch_size,
+        per_device_eval_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=train.batch_size // (train.micro_batch_size * world_size()),
+        learning_rate=train.learning_rate,
+        num_train_epochs=train.epochs,
+        max_steps=train.max_steps or -1,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(train.schedule, train.schedule),
+        warmup_steps=round(train.warmup_ratio * prepared.steps),
+        max_grad_norm=train.clip,
+        seed=train.seed,
+        data_seed=train.seed,
+        bf16=precision_of(config) == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=train.gradient_checkpointing,
+        torch_compile=train.compile,
+        dataloader_num_workers=train.workers,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=train.eval_steps if evaluating else train.save_steps,
+        save_total_limit=train.keep,
+        eval_strategy="steps" if evaluating else "no",
+        eval_steps=train.eval_steps,
+        load_best_model_at_end=evaluating,
+        metric_for_best_model="eval_nll" if evaluating else None,
+        greater_is_better=False if evaluating else None,
+        prediction_loss_only=True,
+        report_to=list(train.report_to),
+        run_name=run.folder.name,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        ddp_find_unused_parameters=False,
+        **options,
+    )
+
+
+class Batches:
+    """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
+    them."""
+
+    def __init__(self, sequences: list[Any], collator: Collator):
+        self.sequences, self.collator = sequences, collator
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        return self.collator([self.sequences[row["place"]] for row in rows])
+
+
+def make_dataset(places: range) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"place": list(places)})
+
+
+def lora_config(config: RunConfig) -> Any:
+    from peft import LoraConfig
+
+    lora = config.model.lora
+    assert lora is not None
+    return LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
+        task_type="CAUSAL_LM", revision=None,
+    )  # fmt: skip
+
+
+def make_trainer(prepared: Prepared, run: Run, callbacks: list[Any]) -> Any:
+    """The model, and a trainer for it."""
+    from transformers import PrinterCallback
+
+    from deftune.training.trainer import DeftSFTTrainer
+
+    config = prepared.config
+    arguments = make_arguments(prepared, run)  # before the model: it starts torch.distributed
+    model = load_model(
+        prepared.source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    evaluated = prepared.eval.examples if prepared.eval else []
+    total = len(prepared.sequences)
+    collator = Collator(prepared.tokenizer.pad_token_id, padding_free=config.data.packing)
+    trainer = DeftSFTTrainer(
+        model,
+        arguments,
+        objective=config.objective,
+        data_collator=Batches([*prepared.sequences, *evaluated], collator),
+        train_dataset=make_dataset(range(total)),
+        eval_dataset=make_dataset(range(total, total + len(evaluated))) if evaluated else None,
+        processing_class=prepared.tokenizer,
+        peft_config=lora_config(config) if config.model.lora else None,
+        callbacks=callbacks,
+        checkpoint_root=run.checkpoints,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def make_callback(run: Run, display: StepDisplay, stop: StopSignal, get_trainer: Callable[[], Any]) -> Any:
+    """What happens after a step: the record is written, the display moves, a signal is heard."""
+    from transformers import TrainerCallback
+
+    class RunCallback(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                display.start(state.global_step, state.max_steps)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+                return
+            kind = "eval" if "eval_loss" in logs else "train"
+            record: dict[str, Any] = {"step": state.global_step, "kind": kind, **logs}
+            if kind == "train":
+                record["p_histogram"] = get_trainer().last_record.get("p_histogram")
+                display.step(state.global_step, state.max_steps, logs)
+            with run.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if stop.heard_anywhere(args.device):
+                control.should_save = True
+                control.should_training_stop = True
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            display.stop()
+
+    return RunCallback()
+
+
+class StopSignal:
+    """SIGTERM and SIGINT: finish the step, save, stop. A second one is the usual sudden end."""
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def _hear(self, number: int, frame: Any) -> None:
+        self.heard = True
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def heard_anywhere(self, device: Any) -> bool:
+        """Whether any rank heard it; all ranks stop at the same step."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return self.heard
+        flag = torch.tensor(int(self.heard), device=device)
+        dist.all_reduce(flag)
+        return bool(flag)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers' and datasets' own bars and notes would tear ours apart."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+
+
+def train_run(config: RunConfig, console: Console | None = None, *, title: str = "train") -> Outcome:
+    """Train a run to its end, from the newest checkpoint that verifies if there is one.
+
+    Every rank of a distributed launch calls it. Returns early, with a checkpoint, on SIGTERM.
+    """
+    console = console or Console(stderr=True)
+    say: Callable[[str], None] = (lambda text: console.print(text, highlight=False, soft_wrap=True)) if is_main() else (lambda _: None)
+    with quiet():
+        run = open_run(config) if is_main() else Run(Path(config.run))
+        if run.status()["state"] == "finished":
+            say(f"{run.folder}: already finished; its model is in {run.model}")
+            return Outcome("finished", run.status()["step"], run)
+        with locked(run) if is_main() else nullcontext():
+            return _train(config, run, console, say, title)
+
+
+def _train(config: RunConfig, run: Run, console: Console, say: Callable[[str], None], title: str) -> Outcome:
+    prepared = prepare(config, say)
+    for line in facts(prepared):
+        say(line)
+    if is_main():
+        record_data(prepared, run)
+    resumed = checkpoints.latest(run.checkpoints, say)
+    stop = StopSignal()
+    trainer: Any = None
+    display = StepDisplay(console, title)
+    callback = make_callback(run, display, stop, lambda: trainer)
+    trainer = make_trainer(prepared, run, [callback])
+    step = checkpoints.step_of(resumed) or 0 if resumed else 0
+    if is_main():
+        checkpoints.clear_staging(run.checkpoints)
+        cut_metrics(run, step)
+        run.set_status("running", step=step)
+        if step:
+            say(f"resuming from {resumed}")
+    try:
+        with stop.listening():
+            trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+    except BaseException as error:
+        display.stop()
+        if is_main():
+            run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
+        raise
+    step = trainer.state.global_step
+    if stop.heard_anywhere(trainer.args.device):
+        if is_main():
+            run.set_status("stopped", step=step)
+        say(f"stopped at step {step} with a checkpoint; the same command resumes")
+        return Outcome("stopped", step, run)
+    if prepared.eval is not None:
+        trainer.evaluate()
+    save_result(trainer, prepared, run)
+    if is_main():
+        run.set_status("finished", step=step)
+    say(f"finished: {run.model}")
+    if config.train.push_to_hub and is_main():
+        push(run, config.train.push_to_hub, say)
+    return Outcome("finished", step, run)
+
+
+def record_data(prepared: Prepared, run: Run) -> None:
+    """Write what the data was; a resumed run whose data changed is refused."""
+    path = run.folder / "data.json"
+    now = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}
+    if path.is_file() and json.loads(path.read_text())["fingerprint"] != now["fingerprint"]:
+        raise ValueError(
+            f"{run.folder}: the data is not what the run began with (tokens or masks differ); restore it, or start "
+            f"another run with --set run=..."
+        )
+    checkpoints.write_atomic(path, json.dumps(now, indent=1))
+    if prepared.bad.skip and prepared.bad.rows:
+        prepared.bad.write(run.folder / "bad_rows.jsonl")
+
+
+def save_result(trainer: Any, prepared: Prepared, run: Run) -> None:
+    """The tuned model (or adapter) and its tokenizer, sealed, with a card."""
+    trainer.accelerator.wait_for_everyone()
+    staging = run.folder / f".model-{os.environ.get('MASTER_PORT', '0')}"
+    main = is_main()
+    try:
+        with checkpoints.sealed_folder(staging, run.model) if main else nullcontext():
+            trainer.accelerator.wait_for_everyone()
+            trainer.save_model(str(staging))
+            trainer.accelerator.wait_for_everyone()
+            if main:
+                prepared.tokenizer.save_pretrained(staging)
+                # what the trainer keeps for itself
+                (staging / "training_args.bin").unlink(missing_ok=True)
+                (staging / "README.md").write_text(render_card(prepared, run), encoding="utf-8")
+    except (OSError, RuntimeError) as error:
+        if reason := checkpoints.disk_error(error):
+            raise checkpoints.CheckpointError(f"{run.model}: could not be written ({reason})") from error
+        raise
+    trainer.accelerator.wait_for_everyone()
+
+
+def render_card(prepared: Prepared, run: Run) -> str:
+    """The model card: what it is, what it was tuned on and how, and its last numbers."""
+    config = prepared.config
+    records = run.read_metrics()
+    last = next((r for r in reversed(records) if r.get("kind") == "train"), {})
+    evaluated = next((r for r in reversed(records) if r.get("kind") == "eval"), {})
+    numbers = {**{k: last[k] for k in ("loss", "nll", "p", "focus", "gate") if k in last},
+               **{k: evaluated[k] for k in ("eval_nll", "eval_p") if k in evaluated}}  # fmt: skip
+    table = "\n".join(f"| {name} | {value:.4g} |" for name, value in numbers.items())
+    lines = "\n".join(f"- {line}" for line in facts(prepared))
+    return (
+        f"---\nlibrary_name: transformers\nbase_model: {config.model.name}\ntags: [deftune, sft]\n---\n\n"
+        f"# {run.folder.name}\n\nTuned from `{config.model.name}` with the objective `{config.objective}` by "
+        f"deftune.\n\n{lines}\n\n| last step | |\n|---|---|\n{table}\n\nThe resolved config is in `config.yaml` of the "
+        f"run; `deftune train config.yaml` repeats it.\n\n```yaml\n{run.config.read_text(encoding='utf-8')}```\n"
+    )
+
+
+def push(run: Run, hub_id: str, say: Callable[[str], None]) -> None:
+    """Upload the result, on request."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api = HfApi()
+        api.create_repo(hub_id, exist_ok=True)
+        api.upload_folder(repo_id=hub_id, folder_path=str(run.model))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ValueError(f"push_to_hub: {hub_id}: {error}; the model is safe in {run.model}") from error
+    say(f"uploaded to {hub_id}")
+
+
+def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
+    """One micro-batch forward and backward: what a run would take, without a run's folder."""
+    import tempfile
+
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        prepared = prepare(config, say)
+        for line in facts(prepared):
+            say(line)
+        trainer = make_trainer(prepared, Run(Path(folder)), [])
+        model = trainer.model
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        everything = sum(p.numel() for p in model.parameters())
+        batches = iter(trainer.get_train_dataloader())
+        first, seconds = next(batches), 0.0
+        supervised = int((first["labels"] != -100).sum())
+        say(f"first micro-batch: {tuple(first['input_ids'].shape)} tokens, {supervised:,} of them supervised")
+        for _ in range(2):  # the first time warms up
+            trainer._num_items = max(1, supervised)
+            start = time.perf_counter()
+            loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
+            loss.backward()
+            seconds = time.perf_counter() - start if not torch.cuda.is_available() else _synced(start)
+            model.zero_grad(set_to_none=False)
+        from deftune.training.trainer import peak_gib
+
+        state = 8 * trainable / 2**30
+        accumulation = config.train.batch_size // (config.train.micro_batch_size * world_size())
+        say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)} over fp32 weights")
+        say(f"memory about {peak_gib(trainer.accelerator.device) + state:.1f} GiB, {state:.1f} of it Adam's")
+        step = seconds * accumulation
+        say(f"a step takes about {step:.1f} s, the run {step * prepared.steps / 60:.0f} min")
+
+
+def _synced(start: float) -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,143 @@
+"""Packing and batches: nothing is lost, nothing is doubled, and no target sees another example."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deftune.data.encoding import IGNORE_INDEX, Collator, Encoded, Pack, pack
+
+LENGTH = 32
+
+
+def example(size: int, mask: int, *, first: int = 0, where: str = "a.jsonl:1") -> Encoded:
+    """``size`` distinct tokens from ``first``; bit i of ``mask`` supervises token i."""
+    ids = list(range(first, first + size))
+    return Encoded(ids, [token if mask >> i & 1 else IGNORE_INDEX for i, token in enumerate(ids)], where, "a.jsonl")
+
+
+# (length, mask) per example; tokens repeat between examples, so that a doubled one cannot hide behind its ids
+examples = st.lists(
+    st.tuples(st.integers(1, LENGTH), st.integers(0, 2**LENGTH - 1), st.integers(0, 5)), max_size=24
+).map(lambda drawn: [example(size, mask, first=first) for size, mask, first in drawn])
+
+Pairs = Counter[tuple[tuple[int, ...], int]]
+
+
+def pairs_of_examples(encoded: Sequence[Encoded]) -> Pairs:
+    """(context, target) of each supervised token that has a token before it."""
+    return Counter(
+        (tuple(one.input_ids[:i]), label)
+        for one in encoded
+        for i, label in enumerate(one.labels)
+        if i and label != IGNORE_INDEX
+    )
+
+
+def pairs_of_row(input_ids: list[int], labels: list[int], position_ids: list[int]) -> Pairs:
+    """The same, as a model computes them: labels shifted over the whole row, context by restarting positions."""
+    found: Pairs = Counter()
+    for i, target in enumerate(labels[1:]):  # the logits of token i against label i + 1
+        if target != IGNORE_INDEX:
+            found[tuple(input_ids[i - position_ids[i] : i + 1]), target] += 1
+    return found
+
+
+def pairs_of_packs(packs: Sequence[Pack]) -> Pairs:
+    return sum((pairs_of_row(one.input_ids, one.labels, one.position_ids) for one in packs), Counter())
+
+
+@settings(max_examples=5000, deadline=None)
+@given(examples, st.integers(LENGTH, 3 * LENGTH))
+def test_best_fit_keeps_every_target_and_its_context(encoded: list[Encoded], length: int):
+    packs = pack(encoded, length)
+    check(packs, encoded, length)
+    # any two packs together overflow, or one could have taken the other: best fit never leaves both half empty
+    sizes = sorted(len(one.input_ids) for one in packs)
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > length
+
+
+@settings(max_examples=5000, deadline=None)
+@given(examples, st.integers(LENGTH, 3 * LENGTH))
+def test_sequential_keeps_every_target_its_context_and_the_order(encoded: list[Encoded], length: int):
+    packs = pack(encoded, length, strategy="sequential")
+    check(packs, encoded, length)
+    assert [size for one in packs for size in one.lengths] == [len(one.input_ids) for one in encoded]
+    assert [i for one in packs for i in one.input_ids] == [i for one in encoded for i in one.input_ids]
+
+
+def check(packs: list[Pack], encoded: list[Encoded], length: int) -> None:
+    assert pairs_of_packs(packs) == pairs_of_examples(encoded)
+    whole = Counter(tuple(one.input_ids) for one in encoded)
+    for one in packs:
+        assert sum(one.lengths) == len(one.input_ids) == len(one.labels) == len(one.position_ids) <= length
+        assert one.position_ids == [i for size in one.lengths for i in range(size)]
+        start = 0
+        for size in one.lengths:
+            assert one.labels[start] == IGNORE_INDEX
+            whole[tuple(one.input_ids[start : start + size])] -= 1
+            start += size
+    assert not any(whole.values())
+
+
+@settings(max_examples=1000, deadline=None)
+@given(examples.filter(bool), st.sampled_from([None, 8]), st.booleans())
+def test_padding_free_batch_keeps_every_target(encoded: list[Encoded], multiple: int | None, packed: bool):
+    batch = Collator(99, padding_free=True, pad_to_multiple_of=multiple)(pack(encoded, 40) if packed else encoded)
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    rows = [batch[name].tolist() for name in ("input_ids", "labels", "position_ids")]
+    assert all(len(row) == 1 for row in rows)
+    assert pairs_of_row(*(row[0] for row in rows)) == pairs_of_examples(encoded)
+    size = sum(len(one.input_ids) for one in encoded)
+    assert len(rows[0][0]) == (size if multiple is None else -(-size // 8) * 8)
+    assert rows[0][0][size:] == [99] * (len(rows[0][0]) - size)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(examples.filter(bool), st.sampled_from([None, 8]))
+def test_padded_batch_keeps_every_target(encoded: list[Encoded], multiple: int | None):
+    batch = Collator(99, padding_free=False, pad_to_multiple_of=multiple)(encoded)
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    found: Pairs = Counter()
+    for ids, mask, labels, one in zip(*(batch[n].tolist() for n in batch), encoded):
+        size = len(one.input_ids)
+        assert mask == [1] * size + [0] * (len(mask) - size)
+        assert ids == one.input_ids + [99] * (len(ids) - size)
+        assert labels[0] == IGNORE_INDEX and labels[size:] == [IGNORE_INDEX] * (len(ids) - size)
+        found += pairs_of_row(ids, labels, list(range(len(ids))))
+    assert found == pairs_of_examples(encoded)
+    longest = max(len(one.input_ids) for one in encoded)
+    assert batch["input_ids"].shape == (len(encoded), longest if multiple is None else -(-longest // 8) * 8)
+    assert batch["labels"].dtype == torch.int64
+
+
+def test_best_fit_by_hand():
+    # 7, then 5, 4 (beside 5 it leaves 1), 3 (beside 7 it leaves 0), 2: then everything in the data's order
+    encoded = [example(size, -1, first=10 * i) for i, size in enumerate([3, 5, 2, 7, 4])]
+    assert [one.lengths for one in pack(encoded, 10)] == [[3, 7], [5, 4], [2]]
+    assert [one.lengths for one in pack(encoded, 10, strategy="sequential")] == [[3, 5, 2], [7], [4]]
+
+
+def test_packing_is_deterministic_and_leaves_its_input_alone():
+    encoded = [example(1 + i * 7 % 30, i, first=i) for i in range(200)]
+    before = [(list(one.input_ids), list(one.labels)) for one in encoded]
+    assert pack(encoded, 64) == pack(encoded, 64)
+    assert before == [(one.input_ids, one.labels) for one in encoded]
+
+
+def test_pack_errors():
+    with pytest.raises(ValueError, match=r"a.jsonl:7: 9 tokens do not fit a pack of 8; encode with max_length=8"):
+        pack([example(9, 1, where="a.jsonl:7")], 8)
+    with pytest.raises(ValueError, match=r"unknown packing strategy 'ffd'. Known: bfd, sequential"):
+        pack([], 8, strategy="ffd")  # type: ignore[arg-type]
+    assert pack([], 8) == []
+
+
+def test_packs_are_never_padded():
+    with pytest.raises(ValueError, match="attend to each other; use padding_free=True"):
+        Collator(0, padding_free=False)(pack([example(4, 6), example(4, 6)], 8))
