@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def latest(root: Path, notice: Callable[[str], None]) -> Path | None:
 
 
 @contextmanager
-def sealed_folder(staging: Path, final: Path, **facts: Any) -> Iterator[Path]:
+def sealed_folder(staging: Path, final: Path, **facts: Any) -> Generator[Path]:
     """A folder to write into. On success it is sealed and becomes ``final``; on failure nothing of it is left."""
     staging.mkdir(parents=True)
     try:
@@ -150,7 +150,7 @@ def sealed_folder(staging: Path, final: Path, **facts: Any) -> Iterator[Path]:
 
 
 @contextmanager
-def staged(root: Path, step: int) -> Iterator[Path]:
+def staged(root: Path, step: int) -> Generator[Path]:
     """A folder to write a checkpoint into, which becomes ``checkpoint-<step>``; a full disk is named as such."""
     root.mkdir(parents=True, exist_ok=True)
     clear_staging(root)

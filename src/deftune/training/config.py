@@ -24,7 +24,7 @@ class Lora(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
     r: Positive = 16
-    alpha: float = Field(32.0, gt=0)
+    alpha: Positive = 32
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: str | list[str] = Field("all-linear", description="modules that get an adapter; never the head")
 

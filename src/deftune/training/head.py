@@ -8,7 +8,7 @@ the gradient hooks see it. `attach_objective` therefore gives one model (not its
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -152,7 +152,7 @@ class ObjectiveCall:
         weight, bias = gathered(head.weight), gathered(head.bias)
         options = head_options(model.config)
         targets = targets.to(hidden.device)
-        keywords = {"bias": bias, "softcap": options.softcap, "logit_scale": options.logit_scale}
+        keywords: dict[str, Any] = {"bias": bias, "softcap": options.softcap, "logit_scale": options.logit_scale}
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(weight.dtype)
         if self.statistics_only:
@@ -181,4 +181,4 @@ def stats_of(output: ObjectiveOutput, vocab_size: int) -> TokenStats:
 
 def base_of(model: Any) -> Any:
     """The causal LM inside PEFT's wrappers."""
-    return cast(Any, model.get_base_model() if hasattr(model, "get_base_model") else model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -139,7 +139,8 @@ def _convert(gguf: Path, folder: Path, notice: Callable[[str], None]) -> Path:
     if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
     model = transformers.AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.float32, **options)
-    for config in (model.config, model.generation_config):
+    configs: list[Any] = [model.config, model.generation_config]
+    for config in configs:
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -346,7 +346,8 @@ def starter() -> str:
 
 STARTER = """\
 # A first run: SmolLM2-135M on generated word problems. It needs no hub and no GPU; two cores are enough.
-# `deftune train FILE` runs it, `deftune train FILE --set objective=nll` compares, the same command resumes.
+# `deftune train FILE` runs it, and goes on with it where it was interrupted; with `--set objective=nll --set run=runs/nll`
+# it trains the baseline to compare with.
 
 run: runs/first                 # the run's folder: checkpoints, metrics, this file
 objective: deft                 # `deftune objectives` lists them; modifiers compose: deft | eos(nll)

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -108,7 +108,7 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
 
 
 @contextmanager
-def locked(run: Run) -> Iterator[None]:
+def locked(run: Run) -> Generator[None]:
     """No second process in the same run."""
     with (run.folder / ".lock").open("w") as file:
         try:

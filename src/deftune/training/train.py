@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
         rows, held = split_rows(rows, data.holdout, config.train.seed)
         notice(f"{len(held):,} rows held out")
     source = resolve_model(config.model.name, notice)
-    options = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
+    options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     tokenizer = load_tokenizer(source, **options)
     encoder = Encoder(
         tokenizer, template=data.template, mask=data.mask, max_length=data.max_length, overlong=data.overlong
@@ -214,7 +214,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="steps",
-        save_steps=train.eval_steps if evaluating else train.save_steps,
+        save_steps=(train.eval_steps or train.save_steps) if evaluating else train.save_steps,
         save_total_limit=train.keep,
         eval_strategy="steps" if evaluating else "no",
         eval_steps=train.eval_steps,
@@ -333,7 +333,7 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> Generator[None]:
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -354,7 +354,7 @@ class StopSignal:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None]:
     """transformers' and datasets' own bars and notes would tear ours apart."""
     import datasets
     import transformers
@@ -375,7 +375,9 @@ def train_run(config: RunConfig, console: Console | None = None, *, title: str =
     Every rank of a distributed launch calls it. Returns early, with a checkpoint, on SIGTERM.
     """
     console = console or Console(stderr=True)
-    say: Callable[[str], None] = (lambda text: console.print(text, highlight=False, soft_wrap=True)) if is_main() else (lambda _: None)
+    say: Callable[[str], None] = (
+        (lambda text: console.print(text, highlight=False, soft_wrap=True)) if is_main() else (lambda _: None)
+    )
     with quiet():
         run = open_run(config) if is_main() else Run(Path(config.run))
         if run.status()["state"] == "finished":

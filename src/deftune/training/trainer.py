@@ -129,13 +129,14 @@ class DeftSFTTrainer(SFTTrainer):
     def _pre_pass(self, batches: list[Any]) -> StepStats:
         """What the objective must know of the whole step: one more forward over its micro-batches."""
         found = []
-        self.model_wrapped.train()
+        wrapped: Any = self.model_wrapped
+        wrapped.train()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
             for batch in batches:
                 inputs = self._prepare_inputs(dict(batch))
                 with self.compute_loss_context_manager():
-                    found.append(stats_of(self._forward(self.model_wrapped, inputs, self._context(), None, True),
+                    found.append(stats_of(self._forward(wrapped, inputs, self._context(), None, True),
                                           self.vocab_size))  # fmt: skip
         return step_stats(self.objective, found, context=self._context())
 
@@ -156,7 +157,8 @@ class DeftSFTTrainer(SFTTrainer):
                 "DeftSFTTrainer: the fused head makes no logits, so compute_metrics and preprocess_logits_for_metrics "
                 "cannot be served; evaluate with prediction_loss_only=True"
             )
-        training = self.model.training and torch.is_grad_enabled()
+        inner: Any = self.model
+        training = inner.training and torch.is_grad_enabled()
         step: Any = None
         if training and self.objective.kind == "mass":
             step = "deferred"
