@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizer import small_tokenizer
-from tokenizers import AddedToken
+from small_tokenizer import SPECIAL, TEXT, small_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from deftune.data.encoding import IGNORE_INDEX, Encoded, Encoder, EncodingError, encode_rows
 from deftune.data.rows import Row
@@ -219,6 +220,14 @@ def test_reasoning_that_a_later_turn_erases_is_an_error():
         encode(tokenizer, row(("user", U1), ("assistant", think), ("user", U2), ("assistant", A2)))
 
 
+def test_reasoning_that_is_only_context_may_be_left_out():
+    tokenizer = small_tokenizer(trl_template("qwen3"))
+    turns = row(("user", U1), ("assistant", f"<think>\nFrance.\n</think>\n\n{A1}"), ("user", U2), ("assistant", A2))
+    example = encode(tokenizer, turns, "completion")
+    assert "France.\n" not in tokenizer.decode(example.input_ids)
+    assert runs(example, tokenizer) == [f"<think>\n\n</think>\n\n{A2}<|im_end|>"]
+
+
 def test_reasoning_that_the_template_never_writes_is_an_error():
     tokenizer = small_tokenizer(trl_template("qwen2_5"))
     thinking = {"role": "assistant", "content": A1, "reasoning_content": "Easy, it is Paris."}
@@ -270,7 +279,8 @@ def test_tool_calls_are_supervised_and_results_are_not():
     tokenizer = small_tokenizer(trl_template("qwen2_5"))
     example = encode(tokenizer, row(*TOOL_TURNS, tools=WEATHER))
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
-    assert "-3 degrees" in tokenizer.decode(example.input_ids)
+    text = tokenizer.decode(example.input_ids)
+    assert "-3 degrees" in text and '"description": "?"' in text  # the result, and what the tool is
     assert [text.strip("\n") for text in runs(example, tokenizer)] == [call, "It is -3.<|im_end|>"]
 
 
@@ -299,7 +309,33 @@ def test_a_template_that_drops_text_is_an_error():
         encode(small_tokenizer(trl_template("idefics3")), row(("user", U1), ("assistant", A1)))
 
 
+def test_an_answer_must_be_in_its_own_turn():
+    # the template writes the user only; that the answer's text is in the question proves nothing
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    with pytest.raises(EncodingError, match=r"leaves out 'Paris' of turn 1 \(assistant\)"):
+        encode(small_tokenizer(template), row(("user", "Paris, you say?"), ("assistant", "Paris")))
+
+
 # --- boundaries
+
+
+def sentencepiece_like() -> Any:
+    """As Llama 2's: a space before every piece of text, no pre-tokenizer, bytes where a character is unknown."""
+    bpe = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, special_tokens=["<unk>", *byte_tokens])
+    bpe.train_from_iterator(TEXT * 4, trainer)
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("answer", [A1, "日é ∑ x"])
+def test_sentencepiece_boundaries(answer: str):
+    tokenizer = sentencepiece_like()
+    example = encode(tokenizer, row(("user", U1), ("assistant", answer)), template="chatml")
+    assert (runs(example, tokenizer), example.straddled) == ([f"{answer}<|im_end|>"], 0)
 
 
 def test_straddling_token_is_counted_and_not_supervised():

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from deftune._version import __version__
-from deftune.cli import doctor, objectives, train
+from deftune.cli import doctor, objectives, results, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -15,6 +15,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"deftune {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     objectives.add_to(commands)
+    results.add_to(commands)
     train.add_to(commands)
     doctor.add_to(commands)
     return parser

@@ -129,7 +129,7 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         # one int object per id rather than per token: 16 bytes a token instead of 44
-        self._shared = list(range(len(tokenizer)))
+        self._shared: dict[int, int] = {}
 
     def encode(self, row: Row) -> Encoded:
         """The row's tokens and labels, cut to ``max_length``. A row without an assistant turn has no labels."""
@@ -159,7 +159,10 @@ class Encoder:
         )
 
     def encode_prompt(self, row: Row) -> list[int]:
-        """What a model trained on this row is given to answer: its messages before the last assistant turn."""
+        """What a model trained on this row is given to answer: its messages before the last assistant turn.
+
+        The head of what `encode` returns, unless the tokenizer splits the end of the prompt by what follows it.
+        """
         turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
         messages = row.messages[: turns[-1]] if turns else row.messages
         return self._tokenize(self._render(row, messages, prompt=True))[0]
@@ -237,7 +240,7 @@ class Encoder:
 
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        input_ids, offsets = [self._shared[i] for i in encoding.ids], encoding.offsets
+        input_ids, offsets = [self._shared.setdefault(i, i) for i in encoding.ids], encoding.offsets
         if self._bos is not None and input_ids[:1] != [self._bos]:
             return [self._bos, *input_ids], [(0, 0), *offsets]
         return input_ids, offsets
@@ -500,7 +503,7 @@ class Collator:
 
 
 def _end_ids(tokenizer: Any, declared: Sequence[str]) -> dict[str, int]:
-    """The tokens that end a turn, longest first so that none hides behind another's beginning."""
+    """The tokens that end a turn, by their text."""
     vocabulary: dict[str, int] = tokenizer.get_added_vocab()
     known = {token: vocabulary[token] for token in END_OF_TURN if token in vocabulary}
     if tokenizer.eos_token is not None:
@@ -511,7 +514,7 @@ def _end_ids(tokenizer: Any, declared: Sequence[str]) -> dict[str, int]:
                 f"end_tokens: {token!r} is not a token of its own in this tokenizer; add it, or leave it out"
             )
         known[token] = vocabulary[token]
-    return dict(sorted(known.items(), key=lambda item: -len(item[0])))
+    return known
 
 
 def _bos_id(tokenizer: Any, wanted: bool | None) -> int | None:

@@ -326,10 +326,11 @@ def _nearest(row: Fields) -> str:
         close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.75)
         if close and key not in known:
             return f" Did you mean {close[0]!r} for {key!r}?"
-    options = [(len(keys & row.keys()) / len(keys), name, keys) for name, form in FORMATS.items() for keys in form.keys]
-    share, name, keys = max(options, key=lambda option: option[0])
-    missing = sorted(keys - row.keys())
-    return f" Did you mean {name}? It needs {', '.join(missing)} too." if share >= 0.5 and missing else ""
+    partly = [(name, keys) for name, form in FORMATS.items() for keys in form.keys if not keys <= row.keys()]
+    name, keys = max(partly, key=lambda pair: len(pair[1] & row.keys()) / len(pair[1]))
+    if 2 * len(keys & row.keys()) < len(keys):
+        return ""
+    return f" Did you mean {name}? It needs {', '.join(sorted(keys - row.keys()))} too."
 
 
 def known_format(name: str) -> Format:

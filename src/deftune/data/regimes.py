@@ -6,6 +6,7 @@ share items. `generate` keeps its splits apart by content too (but for `figlet_f
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import importlib.resources
@@ -71,7 +72,9 @@ def generate(name: str, *, split: str = "train", size: int, seed: int = 42) -> l
     those unseen, train on ``train_reduced``: train without the items in them.
     """
     if name not in GENERATORS:
-        raise ValueError(f"unknown generated regime {name!r}. Known: {', '.join(GENERATORS)}")
+        close = difflib.get_close_matches(name.lower(), GENERATORS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown generated regime {name!r}.{hint} Known: {', '.join(GENERATORS)}")
     generator = GENERATORS[name]
     if split not in generator.splits:
         raise ValueError(f"{name}: unknown split {split!r}. Known: {', '.join(generator.splits)}")

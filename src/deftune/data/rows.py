@@ -294,7 +294,7 @@ def _open(path: Path) -> _Stream:
         zipped = raw.read(2) == b"\x1f\x8b"
     if path.suffix.lower() == ".gz" and not zipped:
         raise RowError(str(path), Fault("named .gz but not gzip data", "", "rename it, or compress it"))
-    return gzip.GzipFile(path) if zipped else open(path, "rb", buffering=2**16)
+    return gzip.GzipFile(path) if zipped else io.BufferedReader(io.FileIO(path), 2**16)
 
 
 def _layout(path: Path, head: bytes) -> str:

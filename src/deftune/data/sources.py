@@ -154,7 +154,9 @@ def _hub(source: str, split: str, *, streaming: bool) -> Iterator[Record]:
         lines = str(error).strip().splitlines() or [""]
         detail = f"{type(error).__name__}: {lines[0][:200]}"
         remedy = "check the name (org/name:config) and split, your network and access, or give a local file"
-        raise RowError(source, Fault("no such file, and not readable from the hub", detail, remedy)) from error
+        where = f"{source}:{split}[{index}]" if index else source
+        kind = "not readable from the hub" if index else "no such file, and not readable from the hub"
+        raise RowError(where, Fault(kind, detail, remedy)) from error
 
 
 # Mixing and splitting ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ accepts only what its manifest confirms, so a kill at any moment costs at most t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -41,29 +42,31 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """A small file, whole or as it was before."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """A small file, whole or as it was before. What a kill leaves aside is gone with the next write."""
+    temporary = path.with_name(f".{path.name}.writing")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Every file below a folder but its manifest, sorted by name; a link is refused."""
+    """Every file below a folder but its manifest, sorted by name; links, pipes and devices are refused."""
     found: list[Path] = []
-    for path in sorted(folder.rglob("*")):
+    for path in [folder, *sorted(folder.rglob("*"))]:
         if path.is_symlink():
             raise CheckpointError(f"{path}: a link has no place in a checkpoint")
-        if path.is_file() and path != folder / MANIFEST:
+        if path.is_file():
             found.append(path)
-    return found
+        elif not path.is_dir():
+            raise CheckpointError(f"{path}: is neither a file nor a folder")
+    return [path for path in found if path != folder / MANIFEST]
 
 
 def seal(folder: Path, **facts: Any) -> None:
@@ -76,35 +79,48 @@ def seal(folder: Path, **facts: Any) -> None:
         if path.is_dir():
             sync(path)
     text = json.dumps({**facts, "files": entries}, indent=1, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_atomic(folder / MANIFEST, json.dumps({"sha256": digest, "content": text}))
+    write_atomic(folder / MANIFEST, render_manifest(text))
+
+
+def render_manifest(text: str) -> str:
+    """The manifest's content with its own checksum."""
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
+
+
+def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str]]]:
+    """(facts, {file: (bytes, sha256)}) of a manifest that is as it was written."""
+    try:
+        raw = path.read_text(encoding="utf-8")
+        text = json.loads(raw)["content"]
+        if raw != render_manifest(text):
+            raise CheckpointError(f"{path}: does not match its own checksum")
+        facts = json.loads(text)
+        entries = {str(name): (entry["bytes"], entry["sha256"]) for name, entry in facts["files"].items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent}: has no {MANIFEST}; it was not written to the end") from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error})") from error
+    return facts, entries
 
 
 def verify(folder: Path) -> dict[str, Any]:
     """The facts of a folder that is exactly as it was sealed; else a CheckpointError that says what is not."""
+    facts, entries = read_manifest(folder / MANIFEST)
     try:
-        outer = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        text, digest = outer["content"], outer["sha256"]
-        if set(outer) != {"content", "sha256"} or hashlib.sha256(text.encode()).hexdigest() != digest:
-            raise CheckpointError(f"{folder / MANIFEST}: does not match its own checksum")
-        facts = json.loads(text)
-        entries: dict[str, dict[str, Any]] = facts["files"]
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: has no {MANIFEST}; it was not written to the end") from error
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder / MANIFEST}: is damaged ({error})") from error
-    found = {path.relative_to(folder).as_posix() for path in files_of(folder)}
-    if found != set(entries):
-        odd = ", ".join(sorted(found ^ set(entries))[:3])
-        raise CheckpointError(f"{folder}: files missing or too many: {odd}")
-    for name, entry in entries.items():
-        path = folder / name
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes where {entry['bytes']} were written")
-        if sha256(path) != entry["sha256"]:
-            raise CheckpointError(f"{path}: is damaged (its sha256 is not the one written)")
+        found = {path.relative_to(folder).as_posix() for path in files_of(folder)}
+        if found != set(entries):
+            odd = ", ".join(sorted(found ^ set(entries))[:3])
+            raise CheckpointError(f"{folder}: files missing or too many: {odd}")
+        for name, (size, digest) in entries.items():
+            path = folder / name
+            if path.stat().st_size != size:
+                raise CheckpointError(f"{path}: {path.stat().st_size} bytes where {size} were written")
+            if sha256(path) != digest:
+                raise CheckpointError(f"{path}: is damaged (its sha256 is not the one written)")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read ({error})") from error
     return facts
 
 
@@ -126,7 +142,8 @@ def latest(root: Path, notice: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that verifies; each one passed over is told to ``notice``."""
     for folder in reversed(checkpoints(root)):
         try:
-            verify(folder)
+            if (step := verify(folder).get("step")) != step_of(folder):
+                raise CheckpointError(f"{folder}: holds step {step}, not the one in its name")
             return folder
         except CheckpointError as error:
             notice(f"passing over a checkpoint: {error}")
@@ -136,12 +153,13 @@ def latest(root: Path, notice: Callable[[str], None]) -> Path | None:
 @contextmanager
 def sealed_folder(staging: Path, final: Path, **facts: Any) -> Generator[Path]:
     """A folder to write into. On success it is sealed and becomes ``final``; on failure nothing of it is left."""
+    shutil.rmtree(staging, ignore_errors=True)  # of a killed run
     staging.mkdir(parents=True)
     try:
         yield staging
         seal(staging, **facts)
         if final.exists():  # a damaged one, or the same once more
-            shutil.rmtree(final)
+            remove(final)
         os.replace(staging, final)
         sync(final.parent)
     except BaseException:
@@ -173,10 +191,11 @@ def disk_error(error: BaseException) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     text = str(error)
-    full = os.strerror(errno.ENOSPC)
-    if full in text or "PytorchStreamWriter failed" in text or "file write failed" in text:
-        return full if full in text else text.splitlines()[0]
-    return ""
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+        if os.strerror(number) in text:
+            return os.strerror(number)
+    written = "PytorchStreamWriter failed" in text or "file write failed" in text
+    return text.splitlines()[0] if written else ""
 
 
 def clear_staging(root: Path) -> None:
@@ -185,13 +204,26 @@ def clear_staging(root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rotate(root: Path, keep: int | None, best: int | None) -> None:
-    """Remove the oldest checkpoints beyond ``keep``; the best one stays."""
+def remove(folder: Path) -> None:
+    """Remove a checkpoint: first its manifest, without which it no longer counts, then the rest."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def rotate(root: Path, keep: int | None, best: int | None, newest: int) -> None:
+    """Remove the oldest checkpoints beyond ``keep``; the best one stays, and so does the ``newest``, just written.
+
+    What bears a later step was passed over when the run was resumed, and goes first.
+    """
     if keep is None:
         return
-    spare = [folder for folder in checkpoints(root) if step_of(folder) != best]
+    found = checkpoints(root)
+    late = [folder for folder in found if (step_of(folder) or 0) > newest]
+    spare = [folder for folder in found if folder not in late and step_of(folder) != best]
     room = max(keep - (1 if best is not None and (root / f"{PREFIX}{best}").is_dir() else 0), 1)
-    for folder in spare[: max(0, len(spare) - room)]:
-        # without its manifest it no longer counts, whatever happens while the rest goes
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+    for folder in [*late, *spare[: max(0, len(spare) - room)]]:
+        with contextlib.suppress(OSError):  # tried again after the next one is written
+            remove(folder)

@@ -1,8 +1,9 @@
 """A causal LM whose forward ends in an objective instead of logits.
 
-Under DDP and FSDP2 a loss must be computed inside the wrapped module's forward, where the head's weight is gathered and
-the gradient hooks see it. `attach_objective` therefore gives one model (not its class) a forward that, when called with
-``deft_targets``, hands the hidden states to the fused loss; without them it is the model's own, so `generate` is too.
+Under DDP and FSDP2 a loss must be computed inside the wrapped modules' forwards, where weights are gathered and the
+gradient hooks see them. `attach_objective` therefore gives one model (not its class) and its head a forward that, when
+called with ``deft_targets``, hands the hidden states to the fused loss; without them each is its own, so `generate` is
+too. The head is called as a module because FSDP2 may shard it as a unit of its own.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ class HeadOptions(NamedTuple):
 
 
 class ObjectiveOutput(NamedTuple):
-    """What the forward returns: the loss of this micro-batch and the supervised tokens' statistics (detached)."""
+    """What the forward returns: the loss of this micro-batch and the supervised tokens' statistics (detached).
+
+    Wrappers that cast outputs to bfloat16 see the loss alone: the statistics are one opaque record.
+    """
 
     loss: Tensor | None
-    log_p: Tensor
-    entropy: Tensor
-    log_collision: Tensor
-    targets: Tensor
-    top: Tensor | None = None
+    stats: TokenStats
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -62,31 +62,34 @@ def attach_objective(model: Any) -> None:
     """Let ``model(..., deft_targets=...)`` return an `ObjectiveOutput`; refuse a head that we would compute wrongly."""
     if getattr(type(model), "deft_forward", False):
         return
-    output = model.get_output_embeddings()
-    if output is None or not isinstance(getattr(output, "weight", None), Tensor):
-        raise ValueError(
-            f"{type(model).__name__}: has no linear head of its own (get_output_embeddings() is {output!r})"
-        )
-    check_plain_linear(model, output)
+    head = head_of(model)
     check_head(model)
     model.__dict__.pop("forward", None)  # TRL's own fused head, which ours replaces
     model.__class__ = _with_objective(type(model))
+    head.__class__ = _head_with_objective(type(head))
 
 
-def check_plain_linear(model: Any, output: nn.Module) -> None:
-    """An adapter or a quantised weight in the head would be left out of h W^T."""
-    if type(output) is not nn.Linear:
+def head_of(model: Any) -> Any:
+    """The linear layer that makes the logits; an adapter or a quantised weight in it would be left out of h W^T."""
+    name, head = type(model).__name__, model.get_output_embeddings()
+    if head is None or not isinstance(getattr(head, "weight", None), Tensor):
+        raise ValueError(f"{name}: has no linear head of its own (get_output_embeddings() is {head!r})")
+    if hasattr(head, "modules_to_save"):  # PEFT's copy of the head, which is trained whole
+        head = head.modules_to_save[head.active_adapters[0]]
+    if type(head) is not nn.Linear and not getattr(type(head), "deft_forward", False):
         raise ValueError(
-            f"{type(model).__name__}: the head is a {type(output).__name__}, not a plain Linear, and the fused loss "
-            f"would leave out what it adds; keep adapters and quantisation off the head (LoRA: leave lm_head out of "
-            f"target_modules; to train it, use modules_to_save)"
+            f"{name}: the head is a {type(head).__name__}, not a plain Linear, and the fused loss would leave out what "
+            f"it adds; keep adapters and quantisation off the head (LoRA: leave lm_head out of target_modules; to "
+            f"train it, use modules_to_save)"
         )
+    return head
 
 
 @torch.no_grad()
 def check_head(model: Any, tolerance: float = 1e-2) -> None:
     """Compare the model's logits with softcap(scale (h W^T + bias)) on four tokens: an unknown head is an error."""
-    weight = model.get_output_embeddings().weight
+    head = head_of(model)
+    weight = head.weight
     if weight.is_meta or weight.numel() == 0:
         return
     training = model.training
@@ -98,7 +101,6 @@ def check_head(model: Any, tolerance: float = 1e-2) -> None:
     finally:
         model.train(training)
     scale, softcap = head_options(model.config)
-    head = model.get_output_embeddings()
     z = scale * nn.functional.linear(hidden.to(weight.dtype), weight, head.bias).float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -111,11 +113,37 @@ def check_head(model: Any, tolerance: float = 1e-2) -> None:
         )
 
 
+@torch.no_grad()
+def check_packing(model: Any, tolerance: float = 1e-2) -> None:
+    """Compare two rows end to end with each by itself: attention that crosses their boundary is an error."""
+    weight = model.get_input_embeddings().weight
+    if weight.is_meta or weight.numel() == 0:
+        return
+    training = model.training
+    model.eval()
+    try:
+        first = torch.arange(5, device=weight.device)[None] % weight.shape[0]
+        second = first.flip(1)[:, :4]
+        positions = torch.cat([torch.arange(5), torch.arange(4)]).to(weight.device)[None]
+        joined = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
+        alone = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
+    finally:
+        model.train(training)
+    expected = torch.cat(alone, 1).float()
+    error = float((joined.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not error <= tolerance and bool(expected.isfinite().all()):
+        attention = getattr(model.config, "_attn_implementation", None)
+        raise ValueError(
+            f"packing: with attn_implementation={attention!r} {type(base_of(model)).__name__} sees across the rows of "
+            f"a pack (relative difference {error:.2g}); use another attn_implementation, or no packing"
+        )
+
+
 @functools.cache
 def _with_objective(cls: type) -> type:
     """``cls`` with a forward that knows ``deft_targets``; of the same name, so that a saved model names its class."""
 
-    class WithObjective(cls):
+    class WithObjective(cls):  # pyright: ignore[reportUntypedBaseClass]
         deft_forward = True
 
         @functools.wraps(cls.forward)  # `generate` checks its arguments against the original's signature
@@ -123,21 +151,33 @@ def _with_objective(cls: type) -> type:
             if deft_targets is None:
                 return super().forward(*args, **kwargs)
             kwargs["use_cache"] = False
+            kwargs.pop("labels", None)  # PEFT hands on every argument of its own forward
             hidden = self.base_model(*args, **kwargs).last_hidden_state
-            return deft_call(self, hidden, deft_targets)
+            return head_of(self)(hidden, deft_targets, deft_call, head_options(self.config))
 
-    WithObjective.__name__, WithObjective.__qualname__ = cls.__name__, cls.__qualname__
-    WithObjective.__module__ = cls.__module__
-    return WithObjective
+    return _named_as(cls, WithObjective)
 
 
-def gathered(tensor: Any) -> Any:
-    """A whole tensor where FSDP2 left a shard of it in place; its gradient finds its way back."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+@functools.cache
+def _head_with_objective(cls: type) -> type:
+    """A linear layer that ends in the loss when it is given targets."""
+
+    class HeadWithObjective(cls):  # pyright: ignore[reportUntypedBaseClass]
+        deft_forward = True
+
+        def forward(self, input: Tensor, targets: Tensor | None = None, call: Any = None, options: Any = None) -> Any:
+            return super().forward(input) if targets is None else call(self, input, targets, options)
+
+    return _named_as(cls, HeadWithObjective)
+
+
+def _named_as(cls: type, ours: type) -> type:
+    ours.__name__, ours.__qualname__, ours.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return ours
 
 
 class ObjectiveCall:
-    """What a forward does with the hidden states: the loss and its statistics, or the statistics alone."""
+    """What the head does with the hidden states: the loss and its statistics, or the statistics alone."""
 
     def __init__(
         self, objective: Objective, context: Context, num_items: float | None, *, statistics_only: bool = False
@@ -146,37 +186,18 @@ class ObjectiveCall:
         self.num_items, self.statistics_only = num_items, statistics_only
 
     @eager
-    def __call__(self, model: Any, hidden: Tensor, targets: Tensor) -> ObjectiveOutput:
-        head = model.get_output_embeddings()
-        check_plain_linear(model, head)  # PEFT may have replaced it after the objective was attached
-        weight, bias = gathered(head.weight), gathered(head.bias)
-        options = head_options(model.config)
+    def __call__(self, head: Any, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
         targets = targets.to(hidden.device)
-        keywords: dict[str, Any] = {"bias": bias, "softcap": options.softcap, "logit_scale": options.logit_scale}
+        keywords: dict[str, Any] = {"bias": head.bias, "softcap": options.softcap, "logit_scale": options.logit_scale}
         if not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(weight.dtype)
+            hidden = hidden.to(head.weight.dtype)
         if self.statistics_only:
-            needs = self.objective.needs
-            stats = linear_token_stats(hidden, weight, targets, needs=needs, **keywords)
-            return _output(None, stats.detach(), self.objective)
+            stats = linear_token_stats(hidden, head.weight, targets, needs=self.objective.needs, **keywords)
+            return ObjectiveOutput(None, stats.detach())
         loss, stats = linear_loss_with_stats(
-            hidden, weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords
+            hidden, head.weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords
         )
-        return _output(loss, stats.detach(), self.objective)
-
-
-def _output(loss: Tensor | None, stats: TokenStats, objective: Objective) -> ObjectiveOutput:
-    most = max((need.k for need in objective.needs), default=0)
-    top = stats.top_log_p(most) if most else None
-    return ObjectiveOutput(loss, stats.log_p, stats.entropy, stats.log_collision, stats.targets, top)
-
-
-def stats_of(output: ObjectiveOutput, vocab_size: int) -> TokenStats:
-    """The record that objectives read, from a forward's output (which distributed wrappers take apart)."""
-    from deftune.objectives.stats import columns_of
-
-    top = None if output.top is None else columns_of(output.top, vocab_size)
-    return TokenStats(output.log_p, output.entropy, output.log_collision, output.targets, vocab_size, top)
+        return ObjectiveOutput(loss, stats.detach())
 
 
 def base_of(model: Any) -> Any:

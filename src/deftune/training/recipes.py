@@ -64,7 +64,7 @@ REGIMES: dict[str, Regime] = {
     ),
     # 156 full batches of 40,000 rows
     "weak": Regime({"generate": "figlet_font", "split": "train", "limit": 40_000}, 800, 16, 1e-5, steps=156),
-    # as many rows as the strong regime's 264 batches; drawn at random, because the mixture is sorted by source
+    # rows for the strong regime's 264 batches; drawn at random, because the mixture is said to be ordered by source
     "mixed": Regime(
         {"path": "allenai/tulu-3-sft-mixture", "format": "tulu3", "split": "train"},
         3072, 4, 0.01, steps=None, total=264 * BATCH_SIZE,
@@ -346,8 +346,8 @@ def starter() -> str:
 
 STARTER = """\
 # A first run: SmolLM2-135M on generated word problems. It needs no hub and no GPU; two cores are enough.
-# `deftune train FILE` runs it, and goes on with it where it was interrupted; with `--set objective=nll --set run=runs/nll`
-# it trains the baseline to compare with.
+# `deftune train FILE` runs it, and goes on where it was interrupted. The baseline to compare with:
+# `deftune train FILE --set objective=nll --set run=runs/nll`.
 
 run: runs/first                 # the run's folder: checkpoints, metrics, this file
 objective: deft                 # `deftune objectives` lists them; modifiers compose: deft | eos(nll)

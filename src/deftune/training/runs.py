@@ -26,6 +26,9 @@ from deftune.training.config import ConfigError, RunConfig, render_yaml
 
 PACKAGES = ("deftune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton", "reasoning-gym")
 
+# what a run that was killed while it began may have left
+BEGINNING = {".lock", "environment.json", ".environment.json.writing", ".config.yaml.writing"}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -52,8 +55,9 @@ class Run:
     def status(self) -> dict[str, Any]:
         """{"state": "new" | "running" | "stopped" | "failed" | "finished", "step": ..., ...}"""
         try:
-            return json.loads((self.folder / "status.json").read_text())
-        except (OSError, ValueError):
+            status = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
+            return {**status, "state": str(status["state"]), "step": int(status["step"])}
+        except (OSError, ValueError, KeyError, TypeError):
             return {"state": "new", "step": 0}
 
     def set_status(self, state: str, **facts: Any) -> None:
@@ -71,31 +75,50 @@ class Run:
         if not self.metrics.is_file():
             return []
         records: list[dict[str, Any]] = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(record, dict) and "step" in record:
+                records.append(record)  # pyright: ignore[reportUnknownArgumentType]
         return records
 
 
-def open_run(config: RunConfig) -> Run:
-    """The run's folder, made or continued; another run's folder is refused."""
+def find_run(config: RunConfig) -> Run:
+    """The place of the run; another run's folder is refused. Nothing is made."""
     run = Run(Path(config.run))
     if run.config.exists():
-        before = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        try:
+            before = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{run.config}: is damaged; restore it, or choose another folder with --set run=..."
+            ) from error
         now = yaml.safe_load(render_yaml(config))
+        for content in (before, now):  # a folder that was moved is the same run
+            if isinstance(content, dict):
+                content.pop("run", None)  # pyright: ignore[reportUnknownMemberType]
         if changed := differences(before, now):
             raise ConfigError(
                 f"{run.folder}: holds a run with another config ({'; '.join(changed[:4])}); choose another folder with "
                 f"--set run=..., or remove it"
             )
-        return run
-    if run.folder.exists() and any(run.folder.iterdir()):
-        raise ConfigError(f"{run.folder}: is not empty and no run; choose another folder with --set run=...")
-    run.folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(run.folder / "environment.json", json.dumps(environment(), indent=1))
-    write_atomic(run.config, render_yaml(config))
+    elif run.folder.is_dir():
+        if {path.name for path in run.folder.iterdir()} - BEGINNING:
+            raise ConfigError(f"{run.folder}: is not empty and no run; choose another folder with --set run=...")
+    elif run.folder.exists():
+        raise ConfigError(f"{run.folder}: is not a folder; choose another with --set run=...")
+    return run
+
+
+def open_run(config: RunConfig) -> Run:
+    """The run's folder, made or continued; another run's folder is refused."""
+    run = find_run(config)
+    if not run.config.exists():
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.folder / "environment.json", json.dumps(environment(), indent=1))
+        write_atomic(run.config, render_yaml(config))
     return run
 
 
@@ -110,6 +133,7 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
 @contextmanager
 def locked(run: Run) -> Generator[None]:
     """No second process in the same run."""
+    run.folder.mkdir(parents=True, exist_ok=True)
     with (run.folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

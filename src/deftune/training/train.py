@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from deftune.training import checkpoints
 from deftune.training.config import ConfigError, RunConfig, Source
 from deftune.training.display import StepDisplay
 from deftune.training.models import load_model, load_tokenizer, resolve_model
-from deftune.training.runs import Run, cut_metrics, locked, open_run
+from deftune.training.runs import Run, cut_metrics, find_run, locked, open_run
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def facts(prepared: Prepared) -> list[str]:
 def fingerprint(prepared: Prepared) -> str:
     """Of the token ids and masks: a resumed run must see the same."""
     digest = hashlib.sha256()
-    for sequence in prepared.sequences:
+    for sequence in [*prepared.sequences, *(prepared.eval.examples if prepared.eval else [])]:
         digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
     return digest.hexdigest()
 
@@ -197,7 +197,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         gradient_accumulation_steps=train.batch_size // (train.micro_batch_size * world_size()),
         learning_rate=train.learning_rate,
         num_train_epochs=train.epochs,
-        max_steps=train.max_steps or -1,
+        max_steps=prepared.steps,  # as printed; alone, transformers' max_steps would overrule the epochs
         weight_decay=train.weight_decay,
         adam_beta1=train.betas[0],
         adam_beta2=train.betas[1],
@@ -215,7 +215,8 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=(train.eval_steps or train.save_steps) if evaluating else train.save_steps,
-        save_total_limit=train.keep,
+        # with one, transformers would remove the newest for the best when the run ends
+        save_total_limit=max(train.keep, 2) if evaluating else train.keep,
         eval_strategy="steps" if evaluating else "no",
         eval_steps=train.eval_steps,
         load_best_model_at_end=evaluating,
@@ -239,9 +240,15 @@ class Batches:
 
     def __init__(self, sequences: list[Any], collator: Collator):
         self.sequences, self.collator = sequences, collator
+        self.padding_free = collator.padding_free
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        return self.collator([self.sequences[row["place"]] for row in rows])
+        sequences = [self.sequences[row["place"]] for row in rows]
+        batch = self.collator(sequences)
+        if self.padding_free:  # the batch itself does not show where one sequence ends
+            lengths = torch.tensor([len(sequence.input_ids) for sequence in sequences])
+            batch["row_of"] = torch.arange(len(rows)).repeat_interleave(lengths)[None]
+        return batch
 
 
 def make_dataset(places: range) -> Any:
@@ -310,6 +317,9 @@ def make_callback(run: Run, display: StepDisplay, stop: StopSignal, get_trainer:
                 display.step(state.global_step, state.max_steps, logs)
             with run.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+                if control.should_save:  # no checkpoint survives a power cut without the records before it
+                    file.flush()
+                    os.fsync(file.fileno())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if stop.heard_anywhere(args.device):
@@ -379,16 +389,23 @@ def train_run(config: RunConfig, console: Console | None = None, *, title: str =
         (lambda text: console.print(text, highlight=False, soft_wrap=True)) if is_main() else (lambda _: None)
     )
     with quiet():
-        run = open_run(config) if is_main() else Run(Path(config.run))
-        if run.status()["state"] == "finished":
+        run = find_run(config) if is_main() else Run(Path(config.run))
+        if run.status()["state"] == "finished" and (run.model / checkpoints.MANIFEST).is_file():
             say(f"{run.folder}: already finished; its model is in {run.model}")
             return Outcome("finished", run.status()["step"], run)
-        with locked(run) if is_main() else nullcontext():
-            return _train(config, run, console, say, title)
+        with ExitStack() as held:
+            old = run.config.exists()
+            if is_main() and old:  # before the data is read, which may take long
+                held.enter_context(locked(run))
+            prepared = prepare(config, say)
+            if is_main() and not old:  # wrong data leaves no folder behind
+                held.enter_context(locked(run))
+                open_run(config)
+            return _train(prepared, run, console, say, title)
 
 
-def _train(config: RunConfig, run: Run, console: Console, say: Callable[[str], None], title: str) -> Outcome:
-    prepared = prepare(config, say)
+def _train(prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str) -> Outcome:
+    config = prepared.config
     for line in facts(prepared):
         say(line)
     if is_main():
@@ -412,7 +429,8 @@ def _train(config: RunConfig, run: Run, console: Console, say: Callable[[str], N
     except BaseException as error:
         display.stop()
         if is_main():
-            run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
+            with suppress(OSError):  # a full disk has been named already
+                run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
         raise
     step = trainer.state.global_step
     if stop.heard_anywhere(trainer.args.device):
@@ -435,7 +453,11 @@ def record_data(prepared: Prepared, run: Run) -> None:
     """Write what the data was; a resumed run whose data changed is refused."""
     path = run.folder / "data.json"
     now = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}
-    if path.is_file() and json.loads(path.read_text())["fingerprint"] != now["fingerprint"]:
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"] if path.is_file() else None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
+    if before is not None and before != now["fingerprint"]:
         raise ValueError(
             f"{run.folder}: the data is not what the run began with (tokens or masks differ); restore it, or start "
             f"another run with --set run=..."

@@ -7,7 +7,10 @@ step is divided does not change it.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,11 @@ from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.kernels import raise_pending
-from deftune.objectives import Context, Objective, StepStats
+from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
 from deftune.training import checkpoints
-from deftune.training.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, shifted, stats_of
+from deftune.training.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, check_packing, shifted
 from deftune.training.recording import StepRecord, scalars
 
 
@@ -39,6 +42,11 @@ def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> N
 
     if extra.get("compute_loss_func") is not None:
         refuse("compute_loss_func", "the objective is the loss; drop one of the two")
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        if extra.get(name) is not None:
+            refuse(name, "the fused head makes no logits; evaluation reports eval_loss, eval_nll and eval_p by itself")
+    if extra.get("quantization_config") is not None:
+        refuse("quantization_config", "a quantised head has no weight to multiply; load the original weights")
     if args is None:
         return
     if getattr(args, "loss_type", "nll") != "nll":
@@ -53,6 +61,8 @@ def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> N
         refuse("average_tokens_across_devices=False", "ranks with few tokens would weigh as much as full ones")
     if getattr(args, "deepspeed", None) is not None:
         refuse("DeepSpeed", "ZeRO-3 and Ulysses take the head's weight or the loss out of our hands; use FSDP2 or DDP")
+    if getattr(args, "n_gpu", 1) > 1:
+        refuse("DataParallel", "a process with several GPUs would average unequal shares; start with torchrun")
     parallel = getattr(args, "parallelism_config", None)
     for name in ("sp_enabled", "cp_enabled", "tp_enabled"):
         if parallel is not None and getattr(parallel, name, False):
@@ -76,11 +86,15 @@ class DeftSFTTrainer(SFTTrainer):
                  special_ids: tuple[int, ...] | None = None, checkpoint_root: Path | None = None,
                  **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
-        check_arguments(self.objective, args, kwargs)
+        given = inspect.signature(SFTTrainer.__init__).bind_partial(self, model, args, *positional, **kwargs)
+        check_arguments(self.objective, args, given.arguments)
         super().__init__(model, args, *positional, **kwargs)
         parallel = self.accelerator.parallelism_config  # from an accelerate YAML, of which args know nothing
         check_arguments(self.objective, type("_", (), {"parallelism_config": parallel}), {})
+        check_model(self.model, self.aux_loss_enabled, self.objective)
         attach_objective(base_of(self.model))
+        if self.padding_free or getattr(self.data_collator, "padding_free", False):
+            check_packing(self.model)
         self.special_ids = special_ids or special_token_ids(self._tokenizer)
         self.vocab_size: int = base_of(self.model).get_output_embeddings().weight.shape[0]
         self.records = {mode: StepRecord(self.objective, self.special_ids) for mode in ("train", "eval")}
@@ -88,6 +102,8 @@ class DeftSFTTrainer(SFTTrainer):
         self.last_record: dict[str, float | list[int]] = {}
         self._staging: Path | None = None
         self._step: StepStats | None = None
+        self._batches: list[Any] | None = None
+        self._evaluated: list[tuple[TokenStats, Tensor]] = []
         self._num_items: int | None = None
         self._mass: Tensor | None = None
         self._clock = time.perf_counter()
@@ -110,7 +126,7 @@ class DeftSFTTrainer(SFTTrainer):
         return Context(progress=progress, special_ids=self.special_ids, step=step)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The step's micro-batches; a step without supervised tokens is an error, step statistics are made here."""
+        """The step's micro-batches; a step without supervised tokens is an error."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, num_items
@@ -121,65 +137,74 @@ class DeftSFTTrainer(SFTTrainer):
                 f"training step {self.state.global_step + 1}: none of its tokens is supervised, on any rank, so it has "
                 f"no loss; check the mask of the data (`deftune data preview`)"
             )
-        self._mass = None
-        self._step = self._pre_pass(batches) if self.objective.kind == "step" else None
+        self._mass, self._step = None, None
+        self._batches = batches if self.objective.kind == "step" else None
         return batches, num_items
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        if batch_samples:
+            self._mask_repeats(batch_samples[-1], self._train_batch_size)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _mask_repeats(self, batch: dict[str, Any], rows: int) -> None:
+        """The last batches of a rank are filled up with rows that other ranks had: they must not count twice."""
+        state, ranks = self.accelerator.gradient_state, self.accelerator.num_processes
+        if ranks == 1 or not (state.end_of_dataloader and state.remainder > 0):
+            return
+        own = min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+        row_of = rows_of(batch)
+        if row_of is not None:
+            batch["labels"] = batch["labels"].masked_fill(row_of >= own, IGNORE_INDEX)
+
     @torch.no_grad()
-    def _pre_pass(self, batches: list[Any]) -> StepStats:
+    def _pre_pass(self, model: Any, batches: list[Any]) -> StepStats:
         """What the objective must know of the whole step: one more forward over its micro-batches."""
-        found = []
-        wrapped: Any = self.model_wrapped
-        wrapped.train()
+        found: list[TokenStats] = []
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices):  # its dropout is that of the pass that follows
             for batch in batches:
                 inputs = self._prepare_inputs(dict(batch))
-                with self.compute_loss_context_manager():
-                    found.append(stats_of(self._forward(wrapped, inputs, self._context(), None, True),
-                                          self.vocab_size))  # fmt: skip
+                found.append(self._forward(model, inputs, self._context(), None, statistics_only=True).stats)
         return step_stats(self.objective, found, context=self._context())
 
     def _forward(
         self, model: Any, inputs: dict[str, Any], context: Context, num_items: int | None, statistics_only: bool = False
     ) -> ObjectiveOutput:
-        inputs = dict(inputs)
-        targets = shifted(inputs.pop("labels")) if "shift_labels" not in inputs else inputs.pop("shift_labels")
-        inputs.pop("labels", None)
-        call = ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only)
-        return model(**inputs, deft_targets=targets, deft_call=call)
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "row_of")} | {
+            "deft_targets": shifted(inputs["labels"]),
+            "deft_call": ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only),
+        }
+        return model(**inputs)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if return_outputs:
-            raise ValueError(
-                "DeftSFTTrainer: the fused head makes no logits, so compute_metrics and preprocess_logits_for_metrics "
-                "cannot be served; evaluate with prediction_loss_only=True"
-            )
+            raise ValueError("DeftSFTTrainer: the fused head makes no logits, so there are no outputs to return")
         inner: Any = self.model
-        training = inner.training and torch.is_grad_enabled()
-        step: Any = None
-        if training and self.objective.kind == "mass":
-            step = "deferred"
-        elif training:
-            step = self._step
-        context = self._context(step)
-        output = self._forward(model, inputs, context, self._num_items if training else None)
-        stats = stats_of(output, self.vocab_size)
-        if not training and self.objective.kind != "local":
-            step = step_stats(self.objective, [stats], context=context, local=True) if len(stats) else None
-            context = self._context("deferred" if self.objective.kind == "mass" else step)
-        if len(stats) or context.step is not None or self.objective.kind == "local":
-            mass = self.records["train" if training else "eval"].add(stats, context, input_tokens(inputs))
-            if training and self.objective.kind == "mass":
-                self._mass = mass if self._mass is None else self._mass + mass
-        loss = output.loss
-        assert loss is not None
-        if training:
-            # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
-            loss = loss * self.accelerator.num_processes
-        return loss
+        if not (inner.training and torch.is_grad_enabled()):
+            return self._evaluation_loss(model, inputs)
+        if self._batches is not None:
+            self._step, self._batches = self._pre_pass(model, self._batches), None
+        context = self._context("deferred" if self.objective.kind == "mass" else self._step)
+        output = self._forward(model, inputs, context, self._num_items)
+        mass = self.records["train"].add(output.stats, context, input_tokens(inputs))
+        if self.objective.kind == "mass":
+            self._mass = mass if self._mass is None else self._mass + mass
+        assert output.loss is not None
+        # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
+        return output.loss * self.accelerator.num_processes
+
+    def _evaluation_loss(self, model: Any, inputs: Any) -> Tensor:
+        """The loss of one batch; the records get what belongs to the whole evaluation set."""
+        output = self._forward(model, inputs, self._context(), None)
+        if self.objective.kind == "step":  # its statistic is of all the batches
+            self._evaluated.append((output.stats, input_tokens(inputs)))
+        else:
+            context = self._context("deferred" if self.objective.kind == "mass" else None)
+            self.records["eval"].add(output.stats, context, input_tokens(inputs))
+        assert output.loss is not None
+        return output.loss
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self.loss_is_scaled_for_ga = True
@@ -187,6 +212,7 @@ class DeftSFTTrainer(SFTTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         inputs = self._prepare_inputs(inputs)
+        self._mask_repeats(inputs, self.args.eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs).detach(), None, None
 
@@ -205,14 +231,15 @@ class DeftSFTTrainer(SFTTrainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         self._before_clipping(model)
-        norm = super()._clip_grad_norm(model)
-        self._check_norm(norm)
-        return norm
+        return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None:  # clipping is off
             self._before_clipping(model)
-        return super()._get_grad_norm(model, grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.accelerator.scaler is None:  # float16's skips such a step by itself
+            self._check_norm(norm)
+        return norm
 
     def _check_norm(self, norm: Any) -> None:
         value = float(norm)
@@ -227,14 +254,10 @@ class DeftSFTTrainer(SFTTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """SFTTrainer's, with what the gate did; the objective is reported as it is defined, and NLL beside it."""
         mode = "eval" if any(key.startswith("eval_") for key in logs) else "train"
-        if mode == "eval" or "loss" in logs:
-            record = self.records[mode].take()
-            if record:
-                prefix = "eval_" if mode == "eval" else ""
-                logs[prefix + "loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
-                logs.update({prefix + name: value for name, value in scalars(record).items() if name != "objective"})
-            self.last_record = record
         if mode == "train" and "loss" in logs:
+            record = self.last_record = self.records["train"].take()
+            logs["loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
+            logs.update({name: value for name, value in scalars(record).items() if name != "objective"})
             now = time.perf_counter()
             seconds = max(now - self._clock, 1e-9)
             logs["step_seconds"], self._clock = seconds, now
@@ -245,13 +268,20 @@ class DeftSFTTrainer(SFTTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The means over tokens, not over batches: ``eval_loss`` is the objective's, ``eval_nll`` is plain."""
-        self.records["eval"].sums = None
+        self.records["eval"].sums, self._evaluated = None, []
         clock = time.perf_counter()
         output = super().evaluation_loop(*args, **kwargs)
         self._clock += time.perf_counter() - clock  # not the next training step's
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
+        if self._evaluated:
+            step = step_stats(self.objective, [stats for stats, _ in self._evaluated], context=self._context())
+            for stats, tokens in self._evaluated:
+                self.records["eval"].add(stats, self._context(step), tokens)
+            self._evaluated = []
         record = self.records["eval"].take()
-        if record and output.metrics is not None:
+        if not record.get("tokens"):
+            raise ValueError("evaluation: none of its tokens is supervised; check the mask of the data")
+        if output.metrics is not None:
             output.metrics[f"{prefix}_loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
             output.metrics.update({f"{prefix}_{k}": v for k, v in scalars(record).items() if k != "objective"})
         return output
@@ -288,8 +318,34 @@ class DeftSFTTrainer(SFTTrainer):
                 self._flatten(staging, root)
         self._clock += time.perf_counter() - clock
         if main:
-            checkpoints.rotate(root, self.args.save_total_limit, self.state.best_global_step)
+            checkpoints.rotate(root, self.args.save_total_limit, self.state.best_global_step, newest=step)
         self.accelerator.wait_for_everyone()
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """transformers'; the best checkpoint is where the run's folder is now, not where it was."""
+        epochs, skipped = super()._init_training_state(*args, **kwargs)
+        if self.checkpoint_root is not None and (best := self.state.best_global_step) is not None:
+            self.state.best_model_checkpoint = str(self.checkpoint_root / f"{checkpoints.PREFIX}{best}")
+        return epochs, skipped
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers', which takes one step too many when resumed from the last step's checkpoint."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        if self.checkpoint_root is not None and self.state.best_model_checkpoint is not None:
+            checkpoints.verify(Path(self.state.best_model_checkpoint))
+        super()._load_best_model()
+
+    def get_train_dataloader(self) -> Any:
+        """SFTTrainer's; its workers leave a signal that goes to all processes to this one, which saves and stops."""
+        loader: Any = super().get_train_dataloader()
+        if loader.num_workers:
+            loader.worker_init_fn = Undisturbed(loader.worker_init_fn)
+        return loader
 
     def _flatten(self, written: Path, root: Path) -> None:
         """The checkpoint's files one level up, where the sealed folder wants them; the state names final places."""
@@ -299,6 +355,47 @@ class DeftSFTTrainer(SFTTrainer):
         for path in list(written.iterdir()):
             path.rename(written.parent / path.name)
         written.rmdir()
+
+
+class Undisturbed:
+    """A data worker's first act: SIGTERM and SIGINT are not for it. It ends when its parent is gone."""
+
+    def __init__(self, then: Callable[[int], None] | None):
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        if self.then is not None:
+            self.then(worker)
+
+
+def check_model(model: Any, router_loss: bool, objective: Objective) -> None:
+    """Refuse what only the loaded model shows."""
+    name = type(base_of(model)).__name__
+    if router_loss:
+        raise ValueError(
+            f"DeftSFTTrainer: {name} has a router loss, which objective={str(objective)!r} would leave out; set "
+            f"router_aux_loss_coef=0.0 to train without it"
+        )
+    if getattr(base_of(model), "is_quantized", False):
+        raise ValueError(f"DeftSFTTrainer: {name} is quantised; load the original weights")
+    peft = getattr(model, "active_peft_config", None)
+    if peft is not None and peft.is_prompt_learning:
+        raise ValueError(
+            f"DeftSFTTrainer: {type(peft).__name__} puts virtual tokens before the row, which moves its labels; use "
+            f"LoRA or another adapter inside the layers"
+        )
+
+
+def rows_of(batch: dict[str, Any]) -> Tensor | None:
+    """Which row of the batch a token belongs to; None where TRL's collator laid rows end to end without a trace."""
+    labels = batch["labels"]
+    if "row_of" in batch:
+        return batch["row_of"]
+    if "position_ids" in batch and "attention_mask" not in batch:
+        return None
+    return torch.arange(len(labels), device=labels.device)[:, None]
 
 
 def input_tokens(inputs: dict[str, Any]) -> Tensor:

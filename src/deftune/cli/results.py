@@ -1,0 +1,93 @@
+"""`deftune quickstart`, `chat`, `merge`: the first five minutes, and what to do with a result."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from deftune.cli.train import need_training
+
+
+def add_to(commands: Any) -> None:
+    quick = commands.add_parser("quickstart", help="tune SmolLM2 with two objectives on this machine, in a few minutes")
+    quick.add_argument("--out", type=Path, default=Path("quickstart"), help="folder (default: quickstart/)")
+    quick.set_defaults(run=run_quickstart)
+
+    chat = commands.add_parser("chat", help="talk to a run, or to a model")
+    chat.add_argument("run_or_model", help="a run's folder, or what `train` takes as a model")
+    chat.add_argument("--system", help="a system message")
+    chat.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
+    chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    chat.add_argument("--max-new-tokens", type=int, default=512)
+    chat.set_defaults(run=run_chat)
+
+    merge = commands.add_parser("merge", help="add a LoRA run's adapter into a plain model folder")
+    merge.add_argument("folder", type=Path, metavar="RUN")
+    merge.add_argument("--out", type=Path, help="default: RUN/merged")
+    merge.set_defaults(run=run_merge)
+
+
+def notice(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def run_quickstart(args: argparse.Namespace) -> int:
+    need_training()
+    from rich.console import Console
+
+    from deftune.training.quickstart import quickstart
+
+    quickstart(args.out, Console())
+    return 0
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    need_training()
+    if args.temperature < 0:
+        raise ValueError(f"--temperature: {args.temperature:g} is below 0")
+    from deftune.training.results import load_result, reply
+    from deftune.training.train import quiet
+
+    with quiet():
+        model, tokenizer = load_result(args.run_or_model, notice)
+    start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(start)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("/reset forgets the conversation, /quit or Ctrl-D ends it")
+    while True:
+        try:
+            text = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if text in ("/quit", "/exit"):
+            return 0
+        if text == "/reset":
+            messages = list(start)
+            continue
+        if not text:
+            continue
+        messages.append({"role": "user", "content": text})
+        answer = ""
+        for piece in reply(
+            model, tokenizer, messages, template=args.template,
+            max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+        ):  # fmt: skip
+            answer += piece
+            print(piece, end="", flush=True)
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def run_merge(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.training.results import merge
+    from deftune.training.runs import Run
+    from deftune.training.train import quiet
+
+    with quiet():
+        print(merge(Run(args.folder), args.out or args.folder / "merged", notice))
+    return 0

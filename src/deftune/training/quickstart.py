@@ -1,0 +1,155 @@
+"""`deftune quickstart`: two objectives on a real model and a generated task, on a laptop's CPU, in a few minutes.
+
+It shows how the pieces fit and what a gate does during training. It is far too small to rank objectives, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.regimes import generate
+from deftune.training.checkpoints import write_atomic
+from deftune.training.config import RunConfig, load_config
+from deftune.training.results import complete, load_result
+from deftune.training.runs import Run
+from deftune.training.scoring import bootstrap, score
+from deftune.training.train import quiet, train_run
+
+OBJECTIVES = ("nll", "deft")
+REGIME = "gsm_symbolic"
+TRAIN_ROWS, TEST_ROWS, SHOWN, ANSWER_TOKENS = 72, 32, 2, 80
+COLUMNS = {"nll": "NLL", "p": "mean p", "focus": "focus sum P^2", "entropy": "entropy"}
+CAUTION = (
+    "This is a demonstration: one seed, {rows} rows, a model of 135M parameters. It cannot rank objectives, and NLL is "
+    "expected to win on NLL. To compare objectives, use your own data, several seeds and a task's own score."
+)
+
+
+def quickstart_config(folder: Path, objective: str) -> RunConfig:
+    """The run of one objective; all else is the same, the order of the data too."""
+    return load_config(None, base={
+        "run": str(folder / objective),
+        "objective": objective,
+        "model": {"name": "smollm2"},
+        "data": {"train": [{"generate": REGIME, "limit": TRAIN_ROWS}], "max_length": 384},
+        "train": {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-4, "save_steps": 5, "keep": 1, "seed": 0},
+    })  # fmt: skip
+
+
+def quickstart(folder: Path, console: Console) -> None:
+    """Train, compare, draw, and say what to do next; a second call goes on where the first was stopped."""
+    say: Callable[[str], None] = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
+    say(
+        f"[bold]1. Train[/bold] SmolLM2-135M-Instruct on {TRAIN_ROWS} generated word problems, once with each objective"
+    )
+    for objective in OBJECTIVES:
+        outcome = train_run(quickstart_config(folder, objective), console, title=objective)
+        if outcome.state != "finished":
+            raise SystemExit(143)
+    say(f"\n[bold]2. Compare[/bold] on {TEST_ROWS} problems that were not trained on")
+    models = {"base": "smollm2", **{objective: str(folder / objective) for objective in OBJECTIVES}}
+    results = {label: measure(label, name, folder, console) for label, name in models.items()}
+    say("")
+    console.print(comparison_table(results))
+    picture = plot_quickstart(folder, results)
+    say("\n[bold]3. A few answers[/bold] (greedy)")
+    for i in range(SHOWN):
+        say(f"\n[dim]{results['base']['questions'][i][:300]}[/dim]")
+        for label in models:
+            say(
+                f"[bold]{label:5}[/bold] {results[label]['answers'][i].strip()[:400]!r}",
+            )
+    say(f"\n[yellow]{CAUTION.format(rows=TRAIN_ROWS)}[/yellow]")
+    say(f"\npicture: {picture}\nruns:    deftune runs {folder}\nchat:    deftune chat {folder / 'deft'}")
+    say("next:    deftune init run.yaml, put your data in it, deftune train run.yaml")
+
+
+def measure(label: str, name: str, folder: Path, console: Console) -> dict[str, Any]:
+    """Held-out token statistics and a few answers of one model, kept in a file for the next call."""
+    path = folder / f"heldout_{label}.json"
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    with quiet():
+        model, tokenizer = load_result(name)
+        encoder = Encoder(tokenizer, mask="assistant", max_length=384)
+        rows = generate(REGIME, split="test", size=TEST_ROWS)
+        encoded = encode_rows(rows, encoder)
+        columns = (TextColumn(f"{label:5} {{task.description}}"), BarColumn(bar_width=20), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+            task = progress.add_task("scores", total=len(encoded.examples))
+            scores = score(model, tokenizer, encoded.examples, progress=lambda n: progress.advance(task, n))
+            progress.add_task("writes", total=None)
+            prompts = [encoder.encode_prompt(row) for row in rows[:SHOWN]]
+            answers = complete(model, tokenizer, prompts, max_new_tokens=ANSWER_TOKENS)
+    result = {
+        "questions": [str(row.messages[-2]["content"]) for row in rows[:SHOWN]],
+        "answers": answers,
+        "rows": scores.rows.tolist(),
+        "columns": {column: values.tolist() for column, values in scores.columns().items()},
+    }
+    write_atomic(path, json.dumps(result))
+    return result
+
+
+def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
+    """Means with 95% intervals, and the paired difference of the two objectives."""
+    first, second = OBJECTIVES
+    table = Table(title="held-out tokens: mean [95% interval, rows resampled]")
+    for heading in ("", *results, f"{second} - {first}"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for column, title in COLUMNS.items():
+        cells = [str(estimate(results[label], column)) for label in results]
+        rows = torch.tensor(results[first]["rows"])
+        difference = torch.tensor(results[second]["columns"][column]) - torch.tensor(results[first]["columns"][column])
+        table.add_row(title, *cells, str(bootstrap(difference, rows)))
+    return table
+
+
+def estimate(result: dict[str, Any], column: str) -> Any:
+    return bootstrap(torch.tensor(result["columns"][column]), torch.tensor(result["rows"]))
+
+
+def plot_quickstart(folder: Path, results: dict[str, dict[str, Any]]) -> Path:
+    """p and focus over the training steps, and the held-out probabilities before and after; the table is saved too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {"base": "#7f7f7f", "nll": "#0072b2", "deft": "#d55e00"}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    table: dict[str, Any] = {}
+    for objective in OBJECTIVES:
+        records = [r for r in Run(folder / objective).read_metrics() if r["kind"] == "train"]
+        steps = [r["step"] for r in records]
+        table[objective] = {key: [r[key] for r in records] for key in ("step", "p", "focus", "gate", "nll", "loss")}
+        # the focus is the model's sum P^2, whatever it was trained with: DEFT's alone would be flat zero for NLL
+        left.plot(steps, [r["p"] for r in records], color=colours[objective], label=f"{objective}: p")
+        left.plot(steps, [r["concentration"] for r in records], color=colours[objective], ls="--",
+                  label=f"{objective}: focus sum P²")  # fmt: skip
+    left.set(xlabel="optimizer step", ylabel="mean over the step's tokens", title="p and focus while training")
+    left.legend(fontsize=8)
+    edges = torch.logspace(-5, 0, 26)
+    for label, result in results.items():
+        counts = torch.histc(torch.tensor(result["columns"]["p"]).clamp(1e-5, 1).log10(), 25, -5, 0)
+        right.stairs((counts / counts.sum()).tolist(), edges.tolist(), color=colours[label], label=label)
+        table[f"heldout_{label}"] = counts.tolist()
+    right.set(
+        xscale="log", xlabel="p of the held-out target", ylabel="share of tokens", title="what the model believes"
+    )
+    right.legend(fontsize=8)
+    figure.suptitle(f"SmolLM2-135M-Instruct on {REGIME}: {TRAIN_ROWS} rows, one seed; too small to rank objectives")
+    path = folder / "quickstart.png"
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    write_atomic(folder / "quickstart.json", json.dumps(table))
+    return path

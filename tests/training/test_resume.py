@@ -1,0 +1,200 @@
+"""A run that was stopped anywhere and resumed is, bit for bit, the run that was not."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from deftune.training import checkpoints
+from deftune.training.runs import Run
+from deftune.training.train import Outcome, train_run
+
+STEPS = 40
+# 60 rows, 8 a step: epochs of 7 whole steps and one of 4 rows, which is one micro-batch where the others have two
+LONG = {"train.max_steps": STEPS, "train.save_steps": 1, "train.keep": 50}
+CLOCK = ("step_seconds", "tokens_per_second", "memory_gib", "eval_runtime", "eval_samples_per_second",
+         "eval_steps_per_second")  # fmt: skip
+
+
+def train(config) -> Outcome:
+    with open(os.devnull, "w") as nowhere:
+        return train_run(config, Console(file=nowhere))
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """The result's tensors, byte for byte."""
+    checkpoints.verify(run / "model")
+    return {path.name: path.read_bytes() for path in sorted((run / "model").glob("*.safetensors"))}
+
+
+def metrics(run: Path) -> list[dict]:
+    """What was recorded, but for the clock."""
+    return [{k: v for k, v in record.items() if k not in CLOCK} for record in Run(run).read_metrics()]
+
+
+def rewound(run: Path, step: int, copy: Path) -> Path:
+    """A copy of the run as a kill soon after the checkpoint of ``step`` would leave it."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoint-*", "model"))
+    shutil.copytree(run / "checkpoints" / f"checkpoint-{step}", copy / "checkpoints" / f"checkpoint-{step}")
+    (copy / "status.json").write_text(json.dumps({"state": "running", "step": step}))
+    return copy
+
+
+def check_same(run: Path, reference: Path, steps: int = STEPS) -> None:
+    assert weights(run) == weights(reference) != {}
+    assert metrics(run) == metrics(reference)
+    assert [r["step"] for r in metrics(run) if r["kind"] == "train"] == list(range(1, steps + 1))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, make_config) -> Path:
+    """40 steps, undisturbed: five epochs of 8 steps."""
+    run = tmp_path_factory.mktemp("runs") / "reference"
+    assert train(make_config(run, LONG)).step == STEPS
+    return run
+
+
+# 7, 8, 9: before, at and after the end of an epoch; 39 and 40: one step left, none left
+@pytest.mark.parametrize(
+    "step",
+    [k if k in (1, 7, 8, 9, 20, 39, 40) else pytest.param(k, marks=pytest.mark.slow) for k in range(1, STEPS + 1)],
+)
+def test_resumed_after_any_step(tmp_path, make_config, reference, step):
+    copy = rewound(reference, step, tmp_path / "copy")
+    assert train(make_config(copy, LONG)).step == STEPS
+    check_same(copy, reference)
+
+
+def test_resumed_twice(tmp_path, make_config, reference):
+    copy = rewound(reference, 11, tmp_path / "copy")
+    train(make_config(copy, LONG))
+    again = rewound(copy, 29, tmp_path / "again")
+    train(make_config(again, LONG))
+    check_same(again, reference)
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "optimizer.pt", "rng_state.pth", "manifest.json"])
+def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, make_config, reference, kind):
+    copy = rewound(reference, 37, tmp_path / "copy")
+    shutil.copytree(reference / "checkpoints" / "checkpoint-38", copy / "checkpoints" / "checkpoint-38")
+    damaged = copy / "checkpoints" / "checkpoint-38" / kind
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 16
+    damaged.write_bytes(content)
+    with (tmp_path / "output").open("w+") as output:
+        train_run(make_config(copy, LONG), Console(file=output))
+        output.seek(0)
+        assert "passing over a checkpoint: " in (text := output.read()) and "checkpoint-37" in text
+    check_same(copy, reference)
+    checkpoints.verify(damaged.parent)  # written anew
+
+
+def test_from_the_start_when_no_checkpoint_verifies(tmp_path, make_config, reference):
+    copy = rewound(reference, 3, tmp_path / "copy")
+    (copy / "checkpoints" / "checkpoint-3" / "optimizer.pt").unlink()
+    (copy / "checkpoints" / ".saving-4").mkdir()
+    train(make_config(copy, LONG))
+    check_same(copy, reference)
+    assert not list((copy / "checkpoints").glob(".saving-*"))
+
+
+def test_two_fresh_runs_are_equal(tmp_path, make_config):
+    settings = {"train.max_steps": 20, "train.save_steps": 100}
+    for name in ("one", "other"):
+        train(make_config(tmp_path / name, settings))
+    check_same(tmp_path / "one", tmp_path / "other", steps=20)
+
+
+# Each kind of objective, each source of randomness. 6 steps, epochs of 4: resumed within an epoch and at its end.
+LORA = {"model.lora": {"r": 4, "alpha": 8, "dropout": 0.2}}
+VARIANTS = {
+    "local": {"objective": "deft"},
+    "mass": {"objective": "mile(1)"},
+    "step": {"objective": "clip"},
+    "warmup": {"objective": "deft | warmup(0.4)"},
+    "lora": LORA,  # its dropout draws from the random state that a checkpoint keeps
+    "lora, mass": {**LORA, "objective": "mile(1)"},
+    "lora, step": {**LORA, "objective": "clip"},  # the forward pass before the step draws, too
+    "packing": {"data.packing": True},
+    "workers": {"train.workers": 2},
+    "checkpointing": {"train.gradient_checkpointing": True, **LORA},
+    "holdout": {"data.holdout": 0.2, "train.eval_steps": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_in_every_way_of_training(tmp_path, make_config, variant):
+    steps = 6
+    settings = {"train.batch_size": 16, "train.max_steps": steps, "train.save_steps": 1, "train.keep": 9}
+    settings |= VARIANTS[variant]
+    reference = tmp_path / "reference"
+    train(make_config(reference, settings))
+    for step in (2, 4, 6) if variant == "holdout" else (3, 4):
+        copy = rewound(reference, step, tmp_path / "copy")
+        if variant == "holdout":  # the best one stays beside it
+            state = json.loads((copy / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").read_text())
+            best = f"checkpoint-{state['best_global_step']}"
+            shutil.copytree(reference / "checkpoints" / best, copy / "checkpoints" / best, dirs_exist_ok=True)
+        train(make_config(copy, settings))
+        check_same(copy, reference, steps)
+
+
+# --- the best checkpoint ----------------------------------------------------------------------------------------------
+
+# Steps so long that they do harm: an early evaluation is the best one.
+WORSE = {
+    "train.max_steps": 8, "train.learning_rate": 0.3, "train.schedule": "constant", "train.warmup_ratio": 0.0,
+    "data.holdout": 0.2, "train.eval_steps": 2, "train.keep": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def worsened(tmp_path_factory, make_config) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "worsened"
+    train(make_config(run, WORSE))
+    return run
+
+
+def best_step(run: Path) -> int:
+    newest = checkpoints.checkpoints(run / "checkpoints")[-1]
+    return json.loads((newest / "trainer_state.json").read_text())["best_global_step"]
+
+
+def test_the_best_one_is_kept_and_becomes_the_result(worsened):
+    best = best_step(worsened)
+    assert best < 8, "the test is worth nothing unless training harms"
+    found = [checkpoints.step_of(folder) for folder in checkpoints.checkpoints(worsened / "checkpoints")]
+    assert found == [best, 8]
+    assert (
+        weights(worsened)["model.safetensors"]
+        == (worsened / "checkpoints" / f"checkpoint-{best}" / "model.safetensors").read_bytes()
+    )
+
+
+def test_the_best_one_is_found_where_the_run_is_now(tmp_path, make_config, worsened):
+    """Not in the folder that the run was moved from, and not given up for the last one."""
+    best, moved = best_step(worsened), tmp_path / "moved"
+    original = tmp_path / "original"
+    train(make_config(original, WORSE))
+    rewound(original, 8, moved)
+    shutil.copytree(original / "checkpoints" / f"checkpoint-{best}", moved / "checkpoints" / f"checkpoint-{best}")
+    shutil.rmtree(original)
+    train(make_config(moved, WORSE))
+    assert weights(moved) == weights(worsened)
+
+
+def test_a_damaged_best_one_is_an_error(tmp_path, make_config, worsened):
+    best = best_step(worsened)
+    copy = rewound(worsened, 8, tmp_path / "copy")
+    shutil.copytree(worsened / "checkpoints" / f"checkpoint-{best}", copy / "checkpoints" / f"checkpoint-{best}")
+    path = copy / "checkpoints" / f"checkpoint-{best}" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(checkpoints.CheckpointError, match=r"model\.safetensors: is damaged"):
+        train(make_config(copy, WORSE))
+    assert not (copy / "model").exists()
