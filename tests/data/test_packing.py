@@ -121,6 +121,7 @@ def test_best_fit_by_hand():
     # 7, then 5, 4 (beside 5 it leaves 1), 3 (beside 7 it leaves 0), 2: then everything in the data's order
     encoded = [example(size, -1, first=10 * i) for i, size in enumerate([3, 5, 2, 7, 4])]
     assert [one.lengths for one in pack(encoded, 10)] == [[3, 7], [5, 4], [2]]
+    assert [one.lengths for one in pack([encoded[2], example(9, -1)], 10)] == [[2], [9]]
     assert [one.lengths for one in pack(encoded, 10, strategy="sequential")] == [[3, 5, 2], [7], [4]]
 
 

@@ -366,10 +366,9 @@ def test_the_same_step_again_replaces_a_damaged_one(tmp_path):
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "Disk quota exceeded"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "No space left"),
         (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "File too large"),
-        (
-            RuntimeError("[enforce fail at inline_container.cc:814] . PytorchStreamWriter failed writing file"),
-            "Pytorch",
-        ),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 198272 vs 198160"), "may be full"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed"), "may be full"),
+        (RuntimeError("basic_ios::clear: iostream error"), "may be full"),
     ],
 )
 def test_a_full_disk_is_named(tmp_path, error, reason):

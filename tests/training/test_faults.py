@@ -1,4 +1,4 @@
-"""What goes wrong around a run: kills, signals, full disks, wrong inputs. One clear message, nothing lost, no litter."""
+"""What goes wrong around a run: kills, signals, full disks, wrong inputs. One clear line, nothing lost, no litter."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import yaml
 from run_process import Started, start
 from test_resume import check_same, rewound, train, weights
@@ -126,7 +125,7 @@ def last_checkpoint_name(run: Path) -> int:
 
 @pytest.mark.parametrize("whom", ["process", "group with data workers"])
 def test_sigterm_saves_and_stops(tmp_path, make_config, whom):
-    steps = 120
+    steps = 60
     settings = {"train.max_steps": steps, "train.save_steps": 1000, "train.workers": 0 if whom == "process" else 2}
     run = tmp_path / "run"
     config = write_config(make_config(run, settings))
@@ -145,7 +144,7 @@ def test_sigterm_saves_and_stops(tmp_path, make_config, whom):
     assert status["state"] == "stopped" and 3 <= step == last_checkpoint(run) == last_record(run) < steps
     assert not (run / "model").exists() and litter(run) == []
     again = start(config)
-    assert again.ended() == 0
+    assert again.ended() == 0, again.output.read_text()
     assert f"resuming from {run}/checkpoints/checkpoint-{step}" in again.output.read_text()
     train(make_config(tmp_path / "reference", settings | {"train.workers": 0}))
     check_same(run, tmp_path / "reference", steps)
@@ -213,7 +212,7 @@ def test_a_full_disk(make_config, saved, small_disk):
     run = small_disk / "run"
     config = write_config(make_config(run, {"train.save_steps": 1, "train.keep": 9}))
     message = check_refused(start(config), "could not be written", "is untouched")
-    assert "No space left on device" in message or "PytorchStreamWriter" in message
+    assert "No space left on device" in message or "the disk may be full" in message
     kept = last_checkpoint(run)
     assert kept >= 1 and litter(run) == []
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
@@ -272,21 +271,6 @@ def test_a_pickled_model(tmp_path, make_config, tiny_model):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "other shapes"])
-def test_damaged_weights(tmp_path, make_config, tiny_model, damage):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    path = model / "model.safetensors"
-    if damage == "truncated":
-        os.truncate(path, 5000)
-    else:
-        tensors = safetensors.torch.load_file(path)
-        tensors["model.norm.weight"] = tensors["model.norm.weight"][:7].clone()
-        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    config = write_config(make_config(tmp_path / "run", {"model.name": str(model)}))
-    check_refused(start(config), f"model: cannot load {model}: ")
-
-
 def test_another_run_in_the_folder(tmp_path, make_config, saved):
     run = tmp_path / "run"
     shutil.copytree(saved, run)
@@ -309,7 +293,7 @@ def test_a_finished_run(tmp_path, make_config, saved):
     shutil.copytree(saved, run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     again = start(write_config(make_config(run, {"train.save_steps": 1, "train.keep": 9})))
-    assert again.ended() == 0
+    assert again.ended() == 0, again.output.read_text()
     assert f"{run}: already finished; its model is in {run}/model" in again.output.read_text()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     shutil.rmtree(run / "model")  # finished it is not without its result
@@ -318,10 +302,11 @@ def test_a_finished_run(tmp_path, make_config, saved):
     assert weights(run) == weights(saved)
 
 
-def test_changed_data(tmp_path, make_config, chat_file):
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_changed_data(tmp_path, make_config, chat_file, part):
     data = tmp_path / "data.jsonl"
     shutil.copy(chat_file, data)
-    settings = {"data.train": [{"path": str(data)}], "train.save_steps": 1, "train.max_steps": 2}
+    settings = {f"data.{part}": [{"path": str(data)}], "train.save_steps": 1, "train.max_steps": 2}
     run = tmp_path / "run"
     config = make_config(run, settings)
     train(config)

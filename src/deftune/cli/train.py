@@ -101,11 +101,12 @@ def run_init(args: argparse.Namespace) -> int:
 
 def run_recipes(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.cli.objectives import render_table
     from deftune.training.recipes import recipes
 
-    rows = [[r.name, r.table, r.config()["model"]["name"], r.config()["objective"]] for r in recipes()]
-    print(render_table(rows, ["recipe", "table", "model", "objective"], 120))
+    width = max(len(r.name) for r in recipes()) + 2
+    for r in recipes():
+        config = r.config()
+        print(f"{r.name:{width}}{r.table:10}{config['model']['name']:36}{config['objective']}")
     print("\ndeftune init --recipe NAME writes one as a file")
     return 0
 

@@ -468,11 +468,12 @@ def _joined(examples: Sequence[Encoded | Pack]) -> Pack:
 
 
 class Collator:
-    """Examples to a batch of tensors.
+    """Examples to a batch of tensors; no target and no attention crosses from one example to the next.
 
-    Padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]. ``padding_free``: all examples or
-    packs end to end, ``input_ids``, ``labels`` and restarting ``position_ids``, [1, T], with no attention mask;
-    padding up to ``pad_to_multiple_of`` is then a sequence of its own.
+    Examples: padded on the right, ``input_ids``, ``attention_mask`` and ``labels``, [B, T]. Packs: ``input_ids``,
+    ``labels`` and ``position_ids`` that restart at each example, [B, T], with no attention mask: the model makes one
+    from the positions; what pads a row is a sequence of its own. ``padding_free``: all of it end to end, [1, T], which
+    is for attention kernels that take the boundaries without a mask.
     """
 
     def __init__(self, pad_token_id: int, *, padding_free: bool, pad_to_multiple_of: int | None = None):
@@ -481,18 +482,10 @@ class Collator:
         self.pad_to_multiple_of = pad_to_multiple_of or 1
 
     def __call__(self, examples: Sequence[Encoded | Pack]) -> dict[str, Tensor]:
-        if self.padding_free:
-            joined = _joined(examples)
-            pad = -len(joined.input_ids) % self.pad_to_multiple_of
-            return {
-                "input_ids": torch.tensor([joined.input_ids + [self.pad_token_id] * pad]),
-                "labels": torch.tensor([joined.labels + [IGNORE_INDEX] * pad]),
-                "position_ids": torch.tensor([[*joined.position_ids, *range(pad)]]),
-            }
-        if any(isinstance(example, Pack) for example in examples):
-            raise ValueError("a padded batch would let packed examples attend to each other; use padding_free=True")
-        longest = max(len(example.input_ids) for example in examples)
-        width = longest + -longest % self.pad_to_multiple_of
+        if self.padding_free or any(isinstance(example, Pack) for example in examples):
+            rows = [_joined(examples)] if self.padding_free else [_joined([example]) for example in examples]
+            return self._packed(rows)
+        width = self._width(len(example.input_ids) for example in examples)
         batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
         for example in examples:
             size, pad = len(example.input_ids), width - len(example.input_ids)
@@ -500,6 +493,19 @@ class Collator:
             batch["attention_mask"].append([1] * size + [0] * pad)
             batch["labels"].append([IGNORE_INDEX, *example.labels[1:]] + [IGNORE_INDEX] * pad)
         return {name: torch.tensor(values) for name, values in batch.items()}
+
+    def _width(self, lengths: Iterable[int]) -> int:
+        longest = max(lengths)
+        return longest + -longest % self.pad_to_multiple_of
+
+    def _packed(self, rows: Sequence[Pack]) -> dict[str, Tensor]:
+        width = self._width(len(row.input_ids) for row in rows)
+        pads = [width - len(row.input_ids) for row in rows]
+        return {
+            "input_ids": torch.tensor([row.input_ids + [self.pad_token_id] * pad for row, pad in zip(rows, pads)]),
+            "labels": torch.tensor([row.labels + [IGNORE_INDEX] * pad for row, pad in zip(rows, pads)]),
+            "position_ids": torch.tensor([[*row.position_ids, *range(pad)] for row, pad in zip(rows, pads)]),
+        }
 
 
 def _end_ids(tokenizer: Any, declared: Sequence[str]) -> dict[str, int]:

@@ -194,8 +194,9 @@ def disk_error(error: BaseException) -> str:
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
         if os.strerror(number) in text:
             return os.strerror(number)
-    written = "PytorchStreamWriter failed" in text or "file write failed" in text
-    return text.splitlines()[0] if written else ""
+    # torch's writer does not pass on what the system said
+    torch_failed = any(words in text for words in ("PytorchStreamWriter", "inline_container.cc", "iostream error"))
+    return "torch could not write a file; the disk may be full" if torch_failed else ""
 
 
 def clear_staging(root: Path) -> None:

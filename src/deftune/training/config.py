@@ -74,6 +74,9 @@ class Data(Section):
     template: str | None = Field(
         None, description="a chat template: the tokenizer's own, chatml, plain, or a .jinja file"
     )
+    template_options: dict[str, bool | str] = Field(default_factory=dict, description="e.g. enable_thinking: false")
+    end_tokens: list[str] = Field(default_factory=list, description="tokens that end a turn, beyond the known ones")
+    bos: bool | None = Field(None, description="begin with the BOS token (default: as the tokenizer does)")
     mask: Literal["assistant", "completion", "all"] = Field(
         "assistant", description="supervise every assistant turn, the last one only, or all tokens"
     )

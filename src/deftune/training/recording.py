@@ -19,7 +19,7 @@ from deftune.objectives import Context, Objective, TokenStats
 P_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 SUMS = (
     "tokens", "objective", "nll", "p", "focus", "gate", "signal", "entropy", "concentration", "suppressed", "conflicts",
-    "eos_tokens", "eos_p", "mass", "input_tokens",
+    "eos_tokens", "eos_p", "input_tokens",
 )  # fmt: skip
 SUPPRESSED_GATE = 0.1  # a token is suppressed where the gate lets through less than a tenth of NLL's gradient
 CONFLICT_P, CONFLICT_CONCENTRATION = 0.1, 0.5  # and a confident conflict where the model is sure of something else
@@ -34,10 +34,9 @@ class StepRecord:
         self.sums: Tensor | None = None
 
     @torch.no_grad()
-    def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> Tensor:
-        """Count one micro-batch; returns its mass (tokens, but for mass objectives)."""
+    def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> None:
+        """Count one micro-batch; objectives of a whole step need its statistics in the context."""
         gate, value = self.objective.evaluate(stats, context)
-        mass = self.objective.mass(stats, context)
         p, concentration = stats.p, stats.concentration
         special = torch.zeros_like(p)
         for token in self.special_ids:
@@ -46,13 +45,12 @@ class StepRecord:
         columns = torch.stack([
             torch.ones_like(p), value, stats.nll, p, self.objective.focus(stats, context), gate, gate * stats.error,
             stats.entropy, concentration, (gate < SUPPRESSED_GATE).to(p.dtype), conflicts.to(p.dtype),
-            special, special * p, mass,
+            special, special * p,
         ])  # fmt: skip
         edges = torch.tensor(P_EDGES, dtype=p.dtype, device=p.device)
         counts = torch.bincount(torch.bucketize(p, edges), minlength=len(P_EDGES) + 1).to(p.dtype)
         sums = torch.cat([columns.sum(1), input_tokens.to(p.dtype).reshape(1), counts])
         self.sums = sums if self.sums is None else self.sums + sums
-        return mass.sum()
 
     def take(self) -> dict[str, float | list[int]]:
         """The means since the last time, over all ranks; every rank must ask. {} where nothing was counted."""
@@ -72,10 +70,8 @@ def means(sums: list[float]) -> dict[str, float | list[int]]:
     record: dict[str, float | list[int]] = {
         "tokens": int(tokens),
         "input_tokens": int(total["input_tokens"]),
-        # the step's loss: a mass objective divides by its mass
-        "objective": total["objective"] / total["mass"] if total["mass"] else 0.0,
     }
-    for name in ("nll", "p", "focus", "gate", "signal", "entropy", "concentration", "suppressed", "conflicts"):
+    for name in SUMS[1 : SUMS.index("eos_tokens")]:
         record[name] = total[name] / tokens
     if total["eos_tokens"]:
         record["eos_p"] = total["eos_p"] / total["eos_tokens"]

@@ -178,8 +178,8 @@ def git_state() -> dict[str, Any] | None:
 
 
 def cut_metrics(run: Run, step: int) -> None:
-    """Drop the records after ``step``: a resumed run writes them again."""
-    records = [record for record in run.read_metrics() if record["step"] <= step]
+    """Drop the records after ``step``, and the result's: a resumed run writes them again."""
+    records = [r for r in run.read_metrics() if r["step"] <= step and not r.get("final")]
     write_atomic(run.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
 

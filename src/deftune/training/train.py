@@ -24,7 +24,7 @@ from deftune.data.rows import BadRows, Row
 from deftune.data.sources import mix, read_source, split_rows
 from deftune.objectives import objective as parse_objective
 from deftune.training import checkpoints
-from deftune.training.config import ConfigError, RunConfig, Source
+from deftune.training.config import ConfigError, Data, RunConfig, Source
 from deftune.training.display import StepDisplay
 from deftune.training.models import load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run, cut_metrics, find_run, locked, open_run
@@ -70,6 +70,11 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def can_shard() -> bool:
+    """Whether accelerate would heed fsdp: without GPUs it runs DDP and says nothing."""
+    return torch.accelerator.is_available()
+
+
 def check_config(config: RunConfig) -> None:
     """What is wrong with a config that only the machine can tell."""
     train, ranks = config.train, world_size()
@@ -85,6 +90,8 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
     if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
+    if train.fsdp and not can_shard():
+        raise ConfigError("train.fsdp: accelerate shards over GPUs only and would run DDP here; leave it out")
     if train.fsdp and ranks == 1:
         raise ConfigError(
             "train.fsdp: needs several ranks; start with `torchrun --nproc-per-node N -m deftune train ...`"
@@ -122,13 +129,19 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     source = resolve_model(config.model.name, notice)
     options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     tokenizer = load_tokenizer(source, **options)
-    encoder = Encoder(
-        tokenizer, template=data.template, mask=data.mask, max_length=data.max_length, overlong=data.overlong
-    )
-    train = encode_rows(rows, encoder)
-    evaluation = encode_rows(held, encoder) if held else None
+    encoder = make_encoder(data, tokenizer)
+    train = encode_rows(rows, encoder, skip_bad_rows=data.skip_bad_rows)
+    evaluation = encode_rows(held, encoder, skip_bad_rows=data.skip_bad_rows) if held else None
     sequences: list[Any] = pack(train.examples, data.max_length) if data.packing else list(train.examples)
     return Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+
+
+def make_encoder(data: Data, tokenizer: Any) -> Encoder:
+    """What turns a row into tokens and a mask, as the config says."""
+    return Encoder(
+        tokenizer, template=data.template, mask=data.mask, max_length=data.max_length, overlong=data.overlong,
+        end_tokens=data.end_tokens, template_options=data.template_options, bos=data.bos,
+    )  # fmt: skip
 
 
 def facts(prepared: Prepared) -> list[str]:
@@ -184,7 +197,6 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
     if train.fsdp:
         options["fsdp"] = True
         options["fsdp_config"] = {
-            "fsdp_version": 2,
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "reshard_after_forward": True,
@@ -197,7 +209,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         gradient_accumulation_steps=train.batch_size // (train.micro_batch_size * world_size()),
         learning_rate=train.learning_rate,
         num_train_epochs=train.epochs,
-        max_steps=prepared.steps,  # as printed; alone, transformers' max_steps would overrule the epochs
+        max_steps=train.max_steps or -1,
         weight_decay=train.weight_decay,
         adam_beta1=train.betas[0],
         adam_beta2=train.betas[1],
@@ -315,6 +327,8 @@ def make_callback(run: Run, display: StepDisplay, stop: StopSignal, get_trainer:
             if kind == "train":
                 record["p_histogram"] = get_trainer().last_record.get("p_histogram")
                 display.step(state.global_step, state.max_steps, logs)
+            elif not get_trainer().is_in_train:
+                record["final"] = True  # of the result, after the last step
             with run.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
                 if control.should_save:  # no checkpoint survives a power cut without the records before it
@@ -433,6 +447,8 @@ def _train(prepared: Prepared, run: Run, console: Console, say: Callable[[str], 
                 run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
         raise
     step = trainer.state.global_step
+    if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
+        checkpoints.rotate(run.checkpoints, trainer.args.save_total_limit, trainer.state.best_global_step, newest=step)
     if stop.heard_anywhere(trainer.args.device):
         if is_main():
             run.set_status("stopped", step=step)

@@ -11,6 +11,7 @@ import inspect
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,28 @@ class DeftSFTTrainer(SFTTrainer):
         super().__init__(model, args, *positional, **kwargs)
         parallel = self.accelerator.parallelism_config  # from an accelerate YAML, of which args know nothing
         check_arguments(self.objective, type("_", (), {"parallelism_config": parallel}), {})
+        if self.args.fsdp and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                f"DeftSFTTrainer: fsdp was asked for, but accelerate runs {self.accelerator.distributed_type.value} "
+                f"(it shards over GPUs only, and FSDP1 keeps the head's weight from us); use FSDP2, or DDP"
+            )
+        plugin: Any = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
+        if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
+            # gradients are summed over the ranks in float32, as DDP does, and a loss is not rounded
+            plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         check_model(self.model, self.aux_loss_enabled, self.objective)
         attach_objective(base_of(self.model))
         if self.padding_free or getattr(self.data_collator, "padding_free", False):
             check_packing(self.model)
         self.special_ids = special_ids or special_token_ids(self._tokenizer)
-        self.vocab_size: int = base_of(self.model).get_output_embeddings().weight.shape[0]
         self.records = {mode: StepRecord(self.objective, self.special_ids) for mode in ("train", "eval")}
         self.checkpoint_root = checkpoint_root
         self.last_record: dict[str, float | list[int]] = {}
         self._staging: Path | None = None
         self._step: StepStats | None = None
         self._batches: list[Any] | None = None
-        self._evaluated: list[tuple[TokenStats, Tensor]] = []
+        # what is recorded once the whole step, or evaluation set, is known
+        self._held: dict[str, list[tuple[TokenStats, Tensor]]] = {"train": [], "eval": []}
         self._num_items: int | None = None
         self._mass: Tensor | None = None
         self._clock = time.perf_counter()
@@ -137,21 +147,23 @@ class DeftSFTTrainer(SFTTrainer):
                 f"training step {self.state.global_step + 1}: none of its tokens is supervised, on any rank, so it has "
                 f"no loss; check the mask of the data (`deftune data preview`)"
             )
-        self._mass, self._step = None, None
+        self._mass, self._step, self._held["train"] = None, None, []
         self._batches = batches if self.objective.kind == "step" else None
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        if batch_samples:
-            self._mask_repeats(batch_samples[-1], self._train_batch_size)
+        dataset: Any = self.train_dataset
+        if batch_samples and hasattr(dataset, "__len__") and not self.args.dataloader_drop_last:
+            self._mask_repeats(batch_samples[-1], self._train_batch_size, len(dataset))
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def _mask_repeats(self, batch: dict[str, Any], rows: int) -> None:
-        """The last batches of a rank are filled up with rows that other ranks had: they must not count twice."""
-        state, ranks = self.accelerator.gradient_state, self.accelerator.num_processes
-        if ranks == 1 or not (state.end_of_dataloader and state.remainder > 0):
+    def _mask_repeats(self, batch: dict[str, Any], rows: int, total: int) -> None:
+        """The last batches of an epoch are filled up with its first rows, for all ranks to have as many: not twice."""
+        ranks = self.accelerator.num_processes
+        left = total % (rows * ranks)
+        if ranks == 1 or left == 0 or not self.accelerator.gradient_state.end_of_dataloader:
             return
-        own = min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
+        own = min(max(left - self.accelerator.process_index * rows, 0), rows)
         row_of = rows_of(batch)
         if row_of is not None:
             batch["labels"] = batch["labels"].masked_fill(row_of >= own, IGNORE_INDEX)
@@ -188,9 +200,12 @@ class DeftSFTTrainer(SFTTrainer):
             self._step, self._batches = self._pre_pass(model, self._batches), None
         context = self._context("deferred" if self.objective.kind == "mass" else self._step)
         output = self._forward(model, inputs, context, self._num_items)
-        mass = self.records["train"].add(output.stats, context, input_tokens(inputs))
         if self.objective.kind == "mass":
+            mass = self.objective.mass(output.stats, context).sum()
             self._mass = mass if self._mass is None else self._mass + mass
+            self._held["train"].append((output.stats, input_tokens(inputs)))
+        else:
+            self.records["train"].add(output.stats, context, input_tokens(inputs))
         assert output.loss is not None
         # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
         return output.loss * self.accelerator.num_processes
@@ -198,13 +213,21 @@ class DeftSFTTrainer(SFTTrainer):
     def _evaluation_loss(self, model: Any, inputs: Any) -> Tensor:
         """The loss of one batch; the records get what belongs to the whole evaluation set."""
         output = self._forward(model, inputs, self._context(), None)
-        if self.objective.kind == "step":  # its statistic is of all the batches
-            self._evaluated.append((output.stats, input_tokens(inputs)))
+        if self.objective.kind == "local":
+            self.records["eval"].add(output.stats, self._context(), input_tokens(inputs))
         else:
-            context = self._context("deferred" if self.objective.kind == "mass" else None)
-            self.records["eval"].add(output.stats, context, input_tokens(inputs))
+            self._held["eval"].append((output.stats, input_tokens(inputs)))
         assert output.loss is not None
         return output.loss
+
+    def _record_held(self, mode: str) -> None:
+        """Record the batches of a step, or of an evaluation, now that its statistics can be known."""
+        held, self._held[mode] = self._held[mode], []
+        if held:
+            context = self._context()
+            step = step_stats(self.objective, [stats for stats, _ in held], context=context)
+            for stats, tokens in held:
+                self.records[mode].add(stats, replace(context, step=step), tokens)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self.loss_is_scaled_for_ga = True
@@ -212,7 +235,9 @@ class DeftSFTTrainer(SFTTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         inputs = self._prepare_inputs(inputs)
-        self._mask_repeats(inputs, self.args.eval_batch_size)
+        loader: Any = self.accelerator.gradient_state.active_dataloader
+        if loader is not None and hasattr(loader.dataset, "__len__") and not self.args.dataloader_drop_last:
+            self._mask_repeats(inputs, self.args.eval_batch_size, len(loader.dataset))
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs).detach(), None, None
 
@@ -221,6 +246,7 @@ class DeftSFTTrainer(SFTTrainer):
         raise_pending()
         if self._mass is None:
             return
+        self._record_held("train")
         mass, self._mass = self._mass, None
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(mass)
@@ -268,16 +294,12 @@ class DeftSFTTrainer(SFTTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The means over tokens, not over batches: ``eval_loss`` is the objective's, ``eval_nll`` is plain."""
-        self.records["eval"].sums, self._evaluated = None, []
+        self.records["eval"].sums, self._held["eval"] = None, []
         clock = time.perf_counter()
         output = super().evaluation_loop(*args, **kwargs)
         self._clock += time.perf_counter() - clock  # not the next training step's
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        if self._evaluated:
-            step = step_stats(self.objective, [stats for stats, _ in self._evaluated], context=self._context())
-            for stats, tokens in self._evaluated:
-                self.records["eval"].add(stats, self._context(step), tokens)
-            self._evaluated = []
+        self._record_held("eval")
         record = self.records["eval"].take()
         if not record.get("tokens"):
             raise ValueError("evaluation: none of its tokens is supervised; check the mask of the data")
@@ -343,9 +365,17 @@ class DeftSFTTrainer(SFTTrainer):
     def get_train_dataloader(self) -> Any:
         """SFTTrainer's; its workers leave a signal that goes to all processes to this one, which saves and stops."""
         loader: Any = super().get_train_dataloader()
-        if loader.num_workers:
-            loader.worker_init_fn = Undisturbed(loader.worker_init_fn)
+        inner = getattr(loader, "base_dataloader", loader)  # what accelerate's iterates over
+        if inner.num_workers:
+            inner.worker_init_fn = Undisturbed(inner.worker_init_fn)
         return loader
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """transformers'; what FSDP gathered holds tied weights twice."""
+        if state_dict is not None:
+            tied: dict[str, str] = getattr(base_of(self.model), "all_tied_weights_keys", {})
+            state_dict = {k: v for k, v in state_dict.items() if tied.get(k) not in state_dict}
+        super()._save(output_dir, state_dict=state_dict)
 
     def _flatten(self, written: Path, root: Path) -> None:
         """The checkpoint's files one level up, where the sealed folder wants them; the state names final places."""

