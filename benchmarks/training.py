@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="which ones, by commas (default: all)")
     parser.add_argument("--only", choices=CONTENDERS, help="one contender, in this process; prints JSON")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -131,7 +132,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     results: list[dict[str, Any]] = []
     for round_ in range(args.rounds):
-        for contender in CONTENDERS:
+        for contender in args.contenders.split(","):
             command = [sys.executable, *sys.argv, "--only", contender]
             done = subprocess.run(command, capture_output=True, text=True)
             line = (done.stdout.strip().splitlines() or [""])[-1]
@@ -153,7 +154,7 @@ def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str, p
              "| | tokens/s | x TRL nll | spread of the steps | peak GiB | loss, first to last step |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     reference = [r["tokens_per_second"] for r in results if r["contender"] == "TRL nll" and "seconds" in r]
-    for contender in CONTENDERS:
+    for contender in args.contenders.split(","):
         mine = [r for r in results if r["contender"] == contender and "seconds" in r]
         if not mine:
             error = next((r["error"] for r in results if r["contender"] == contender), "")

@@ -1069,3 +1069,34 @@ def test_column_sums_keep_the_digits_of_their_factor(cuda_mm, dtype, size):
     e = torch.rand(50, 30, generator=generator).to(dtype)
     v = torch.rand(50, generator=generator) * size
     assert error(column_sums(e, v), e.double().T @ v.double()) <= 2**-17
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_chunk_rows_bounds_the_work_and_changes_nothing(rows, monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 12, dtype=torch.float64), torch.randn(33, 12, dtype=torch.float64)
+    targets = torch.randint(33, (50,))
+    sizes = []
+    measure = TorchBackend.measure
+    monkeypatch.setattr(
+        TorchBackend,
+        "measure",
+        lambda self, part, *rest: (sizes.append(part.stop - part.start), measure(self, part, *rest))[1],
+    )
+
+    def gradients(chunk_rows):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = linear_loss(*leaves, targets, "deft", chunk_rows=chunk_rows)
+        return loss, *torch.autograd.grad(loss, leaves)
+
+    expected = gradients(None)
+    assert sizes == [50]
+    sizes.clear()
+    for mine, theirs in zip(gradients(rows), expected):
+        assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-15)
+    assert max(sizes) == min(rows, 50) and sum(sizes) == 50
+
+
+def test_chunk_rows_below_one_is_refused():
+    with pytest.raises(ValueError, match="chunk_rows: at least 1, got 0"):
+        linear_loss(torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([0, 1]), chunk_rows=0)

@@ -100,7 +100,9 @@ def test_chat_reads_lines_and_keeps_the_conversation(lora_run, monkeypatch, caps
     monkeypatch.setattr("sys.stdin", io.StringIO("What is 1 + 2?\n/reset\n\nWhat is 1 + 2?\n/quit\nnever\n"))
     assert main(["chat", str(lora_run.folder), "--max-new-tokens", "8"]) == 0
     answers = [line for line in capsys.readouterr().out.split("\n") if line]
-    assert len(answers) % 2 == 0 and answers[: len(answers) // 2] == answers[len(answers) // 2 :] != []  # greedy, and the conversation was forgotten
+    assert (
+        len(answers) % 2 == 0 and answers[: len(answers) // 2] == answers[len(answers) // 2 :] != []
+    )  # greedy, and the conversation was forgotten
 
 
 def test_chat_refuses_a_negative_temperature(lora_run, capsys):

@@ -232,8 +232,9 @@ def test_bfloat16_autocast_trains_float32_weights(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("spec", ["deft", "clip"])
-def test_torch_compile_gives_the_same_losses_without_compiling_every_step(spec, tmp_path):
+@pytest.mark.parametrize("spec, backend", [("deft", "aot_eager"), ("clip", "aot_eager"),
+                                           pytest.param("deft", "inductor", marks=pytest.mark.slow)])  # fmt: skip
+def test_torch_compile_gives_the_same_losses_without_compiling_every_step(spec, backend, tmp_path):
     from torch._dynamo.utils import counters
 
     rows = [row for row in make_rows(400) if len(row["input_ids"]) >= 12][:24]
@@ -244,7 +245,7 @@ def test_torch_compile_gives_the_same_losses_without_compiling_every_step(spec, 
     for on in (False, True):
         torch._dynamo.reset()
         counters.clear()
-        arguments = make_arguments(tmp_path, torch_compile=on)
+        arguments = make_arguments(tmp_path, torch_compile=on, torch_compile_backend=backend if on else None)
         trainer, _ = make_trainer(make_model(torch.float32), arguments, rows, objective=spec)
         compiled = []
 

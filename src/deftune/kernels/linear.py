@@ -49,6 +49,7 @@ def linear_loss(
     weights: Tensor | None = None,
     context: Context | None = None,
     backend: str = "auto",
+    chunk_rows: int | None = None,
 ) -> Tensor:
     """An objective's loss from ``[..., D]`` hidden states and the head's ``[V, D]`` weight, without the logits.
 
@@ -57,7 +58,8 @@ def linear_loss(
     The value and the gradients are those of `token_loss` on fp32 logits; memory does not grow with the tokens beyond
     the gradients. Gradients are made in the forward pass, for what requires one (a frozen head costs no dW), and scaled
     by the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
-    ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. Under autocast hidden and weight take
+    ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. ``chunk_rows`` bounds the tokens
+    worked on at a time (default: chosen for speed; fewer take less memory). Under autocast hidden and weight take
     its dtype, as in a linear layer; the head's gradient is accumulated in float32 in any case.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
@@ -81,10 +83,11 @@ def linear_loss(
             weights,
             context,
             backend,
+            chunk_rows,
         )
     return linear_loss_with_stats(
         hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale, reduction=reduction,
-        num_items=num_items, weights=weights, context=context, backend=backend,
+        num_items=num_items, weights=weights, context=context, backend=backend, chunk_rows=chunk_rows,
     )[0]  # fmt: skip
 
 
@@ -103,11 +106,14 @@ def linear_loss_with_stats(
     weights: Tensor | None = None,
     context: Context | None = None,
     backend: str = "auto",
+    chunk_rows: int | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """`linear_loss`, and the statistics of the supervised tokens that the same pass measured (detached)."""
     objective = parse_objective(objective)
     check_call(hidden, weight, targets, bias, softcap, logit_scale, reduction, num_items, weights)
-    call = prepare(hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend)
+    call = prepare(
+        hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, chunk_rows=chunk_rows
+    )
     check_step(objective, call.context, num_items, call.count)
     if reduction == "none":
         losses, columns, top = _PerTokenLoss.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
@@ -128,6 +134,7 @@ def linear_token_stats(
     logit_scale: float = 1.0,
     needs: frozenset[TopK] = frozenset(),
     backend: str = "auto",
+    chunk_rows: int | None = None,
 ) -> TokenStats:
     """The statistics of the supervised tokens from hidden states, without the logits.
 
@@ -141,7 +148,9 @@ def linear_token_stats(
     """
     check_head(hidden, weight, bias, logit_scale, softcap)
     check_targets(targets, hidden.shape[:-1], "hidden")
-    call = prepare(hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, needs)
+    call = prepare(
+        hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, needs, chunk_rows=chunk_rows
+    )
     *columns, top = _Statistics.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
     return call.stats(columns, top)
 
@@ -173,13 +182,15 @@ def scale_of(call: _Call, reduction: str, num_items: Tensor | float | None) -> T
 def _under_compile(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: str | Objective, bias: Tensor | None,
     softcap: float | None, logit_scale: float, reduction: str, num_items: Tensor | float | None, weights: Tensor | None,
-    context: Context | None, backend: str,
+    context: Context | None, backend: str, chunk_rows: int | None,
 ) -> Tensor:  # fmt: skip
     """One opaque operator in the compiled graph, where its signature can say it all; else a graph break."""
-    if not isinstance(objective, str) or (context is not None and context.step is not None) or reduction == "none":
+    stepwise = context is not None and context.step is not None
+    if not isinstance(objective, str) or stepwise or reduction == "none" or chunk_rows is not None:
         return linear_loss_with_stats(
             hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale,
             reduction=reduction, num_items=num_items, weights=weights, context=context, backend=backend,
+            chunk_rows=chunk_rows,
         )[0]  # fmt: skip
     from deftune.kernels.compiled import linear_loss_op
 
@@ -224,6 +235,7 @@ class _Call:
     dtype: torch.dtype  # of the GEMMs
     training: bool  # whether gradients will be asked for at all
     nan: Tensor | None  # the triton backend's flag
+    chunk_rows: int | None  # a bound from the caller
 
     def __post_init__(self) -> None:
         self.count = self.index.shape[0]
@@ -240,7 +252,7 @@ class _Call:
 
     def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
         """The chunks, measured one after the other into ``columns`` [5, M]."""
-        size = backend.rows(self.count)
+        size = min(backend.rows(self.count), self.chunk_rows or max(1, self.count))
         for start in range(0, self.count, size):
             part = slice(start, min(start + size, self.count))
             yield backend.measure(part, columns[:, part], keep, top)
@@ -313,9 +325,11 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 def prepare(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
     softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
-    needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None,
+    needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
 ) -> _Call:  # fmt: skip
     """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states')."""
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
     dtype = dtype or gemm_dtype(hidden)
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
     name, _ = choose_backend(backend, hidden.device, dtype, Head(weight, bias, scale, softcap), top)
@@ -325,7 +339,7 @@ def prepare(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, index,
         None if weights is None else weights.reshape(-1)[index],
         objective, context or NO_CONTEXT, softcap, scale, name, top, dtype, torch.is_grad_enabled(),
-        nan,
+        nan, chunk_rows,
     )  # fmt: skip
 
 

@@ -1,0 +1,166 @@
+"""Ranks change nothing: DDP and FSDP2, launched as users do, equal one process."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from small import deviation, make_model, make_rows, oracle, padded
+
+import deftune
+from deftune.objectives import IGNORE_INDEX, Context
+from deftune.training.config import ConfigError, render_yaml
+from deftune.training.head import shifted
+from deftune.training.train import check_config, train_run
+
+DRIVERS = Path(__file__).parent / "drivers"
+FLOAT64, FLOAT32 = 1e-10, 1e-5  # sums over ranks in another order
+SPECS = ["nll", "deft", "mile(1)", "clip"]
+
+
+def launch(ranks: int, *command: object, launcher: tuple[str, ...] | None = None) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    start = launcher or ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    done = subprocess.run(
+        [sys.executable, "-m", *start, *map(str, command)], env=environment, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+# --- float64: the gradients of every step -----------------------------------------------------------------------------
+
+
+def unequal_rows() -> list[dict[str, list[int]]]:
+    """37 rows: 8 a step and 5 in the last; some micro-batches, and all of the second rank's in step 2, say nothing."""
+    rows = make_rows(37)
+    for place in (2, 3, 10, 11, 14, 15, 20):
+        rows[place]["labels"] = [IGNORE_INDEX] * len(rows[place]["labels"])
+    return rows
+
+
+def check_steps(folder: Path, how: str, ranks: int, micro: int, accumulated: int, specs: list[str]) -> None:
+    rows, held_out = unequal_rows(), make_rows(13, seed=5)
+    torch.save((rows, held_out), folder / "rows.pt")
+    launch(ranks, DRIVERS / "float64_steps.py", folder, how, micro, accumulated, *specs)
+    found = torch.load(folder / "found.pt")
+    size = ranks * micro * accumulated
+    for (spec, tied), run in found.items():
+        model = make_model(tie_word_embeddings=tied)
+        steps = [rows[start : start + size] for start in range(0, len(rows), size)]
+        assert len(run["steps"]) == len(run["records"]) == len(steps) == 5
+        for step, gradients, record in zip(steps, run["steps"], run["records"]):
+            loss, expected = oracle(model, step, spec, Context())
+            assert deviation(gradients, expected) <= FLOAT64, (spec, tied)
+            assert abs(record["loss"] - loss) <= FLOAT64 * max(1, loss), (spec, tied)
+            supervised = sum(label != IGNORE_INDEX for row in step for label in row["labels"][1:])
+            assert record["tokens"] == supervised, (spec, tied)
+        batch = padded(held_out)
+        targets = shifted(batch.pop("labels"))
+        with torch.no_grad():
+            logits = model(**batch).logits
+        for name, objective in (("eval_loss", spec), ("eval_nll", "nll")):
+            value = deftune.token_loss(logits, targets, objective).item()
+            assert abs(run["eval"][name] - value) <= FLOAT64 * max(1, value), (spec, name)
+        assert run["eval"]["eval_tokens"] == int((targets != IGNORE_INDEX).sum())
+    assert len(found) == 2 * len(specs)
+
+
+def test_two_ranks_of_ddp_are_exact(tmp_path):
+    check_steps(tmp_path, "ddp", ranks=2, micro=2, accumulated=2, specs=SPECS)
+
+
+def test_two_ranks_of_fsdp2_are_exact(tmp_path):
+    check_steps(tmp_path, "fsdp", ranks=2, micro=2, accumulated=2, specs=SPECS)
+
+
+def test_four_ranks_of_ddp_are_exact(tmp_path):
+    check_steps(tmp_path, "ddp", ranks=4, micro=1, accumulated=2, specs=["deft", "mile(1)"])
+
+
+# --- float32: whole runs, as they are launched ------------------------------------------------------------------------
+
+
+def write_config(config, path: Path) -> Path:
+    path.write_text(render_yaml(config), encoding="utf-8")
+    return path
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    def records(run: Path) -> list[dict]:
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    a, b = load_file(one / "model" / "model.safetensors"), load_file(other / "model" / "model.safetensors")
+    assert a.keys() == b.keys()
+    assert max(float((a[name] - b[name]).abs().max()) for name in a) <= FLOAT32
+    pairs = list(zip(records(one), records(other), strict=True))
+    for x, y in pairs:
+        assert (x["step"], x["kind"]) == (y["step"], y["kind"])
+        name = "loss" if x["kind"] == "train" else "eval_loss"
+        assert abs(x[name] - y[name]) <= FLOAT32 * max(1, abs(x[name]))
+        assert x["tokens" if x["kind"] == "train" else "eval_tokens"] == y["tokens" if "loss" in y else "eval_tokens"]
+    assert len(pairs) >= 5
+    assert " 2 ranks x " in (other / "data.json").read_text()
+
+
+# 53 rows in steps of 8: the last one is short
+RUN = {
+    "train.micro_batch_size": 2,
+    "train.max_steps": None,
+    "train.epochs": 1,
+    "data.holdout": 0.1,
+    "train.save_steps": 3,
+}
+
+
+def quietly(config) -> None:
+    assert train_run(config, Console(quiet=True)).state == "finished"
+
+
+@pytest.mark.parametrize("launcher, spec, packing", [("torchrun", "clip", False), ("accelerate", "mile(1)", True)])
+def test_a_launched_run_equals_one_process(launcher, spec, packing, tmp_path, make_config):
+    options = {**RUN, "objective": spec, "data.packing": packing}
+    if packing:  # fewer sequences than rows
+        options |= {"train.batch_size": 6, "train.micro_batch_size": 3}
+    quietly(make_config(tmp_path / "one", options))
+    path = write_config(make_config(tmp_path / "two", options), tmp_path / "two.yaml")
+    # accelerate's `--cpu` would start one process, whatever --num_processes says
+    start = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "no")
+    if launcher == "torchrun":
+        launch(2, "-m", "deftune", "train", path)
+    else:
+        launch(2, "-m", "deftune", "train", path, launcher=(*start, "--num_machines", "1", "--dynamo_backend", "no"))
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_sharded_run_equals_one_process_and_resumes(tmp_path, make_config):
+    options = {**RUN, "objective": "deft"}
+    quietly(make_config(tmp_path / "one", options))
+    config = make_config(tmp_path / "two", {**options, "train.fsdp": True})
+    path = write_config(config, tmp_path / "two.yaml")
+    launch(2, DRIVERS / "train_sharded.py", path)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    saved = json.loads((tmp_path / "two" / "model" / "config.json").read_text())
+    assert saved["architectures"] == ["LlamaForCausalLM"]
+    run = tmp_path / "two"
+    shutil.copytree(run, tmp_path / "before")
+    last = max(int(folder.name.split("-")[1]) for folder in (run / "checkpoints").glob("checkpoint-*"))
+    shutil.rmtree(run / "checkpoints" / f"checkpoint-{last}")
+    shutil.rmtree(run / "model")
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "stopped"}))
+    launch(2, DRIVERS / "train_sharded.py", path)
+    assert_same_run(tmp_path / "before", run)
+
+
+def test_sharding_without_a_gpu_is_refused(tmp_path, make_config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"train.fsdp: accelerate shards over GPUs only and would run DDP here"):
+        check_config(make_config(tmp_path, {"train.fsdp": True}))
