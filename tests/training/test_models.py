@@ -102,3 +102,13 @@ def test_a_damaged_copy_in_the_cache_is_made_anew(package, tmp_path):
     with pytest.raises(ValueError, match="nothing kept"):
         resolve_model("smollm2", notices.append)
     assert "making a damaged copy anew" in notices[0] and "has no manifest.json" in notices[0]
+
+
+def test_a_truncated_file_is_one_line(tmp_path, tiny_model):
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model: cannot load .*cut: "):
+        load_model(str(tmp_path / "cut"))

@@ -2,6 +2,7 @@
 
 import io
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +117,33 @@ def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):
     prompts = [encoder.encode_prompt(row) for row in read_source(chat_file)[:3]]
     together = complete(model, tokenizer, prompts, max_new_tokens=6)
     assert together == [complete(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+
+
+def test_runs_tells_what_became_of_each(lora_run, tmp_path, capsys):
+    import json
+    import shutil
+
+    from deftune.training.runs import locked
+
+    for name in ("done", "killed", "busy", "broken"):
+        shutil.copytree(lora_run.folder, tmp_path / name)
+    for name in ("killed", "busy"):
+        Run(tmp_path / name).set_status("running", step=2)
+    (tmp_path / "broken" / "config.yaml").write_text("run: [")
+    with locked(Run(tmp_path / "busy")):
+        assert main(["runs", str(tmp_path), "--json"]) == 0
+        found = {Path(run["run"]).name: run for run in json.loads(capsys.readouterr().out)}
+    states = {name: run["state"] for name, run in found.items()}
+    assert states == {"done": "finished", "killed": "interrupted", "busy": "running", "broken": "damaged"}
+    assert found["done"]["objective"] == "deft" and found["done"]["step"] == 4 and found["done"]["nll"] > 0
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_a_moved_run_is_found_by_its_folder(lora_run, tmp_path, capsys):
+    import shutil
+
+    shutil.move(shutil.copytree(lora_run.folder, tmp_path / "a"), tmp_path / "b")
+    assert main(["train", str(tmp_path / "b")]) == 0
+    assert "already finished" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "a").exists()

@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `deftune ... | head`
         sys.stderr.close()
         return 0
+    except KeyboardInterrupt:
+        print("deftune: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"deftune: {error}", file=sys.stderr)
         return 2

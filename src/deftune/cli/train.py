@@ -69,8 +69,10 @@ def need_training() -> None:
 def read_config(path: Path, overrides: list[str]) -> Any:
     from deftune.training.config import load_config
 
-    if path.is_dir():  # a run
-        path = path / "config.yaml"
+    if path.is_dir():  # a run, wherever it lies now
+        if not (path / "config.yaml").is_file():
+            raise ValueError(f"{path}: is no run (it has no config.yaml)")
+        return load_config(path / "config.yaml", [f"run={json.dumps(str(path))}", *overrides])
     return load_config(path, overrides)
 
 
@@ -129,7 +131,6 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_runs(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.cli.objectives import render_table
     from deftune.training.runs import find_runs, summary
 
     if not args.folder.is_dir():
@@ -141,10 +142,15 @@ def run_runs(args: argparse.Namespace) -> int:
     if not found:
         print(f"no runs below {args.folder}")
         return 0
+    for run in found:
+        run["run"] = str(Path(run["run"]).relative_to(args.folder))
+        run["model"] = Path(run["model"] or "-").name
     cells = [
-        [f"{v:.4g}" if isinstance(v, float) else str(v if v is not None else "-") for v in f.values()] for f in found
+        [f"{v:.4g}" if isinstance(v, float) else str(v if v is not None else "-") for v in r.values()] for r in found
     ]
-    print(render_table(cells, list(found[0]), 120))
+    widths = [max(map(len, column)) for column in zip(found[0], *cells)]
+    for row in [list(found[0]), *cells]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
     return 0
 
 

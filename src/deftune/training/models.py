@@ -174,6 +174,7 @@ def load_model(
     """A causal LM from safetensors, in ``dtype`` (training keeps float32 master weights)."""
     import torch
     import transformers
+    from safetensors import SafetensorError
 
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -183,7 +184,7 @@ def load_model(
             use_safetensors=True,
             dtype=getattr(torch, dtype),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model: cannot load {source}: {_first_line(error)}") from error
     if getattr(model, "is_quantized", False):
         raise ValueError(f"model: {source} is quantised; its weights cannot be trained. Pass the original weights")

@@ -192,18 +192,33 @@ def find_runs(root: Path) -> list[Run]:
 
 def summary(run: Run) -> dict[str, Any]:
     """One line of `deftune runs`."""
-    status = run.status()
+    state = run.status()["state"]
+    if state == "running" and not is_locked(run):  # killed, or the power went
+        state = "interrupted"
     records = [record for record in run.read_metrics() if "nll" in record]
     last = records[-1] if records else {}
-    config = run.read_config()
+    try:
+        config = run.read_config()
+        objective, model = config.objective, config.model.name
+    except ValueError:
+        state, objective, model = "damaged", None, None
     return {
         "run": str(run.folder),
-        "state": status["state"],
+        "state": state,
         "step": last.get("step", 0),
-        "objective": config.objective,
-        "model": config.model.name,
+        "objective": objective,
+        "model": model,
         "loss": last.get("loss"),
         "nll": last.get("nll"),
         "p": last.get("p"),
         "checkpoints": len(checkpoints(run.checkpoints)),
     }
+
+
+def is_locked(run: Run) -> bool:
+    """Whether a process is training this run now."""
+    try:
+        with locked(run):
+            return False
+    except ValueError:
+        return True

@@ -209,7 +209,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         gradient_accumulation_steps=train.batch_size // (train.micro_batch_size * world_size()),
         learning_rate=train.learning_rate,
         num_train_epochs=train.epochs,
-        max_steps=train.max_steps or -1,
+        max_steps=prepared.steps,  # as printed: alone, transformers' max_steps would overrule the epochs
         weight_decay=train.weight_decay,
         adam_beta1=train.betas[0],
         adam_beta2=train.betas[1],
