@@ -79,6 +79,7 @@ def test_two_ranks_of_fsdp2_are_exact(tmp_path):
     check_steps(tmp_path, "fsdp", ranks=2, micro=2, accumulated=2, specs=SPECS)
 
 
+@pytest.mark.slow
 def test_four_ranks_of_ddp_are_exact(tmp_path):
     check_steps(tmp_path, "ddp", ranks=4, micro=1, accumulated=2, specs=["deft", "mile(1)"])
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from deftune._version import __version__
-from deftune.cli import doctor, objectives, results, train
+from deftune.cli import doctor, evaluate, objectives, results, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -17,6 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     objectives.add_to(commands)
     results.add_to(commands)
     train.add_to(commands)
+    evaluate.add_to(commands)
     doctor.add_to(commands)
     return parser
 

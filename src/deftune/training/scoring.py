@@ -37,7 +37,6 @@ def score(
     base = base_of(model)
     attach_objective(base)
     model.eval()
-    vocab_size: int = base.get_output_embeddings().weight.shape[0]
     call = ObjectiveCall(parse_objective("nll"), Context(), None, statistics_only=True)
     collator = Collator(tokenizer.pad_token_id, padding_free=False)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
@@ -51,13 +50,20 @@ def score(
         first = 0
         for place, count in zip(places, counts):
             part = slice(first, first + count)
-            columns = (stats.log_p, stats.entropy, stats.log_collision, stats.targets)
-            parts.append((place, TokenStats(*(column[part].cpu() for column in columns), vocab_size)))
+            parts.append((place, taken(stats, part)))
             first += count
         progress(len(places))
     parts.sort(key=lambda part: part[0])
     rows = torch.cat([torch.full((len(part),), place) for place, part in parts])
     return Scores(TokenStats.cat([part for _, part in parts]), rows)
+
+
+def taken(stats: TokenStats, part: slice) -> TokenStats:
+    """Some of the tokens, on the host."""
+    log_p, entropy, collision, targets = (
+        column[part].cpu() for column in (stats.log_p, stats.entropy, stats.log_collision, stats.targets)
+    )
+    return TokenStats(log_p, entropy, collision, targets, stats.vocab_size)
 
 
 @dataclass(frozen=True)

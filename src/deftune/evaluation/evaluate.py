@@ -1,0 +1,336 @@
+"""`deftune eval`: a model's answers to a suite, graded, with intervals.
+
+A result is a folder: `settings.json` (what was asked), `samples.jsonl` (every answer, appended as it is made: a second
+call goes on where the first was stopped), `graded.jsonl` (extraction and verdict of each), `summary.json` (unrounded).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deftune._version import __version__
+from deftune.evaluation.extraction import extract_choice, extract_final, jaro_winkler, normalize_text
+from deftune.evaluation.generation import Prompt, Sampler
+from deftune.evaluation.grading import Grader
+from deftune.evaluation.statistics import (
+    Estimate,
+    best_temperature,
+    bootstrap_interval,
+    clustered_standard_error,
+    holm,
+    item_means,
+    macro_average,
+    mean_over_items,
+    paired,
+    pass_at_k,
+)
+from deftune.evaluation.suites import Item, Suite, Task, coverage, read_task, size_note
+
+Record = dict[str, Any]
+PASS_AT = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of a model; part of the result, and refused where a folder holds an answer to something else."""
+
+    model: str
+    suite: str
+    tasks: dict[str, str]  # name -> version
+    samples: int
+    temperatures: tuple[float, ...]
+    top_p: float = 1.0
+    seed: int = 0
+    limit: int | None = None
+    max_new_tokens: int | None = None
+    rule: str = "strict"
+    template: str | None = None
+
+    def samples_at(self, temperature: float) -> int:
+        """Greedy answers are all the same: one is enough."""
+        return 1 if temperature == 0 else self.samples
+
+
+class Result:
+    """A result's folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.samples = folder / "samples.jsonl"
+        self.graded = folder / "graded.jsonl"
+
+    def open(self, settings: Settings) -> None:
+        """Begin, or go on; another evaluation's folder is refused."""
+        path = self.folder / "settings.json"
+        now = json.loads(json.dumps({"deftune": __version__, **dataclasses.asdict(settings)}))
+        if path.is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            changed = [f"{k}: {before.get(k)} -> {now[k]}" for k in now if k != "deftune" and before.get(k) != now[k]]
+            if changed:
+                raise ValueError(
+                    f"{self.folder}: holds another evaluation ({'; '.join(changed[:4])}); choose another "
+                    f"folder with --out"
+                )
+            return
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise ValueError(f"{self.folder}: is not empty and no result; choose another folder with --out")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(now, indent=1))
+
+    def settings(self) -> Record:
+        try:
+            return json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder}: is no result (no settings.json)") from error
+
+    def read_samples(self) -> list[Record]:
+        """Every answer so far; a line cut off by a kill is asked for again."""
+        return list(read_lines(self.samples))
+
+    def read_graded(self) -> list[Record]:
+        if not self.graded.is_file():
+            raise ValueError(f"{self.folder}: is not graded yet; run the same `deftune eval` again, it goes on")
+        return list(read_lines(self.graded))
+
+    def summary(self) -> Record:
+        path = self.folder / "summary.json"
+        if not path.is_file():
+            raise ValueError(f"{self.folder}: has no summary yet; run the same `deftune eval` again, it goes on")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file, whole or as it was before."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_lines(path: Path) -> Iterator[Record]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8", errors="surrogatepass").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record  # pyright: ignore[reportUnknownVariableType]
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def ask(
+    result: Result, settings: Settings, tasks: dict[str, tuple[Task, list[Item]]], sampler: Sampler,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> None:  # fmt: skip
+    """Fill `samples.jsonl`: every answer is there once, whatever was there before."""
+    have = {(r["task"], r["id"], r["temperature"], r["sample"]) for r in result.read_samples()}
+    drop_cut_line(result.samples)
+    for name, (task, items) in tasks.items():
+        limit = settings.max_new_tokens or task.max_new_tokens
+        for temperature in settings.temperatures:
+            number = settings.samples_at(temperature)
+            missing = [
+                item for item in items if any((name, item.id, temperature, i) not in have for i in range(number))
+            ]
+            total, done = len(items) * number, (len(items) - len(missing)) * number
+            progress(f"{name} T={temperature:g}", done, total)
+            prompts = [Prompt(f"{name}/{item.id}", list(item.messages)) for item in missing]
+            if not prompts:
+                continue
+            with result.samples.open("a", encoding="utf-8") as file:
+                for output in sampler.sample(
+                    prompts, samples=number, temperature=temperature, top_p=settings.top_p, max_new_tokens=limit,
+                    seed=settings.seed,
+                ):  # fmt: skip
+                    done += 1
+                    progress(f"{name} T={temperature:g}", min(done, total), total)
+                    key = (name, output.id.removeprefix(f"{name}/"), temperature, output.sample)
+                    if key in have:  # of an item that was half done; it is the same answer
+                        continue
+                    have.add(key)
+                    record = {"task": key[0], "id": key[1], "temperature": key[2], "sample": key[3],
+                              "text": output.text, "tokens": output.tokens, "finish": output.finish}  # fmt: skip
+                    file.write(json.dumps(record | ({"note": output.note} if output.note else {})) + "\n")
+                    file.flush()
+
+
+def drop_cut_line(path: Path) -> None:
+    """A kill may leave half a line; the next answer must not be glued to it."""
+    if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+# --- grading ----------------------------------------------------------------------------------------------------------
+
+
+def grade(
+    result: Result, settings: Settings, tasks: dict[str, tuple[Task, list[Item]]], *, workers: int = 2
+) -> list[Record]:
+    """Extraction and verdict of every answer, in the order of tasks, items, temperatures and samples."""
+    answers = {(r["task"], r["id"], r["temperature"], r["sample"]): r for r in result.read_samples()}
+    graded: list[Record] = []
+    waiting: list[tuple[Record, str, str | None]] = []
+    for name, (task, items) in tasks.items():
+        for item in items:
+            for temperature in settings.temperatures:
+                for i in range(settings.samples_at(temperature)):
+                    answer = answers.get((name, item.id, temperature, i))
+                    if answer is None:
+                        raise ValueError(f"{result.samples}: {name}/{item.id} has no answer {i} at T={temperature:g}")
+                    record: Record = {**answer, "prompt": item.messages[-1]["content"], "gold": item.gold}
+                    graded.append(record)
+                    if task.kind == "math":
+                        found = extract_final(answer["text"])
+                        record |= {"answer": found.answer, "how": found.how}
+                        waiting.append((record, item.gold, found.answer))
+                    else:
+                        record |= score_text(task, item, answer["text"], settings.rule)
+    if waiting:
+        with Grader(workers=workers) as grader:
+            verdicts = grader.grade([(gold, answer) for _, gold, answer in waiting])
+        for (record, _, _), verdict in zip(waiting, verdicts):
+            record |= {"score": float(verdict.correct), "verdict": verdict.how}
+    write_text(result.graded, "".join(json.dumps(record) + "\n" for record in graded))
+    return graded
+
+
+def score_text(task: Task, item: Item, text: str, rule: str) -> Record:
+    """Multiple choice and FigFont need no worker."""
+    if task.kind == "figfont":
+        exact = normalize_text(text) == normalize_text(item.gold)
+        return {
+            "answer": text.strip(),
+            "how": "text",
+            "score": float(exact),
+            "similarity": jaro_winkler(text, item.gold),
+        }
+    options = item.options or {}
+    found = extract_choice(text, list(options), list(options.values()), rule=rule)  # pyright: ignore[reportArgumentType]
+    return {"answer": found.answer, "how": found.how, "score": float(found.answer == item.gold)}
+
+
+# --- summing up -------------------------------------------------------------------------------------------------------
+
+
+def by_item(graded: Iterable[Record], task: str, temperature: float, column: str = "score") -> dict[str, list[float]]:
+    """item -> its samples' scores."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for record in graded:
+        if record["task"] == task and record["temperature"] == temperature:
+            scores[record["id"]].append(float(record[column]))
+    return dict(scores)
+
+
+def summarize(
+    settings: Settings, suite: Suite | None, tasks: dict[str, tuple[Task, list[Item]]], graded: list[Record],
+    missing: dict[str, str],
+) -> Record:  # fmt: skip
+    """Scores by task and temperature with standard errors clustered by item and bootstrap intervals; averages."""
+    rows: list[Record] = []
+    for name, (task, items) in tasks.items():
+        for temperature in settings.temperatures:
+            mine = [r for r in graded if r["task"] == name and r["temperature"] == temperature]
+            scores = by_item(mine, name, temperature)
+            samples = list(scores.values())
+            interval = bootstrap_interval(samples)
+            number = settings.samples_at(temperature)
+            row: Record = {
+                "task": name, "version": task.version, "temperature": temperature, "items": len(items),
+                "samples": number, "score": mean_over_items(samples),
+                "standard_error": clustered_standard_error(samples), "interval": [interval.low, interval.high],
+                "pass_at": {k: mean_over_items([[pass_at_k(number, round(sum(s)), k)] for s in samples])
+                            for k in PASS_AT if k <= number},
+                "extracted": dict(Counter(str(r["how"]) for r in mine)),
+                "finished": dict(Counter(r["finish"] for r in mine)),
+                "note": size_note(task, len(items)) if settings.limit is None else f"the first {len(items)} items only",
+            }  # fmt: skip
+            if task.kind == "figfont":
+                row["similarity"] = mean_over_items(list(by_item(mine, name, temperature, "similarity").values()))
+            if verdicts := Counter(r["verdict"] for r in mine if "verdict" in r):
+                row["verdicts"] = dict(verdicts)
+            rows.append(row)
+    summary: Record = {"settings": dataclasses.asdict(settings), "rows": rows, "missing": missing}
+    if len(settings.temperatures) > 1:
+        summary["best_temperature"] = {
+            name: dataclasses.asdict(best_temperature({t: by_item(graded, name, t) for t in settings.temperatures}))
+            for name in tasks
+        }
+    if suite is not None:
+        summary["averages"] = [average(suite, rows, temperature) for temperature in settings.temperatures]
+    return summary
+
+
+def average(suite: Suite, rows: list[Record], temperature: float) -> Record:
+    """The macro average of a suite's tasks, with how much of the suite it covers."""
+    mine = [r for r in rows if r["temperature"] == temperature and r["task"] in suite.averaged]
+    record: Record = {"temperature": temperature, "covers": coverage(suite, [r["task"] for r in mine])}
+    if mine:
+        found = macro_average([Estimate(r["score"], r["standard_error"]) for r in mine])
+        record |= {"score": found.mean, "standard_error": found.standard_error}
+    return record
+
+
+def compare(a: Result, b: Result) -> list[Record]:
+    """a - b for every task and temperature that both have, paired by item, with Holm-adjusted p-values."""
+    first, second = a.read_graded(), b.read_graded()
+    keys = dict.fromkeys((r["task"], r["temperature"]) for r in first)
+    shared = [key for key in keys if key in {(r["task"], r["temperature"]) for r in second}]
+    if not shared:
+        raise ValueError(f"{a.folder} and {b.folder} have no task and temperature in common")
+    versions = [r.settings()["tasks"] for r in (a, b)]
+    rows: list[Record] = []
+    for task, temperature in shared:
+        if versions[0][task] != versions[1][task]:
+            raise ValueError(f"{task}: version {versions[0][task]} and version {versions[1][task]} are different tasks")
+        mine, theirs = by_item(first, task, temperature), by_item(second, task, temperature)
+        if set(mine) != set(theirs):
+            raise ValueError(
+                f"{task}: {len(set(mine) ^ set(theirs))} items are in one result only; evaluate both on the same items"
+            )
+        items = list(mine)
+        found = paired([mine[i] for i in items], [theirs[i] for i in items])
+        rows.append({
+            "task": task, "temperature": temperature,
+            "a": mean_over_items([mine[i] for i in items]), "b": mean_over_items([theirs[i] for i in items]),
+            "difference": found.difference, "standard_error": found.standard_error,
+            "interval": [found.interval.low, found.interval.high], "p": found.p_value, "items": found.num_items,
+            "won": sum(x > y for x, y in zip(item_means([mine[i] for i in items]),
+                                             item_means([theirs[i] for i in items]))),
+        })  # fmt: skip
+    for row, adjusted in zip(rows, holm([row["p"] for row in rows])):
+        row["p_holm"] = adjusted
+    return rows
+
+
+def load_items(
+    names: Iterable[tuple[Task, bool]], data: Path | None, limit: int | None
+) -> tuple[dict[str, tuple[Task, list[Item]]], dict[str, str]]:
+    """(tasks with their items, tasks whose data is missing and why); one that was asked for by name must be there."""
+    from deftune.evaluation.suites import MissingData
+
+    found: dict[str, tuple[Task, list[Item]]] = {}
+    missing: dict[str, str] = {}
+    for task, asked in names:
+        try:
+            found[task.name] = (task, read_task(task, data, limit=limit))
+        except MissingData as error:
+            if asked:
+                raise
+            missing[task.name] = str(error)
+    if not found:
+        raise ValueError("no task has data: " + "; ".join(missing.values()))
+    return found, missing

@@ -1,0 +1,349 @@
+r"""What a score is worth: means over items, their errors, and comparisons that do not flatter.
+
+Throughout, ``samples[i][j]`` is the score of sample j of item i. Samples of one item are not independent, so the item
+is the unit: a score is a mean over items of means over samples, and every error and interval is over items. Nothing is
+rounded. Random draws come from a seed and are the same on every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Samples = Sequence[Sequence[float]]
+_CHUNK = 1 << 22  # draws held in memory at once
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error; the error is NaN where a single item leaves it unknown."""
+
+    mean: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    low: float
+    high: float
+
+
+def item_means(samples: Samples) -> list[float]:
+    """The mean over the samples of each item.
+
+    >>> item_means([[1, 0], [1, 1]])
+    [0.5, 1.0]
+    """
+    if not samples:
+        raise ValueError("no items: a mean over nothing")
+    for index, scores in enumerate(samples):
+        if not scores:
+            raise ValueError(f"item {index} has no samples")
+        if not all(map(math.isfinite, scores)):
+            raise ValueError(f"item {index} has a score that is not finite: {list(scores)}")
+    return [math.fsum(scores) / len(scores) for scores in samples]
+
+
+def mean_over_items(samples: Samples) -> float:
+    """avg@n: the mean over samples, then over items, so that an item counts once however often it was sampled.
+
+        mean = 1/N sum_i ( 1/n_i sum_j s_ij )
+
+    >>> mean_over_items([[1, 0, 0, 0], [1]])
+    0.625
+    """
+    means = item_means(samples)
+    return math.fsum(means) / len(means)
+
+
+def clustered_standard_error(samples: Samples) -> float:
+    """The standard error of `mean_over_items`, clustered by item.
+
+        se^2 = sum_i (m_i - mean)^2 / (N (N - 1))        m_i the mean of item i
+
+    It does not shrink with samples that agree with each other. NaN for one item.
+
+    >>> clustered_standard_error([[1, 1], [0, 0]])
+    0.5
+    >>> clustered_standard_error([[1] * 100, [0] * 100])
+    0.5
+    """
+    return estimate(item_means(samples)).standard_error
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of independent values and its standard error.
+
+    >>> estimate([0.0, 1.0])
+    Estimate(mean=0.5, standard_error=0.5)
+    """
+    if not values:
+        raise ValueError("no values: a mean over nothing")
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Estimate(mean, math.nan)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return Estimate(mean, math.sqrt(squares / (count * (count - 1))))
+
+
+def bootstrap_interval(
+    samples: Samples, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The percentile bootstrap interval of `mean_over_items`: items are drawn with replacement, whole.
+
+    >>> bootstrap_interval([[1.0]] * 5)
+    Interval(low=1.0, high=1.0)
+    """
+    return _bootstrap(item_means(samples), confidence, resamples, seed)
+
+
+def _bootstrap(values: Sequence[float], confidence: float, resamples: int, seed: int) -> Interval:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: between 0 and 1, got {confidence}")
+    if resamples < 100:
+        raise ValueError(f"resamples: at least 100, got {resamples}")
+    items = torch.tensor(values, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    means: list[torch.Tensor] = []
+    for rows in _chunks(resamples, len(values)):
+        drawn = torch.randint(len(values), (rows, len(values)), generator=generator)
+        means.append(items[drawn].mean(dim=1))
+    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    low, high = torch.quantile(torch.cat(means), tails).tolist()
+    return Interval(low, high)
+
+
+def _chunks(rows: int, width: int) -> list[int]:
+    size = max(1, _CHUNK // width)
+    return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate of P(at least one of k samples is correct), from n samples of which c are.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    In exact integers, rounded once.
+
+    >>> pass_at_k(16, 4, 1), pass_at_k(2, 1, 2)
+    (0.25, 1.0)
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"{c} correct of {n} samples")
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs 1 to {n} of the {n} samples; draw more or lower k")
+    every = math.comb(n, k)
+    return (every - math.comb(n - c, k)) / every
+
+
+@dataclass(frozen=True)
+class Paired:
+    """a minus b on the same items; ``exact`` says whether every sign pattern was counted."""
+
+    difference: float
+    standard_error: float
+    interval: Interval
+    p_value: float
+    num_items: int
+    exact: bool
+
+
+def paired(
+    a: Samples,
+    b: Samples,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 10_000,
+    permutations: int = 100_000,
+    exact_up_to: int = 16,
+    seed: int = 0,
+) -> Paired:
+    """Two runs on the same items, in the same order: their difference, its interval and a two-sided p-value.
+
+        d_i = mean_j a_ij - mean_j b_ij        difference = mean_i d_i
+
+    The p-value is the sign-flip test's: were the two runs the same, each d_i would be as likely as -d_i, so p is the
+    share of sign patterns whose |sum| is at least the observed one. With at most ``exact_up_to`` nonzero d_i all
+    patterns are counted; otherwise ``permutations`` of them are drawn and p = (r + 1) / (m + 1), never 0. The interval
+    is the bootstrap's over items.
+
+    >>> paired([[1], [1], [1], [0]], [[0], [0], [0], [0]]).p_value
+    0.25
+    """
+    if len(a) != len(b):
+        raise ValueError(f"paired runs need the same items: {len(a)} against {len(b)}")
+    differences = [x - y for x, y in zip(item_means(a), item_means(b))]
+    whole = estimate(differences)
+    nonzero = [d for d in differences if d != 0]
+    exact = len(nonzero) <= exact_up_to
+    p_value = _exact_sign_flips(nonzero) if exact else _drawn_sign_flips(nonzero, permutations, seed)
+    interval = _bootstrap(differences, confidence, resamples, seed)
+    return Paired(whole.mean, whole.standard_error, interval, p_value, len(differences), exact)
+
+
+def _as_large(differences: Sequence[float]) -> float:
+    """The smallest |sum| that counts as the observed one: equal sums, added in another order, must tie."""
+    return abs(math.fsum(differences)) - 1e-9 * math.fsum(map(abs, differences))
+
+
+def _exact_sign_flips(differences: Sequence[float]) -> float:
+    if not differences:
+        return 1.0
+    sums = torch.zeros(1, dtype=torch.float64)
+    for difference in differences:
+        sums = torch.cat([sums + difference, sums - difference])
+    return int((sums.abs() >= _as_large(differences)).sum()) / len(sums)
+
+
+def _drawn_sign_flips(differences: Sequence[float], permutations: int, seed: int) -> float:
+    if permutations < 100:
+        raise ValueError(f"permutations: at least 100, got {permutations}")
+    values = torch.tensor(differences, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    extreme = 0
+    for rows in _chunks(permutations, len(differences)):
+        signs = torch.randint(2, (rows, len(differences)), generator=generator).to(torch.float64) * 2 - 1
+        extreme += int(((signs @ values).abs() >= _as_large(differences)).sum())
+    return (extreme + 1) / (permutations + 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment of m p-values, in the order given: compare with the level itself.
+
+        adjusted_(j) = max over i <= j of min(1, (m - i + 1) p_(i))        p_(1) <= ... <= p_(m)
+
+    >>> holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    for p in p_values:
+        if not 0 <= p <= 1:
+            raise ValueError(f"a p-value lies in [0, 1], got {p}")
+    adjusted = [0.0] * len(p_values)
+    reached = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        reached = max(reached, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = reached
+    return adjusted
+
+
+@dataclass(frozen=True)
+class Half:
+    """One direction of `best_temperature`: chosen on the other half's items, scored on these."""
+
+    temperature: float
+    score: Estimate
+    num_items: int
+
+
+@dataclass(frozen=True)
+class BestTemperature:
+    """``score``: every item at the temperature the other half chose. ``in_sample``: best and chosen on all items."""
+
+    halves: tuple[Half, Half]
+    score: Estimate
+    in_sample: tuple[float, float]  # temperature, score; too high by the luck of choosing among temperatures
+
+    @property
+    def agreed(self) -> bool:
+        return self.halves[0].temperature == self.halves[1].temperature
+
+
+def half_of(item: str, *, seed: int = 0) -> int:
+    """0 or 1, by a hash of the item's name: the same on every machine, whatever the other items are.
+
+    >>> [half_of(f"item {n}") for n in range(8)]
+    [0, 1, 0, 0, 1, 0, 0, 0]
+    """
+    return hashlib.sha256(f"{seed}:{item}".encode("utf-8", "surrogatepass")).digest()[0] & 1
+
+
+def best_temperature(
+    scores_by_temperature: Mapping[float, Mapping[str, Sequence[float]]], *, seed: int = 0
+) -> BestTemperature:
+    """A method at its own best temperature, without the optimism of choosing and scoring on the same items.
+
+    ``scores_by_temperature[t][item]`` are the item's sample scores at temperature t. Items are split by `half_of`; the
+    temperature with the best mean on one half (the lower one of equals) is scored on the other, and the other way
+    round. ``score`` is the mean over all items of these held-out scores.
+
+        score = 1/N sum_i m_i(t*_(other half of i))        t*_h = argmax_t mean over i in h of m_i(t)
+
+    The two halves' scores share no item, but each is scored at a temperature the other chose: the standard error is
+    that of the items and leaves out the choice.
+
+    >>> found = best_temperature({0.0: {str(n): [1] for n in range(9)}, 1.0: {str(n): [0, 1] for n in range(9)}})
+    >>> found.halves[0].temperature, found.score.mean, found.agreed
+    (0.0, 1.0, True)
+    """
+    if not scores_by_temperature:
+        raise ValueError("no temperatures to choose from")
+    temperatures = sorted(scores_by_temperature)
+    items = sorted(scores_by_temperature[temperatures[0]])
+    for temperature in temperatures[1:]:
+        differing = set(items) ^ set(scores_by_temperature[temperature])
+        if differing:
+            raise ValueError(
+                f"temperatures {temperatures[0]} and {temperature} were not run on the same items: "
+                f"{len(differing)} differ, such as {min(differing)!r}"
+            )
+    halves = [[item for item in items if half_of(item, seed=seed) == half] for half in (0, 1)]
+    if not all(halves):
+        raise ValueError(f"{len(items)} items leave one half empty; choose a temperature on more items")
+    means = {
+        temperature: dict(zip(items, item_means([scores_by_temperature[temperature][item] for item in items])))
+        for temperature in temperatures
+    }
+
+    def best(chosen_on: Sequence[str]) -> float:
+        return max(temperatures, key=lambda t: (math.fsum(means[t][item] for item in chosen_on), -t))
+
+    chosen = [best(halves[1]), best(halves[0])]
+    held_out = [[means[chosen[half]][item] for item in halves[half]] for half in (0, 1)]
+    first, second = (Half(chosen[half], estimate(held_out[half]), len(halves[half])) for half in (0, 1))
+    best_of_all = best(items)
+    in_sample = math.fsum(means[best_of_all].values()) / len(items)
+    return BestTemperature((first, second), estimate(held_out[0] + held_out[1]), (best_of_all, in_sample))
+
+
+def macro_average(scores: Sequence[Estimate]) -> Estimate:
+    """The mean over suites, each counting once, with the error of independent suites.
+
+        mean = 1/K sum_k mean_k        se = 1/K sqrt(sum_k se_k^2)
+
+    >>> macro_average([Estimate(0.5, 0.03), Estimate(0.7, 0.04)])
+    Estimate(mean=0.6, standard_error=0.025)
+    """
+    if not scores:
+        raise ValueError("no suites: a mean over nothing")
+    count = len(scores)
+    mean = math.fsum(score.mean for score in scores) / count
+    return Estimate(mean, math.sqrt(math.fsum(score.standard_error**2 for score in scores)) / count)
+
+
+def ece(p: Sequence[float], correct: Sequence[bool | int], *, bins: int = 15) -> float:
+    """The expected calibration error, with ``bins`` bins of equal width, closed above; the first also holds 0.
+
+        ece = sum_b |B_b|/n | mean of correct in B_b - mean of p in B_b |
+
+    >>> ece([0.75, 0.75, 0.75, 0.75], [True, True, True, False])
+    0.0
+    >>> ece([1.0, 1.0], [True, False])
+    0.5
+    """
+    if len(p) != len(correct):
+        raise ValueError(f"{len(p)} probabilities for {len(correct)} outcomes")
+    if not p:
+        raise ValueError("no probabilities: calibration of nothing")
+    if bins < 1:
+        raise ValueError(f"bins: at least 1, got {bins}")
+    gaps: list[list[float]] = [[] for _ in range(bins)]
+    for probability, outcome in zip(p, correct):
+        if not 0 <= probability <= 1:
+            raise ValueError(f"a probability lies in [0, 1], got {probability}")
+        gaps[max(0, math.ceil(probability * bins) - 1)].append(float(outcome) - probability)
+    return math.fsum(abs(math.fsum(gap)) for gap in gaps) / len(p)

@@ -1,0 +1,171 @@
+"""A whole evaluation: asked, stopped, resumed, graded, summed up, compared."""
+
+import json
+
+import pytest
+
+from deftune.cli import main
+from deftune.evaluation.evaluate import Result, Settings, ask, compare, drop_cut_line, grade, load_items, summarize
+from deftune.evaluation.generation import Output, SamplerError
+from deftune.evaluation.suites import SUITES, Item, load_task_file, task_named
+
+ANSWERS = {"a": "So \\boxed{4}", "b": "I think it is 7", "c": "no idea"}
+GOLD = {"a": "4", "b": "8", "c": "1"}
+
+
+class Told:
+    """Answers from a table; stops after ``until`` of them."""
+
+    def __init__(self, answers=ANSWERS, until=10**9):
+        self.answers, self.until, self.asked = answers, until, []
+
+    def sample(self, prompts, *, samples, temperature, top_p, max_new_tokens, seed):
+        done = 0
+        for prompt in prompts:
+            self.asked.append(prompt.id)
+            for i in range(samples):
+                if done >= self.until:
+                    raise SamplerError("the server went away", done)
+                done += 1
+                yield Output(prompt.id, i, self.answers[prompt.id.split("/")[1]], 3, "stop")
+
+
+@pytest.fixture
+def tasks():
+    task = task_named("gsm8k")
+    items = [Item(key, ({"role": "user", "content": f"question {key}"},), GOLD[key]) for key in "abc"]
+    return {"gsm8k": (task, items)}
+
+
+def settings(tasks, **more):
+    base = {"model": "m", "suite": "math", "tasks": {n: t.version for n, (t, _) in tasks.items()}, "samples": 2}
+    return Settings(**{**base, "temperatures": (0.0, 1.0), **more})
+
+
+def run(folder, tasks, sampler):
+    result = Result(folder)
+    result.open(settings(tasks))
+    ask(result, settings(tasks), tasks, sampler)
+    graded = grade(result, settings(tasks), tasks, workers=1)
+    return result, graded, summarize(settings(tasks), SUITES["math"], tasks, graded, {})
+
+
+def test_scores_are_means_over_samples_then_items(tmp_path, tasks):
+    _, graded, summary = run(tmp_path / "r", tasks, Told())
+    assert len(graded) == 3 * (1 + 2)  # greedy needs one answer, T = 1 two
+    greedy, sampled = summary["rows"]
+    assert greedy["score"] == sampled["score"] == pytest.approx(1 / 3)
+    assert (greedy["samples"], sampled["samples"]) == (1, 2)
+    assert sampled["pass_at"] == {1: pytest.approx(1 / 3), 2: pytest.approx(1 / 3)}
+    assert greedy["extracted"] == {"boxed": 1, "last_number": 1, "none": 1}
+    assert summary["averages"][0]["covers"].startswith("0 of 5") and "score" not in summary["averages"][0]
+    assert greedy["interval"][0] <= greedy["score"] <= greedy["interval"][1]
+
+
+def test_a_server_that_dies_loses_nothing(tmp_path, tasks):
+    whole = run(tmp_path / "whole", tasks, Told())[2]
+    result = Result(tmp_path / "r")
+    result.open(settings(tasks))
+    with pytest.raises(SamplerError, match="the server went away"):
+        ask(result, settings(tasks), tasks, Told(until=2))
+    assert len(result.read_samples()) == 2
+    with result.samples.open("a") as file:
+        file.write('{"task": "gsm8k", "id": "c", "te')  # and a kill in the middle of a line
+    sampler = Told()
+    ask(result, settings(tasks), tasks, sampler)
+    assert sampler.asked[0] == "gsm8k/c"  # what was answered is not asked again
+    graded = grade(result, settings(tasks), tasks, workers=1)
+    assert summarize(settings(tasks), SUITES["math"], tasks, graded, {}) == whole
+
+
+def test_another_evaluation_is_not_mixed_in(tmp_path, tasks):
+    result = Result(tmp_path / "r")
+    result.open(settings(tasks))
+    with pytest.raises(ValueError, match=r"holds another evaluation \(seed: 0 -> 1\); choose another folder with --out"):
+        result.open(settings(tasks, seed=1))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "file").touch()
+    with pytest.raises(ValueError, match="is not empty and no result"):
+        Result(tmp_path / "x").open(settings(tasks))
+
+
+def test_compare_is_paired_by_item(tmp_path, tasks):
+    a = run(tmp_path / "a", tasks, Told())[0]
+    b = run(tmp_path / "b", tasks, Told({**ANSWERS, "b": "\\boxed{8}"}))[0]
+    rows = compare(b, a)
+    assert [row["difference"] for row in rows] == [pytest.approx(1 / 3)] * 2
+    assert rows[0]["won"] == 1 and rows[0]["p"] == 1.0  # one item of three decides nothing
+    assert all(row["p_holm"] >= row["p"] for row in rows)
+    other = Result(tmp_path / "a")
+    lines = other.graded.read_text().splitlines()
+    other.graded.write_text("\n".join(lines[3:]) + "\n")
+    with pytest.raises(ValueError, match="1 items are in one result only"):
+        compare(other, b)
+
+
+def test_a_cut_line_is_dropped_and_nothing_else(tmp_path):
+    path = tmp_path / "s"
+    path.write_bytes(b'{"a": 1}\n{"b"')
+    drop_cut_line(path)
+    assert path.read_bytes() == b'{"a": 1}\n'
+    drop_cut_line(path)
+    assert path.read_bytes() == b'{"a": 1}\n'
+
+
+def test_a_task_asked_for_by_name_must_have_data(tmp_path):
+    with pytest.raises(ValueError, match="aime24"):
+        load_items([(task_named("aime24"), True)], tmp_path, None)
+    with pytest.raises(ValueError, match="no task has data"):
+        load_items([(task_named("aime24"), False)], tmp_path, None)
+
+
+@pytest.fixture
+def own_task(tmp_path):
+    (tmp_path / "exam.jsonl").write_text(
+        "".join(json.dumps({"q": f"What is {n} + 1?", "correct": str(n + 1)}) + "\n" for n in range(4))
+    )
+    path = tmp_path / "exam.yaml"
+    path.write_text('name: exam\nversion: "1"\nkind: math\ndata: exam.jsonl\nfields: {question: q, gold: correct}\n')
+    assert load_task_file(path).name == "exam"
+    return path
+
+
+def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, capsys):
+    tiny_model = tmp_path / "model"
+    model.save_pretrained(tiny_model)
+    tokenizer.save_pretrained(tiny_model)
+    arguments = ["eval", str(tiny_model), "--task-file", str(own_task), "--max-new-tokens", "8", "--out"]
+    out = tmp_path / "result"
+    assert main([*arguments, str(out)]) == 0
+    assert "exam" in capsys.readouterr().out
+    first = (out / "samples.jsonl").read_text()
+    assert main([*arguments, str(out)]) == 0  # nothing left to ask
+    assert (out / "samples.jsonl").read_text() == first
+    assert main(["eval", "show", str(out), "--wrong"]) == 0
+    assert "question: What is 0 + 1?" in capsys.readouterr().out
+    assert main(["eval", "compare", str(out), str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.split("\n", 0)[0])[0]["difference"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["eval", "m"], "name a --suite, a --task or a --task-file"),
+        (["eval", "m", "--suite", "maths"], "math"),
+        (["eval", "show", "nowhere"], "has no summary yet"),
+        (["eval", "compare", "a"], "eval compare: takes 2 results, got 1"),
+        (["eval", "a", "b"], "one model at a time"),
+    ],
+)
+def test_wrong_inputs_are_one_line(arguments, text, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert text in err and len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_list(capsys):
+    assert main(["eval", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "math500" in out and "medical:" in out

@@ -1,0 +1,375 @@
+"""Extraction: each rule on what models write, on every solution of MATH and GSM8K, and on text made to break it."""
+
+import gzip
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from deftune.evaluation.extraction import (
+    Extraction,
+    extract_boxed,
+    extract_choice,
+    extract_final,
+    jaro_winkler,
+    normalize_text,
+)
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data is not beside this checkout ({DATA})")
+
+
+def rows(name: str):
+    with gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+# --- boxes -----------------------------------------------------------------------------------------------------------
+
+BOXES = [
+    (r"\boxed{1}", "1"),
+    (r"\boxed{1} then \boxed{2}", "2"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed {3}", "3"),
+    (r"\fbox{4}", "4"),
+    (r"\boxed{5} and \fbox{6}", "6"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}"),  # escaped braces do not count
+    (r"\boxed{a \} b}", r"a \} b"),
+    (r"\boxed{\boxed{7}}", "7"),  # nested: the inner one opens last
+    (r"\boxed{8 \boxed{", None),
+    (r"\boxed{9} \boxed{10", "9"),  # cut off: the last complete one
+    (r"\boxed{11} \boxed{ }", "11"),  # a blank box answers nothing
+    (r"}}} \boxed{12}", "12"),
+    (r"{ { \boxed{13}", "13"),
+    (r"\\boxed{14}", None),  # an escaped backslash: the word boxed, in braces
+    (r"\boxed 15", None),
+    (r"\boxedx{16}", None),
+    (r"boxed{17}", None),
+    ("\\boxed{\n18\n}", "18"),
+    ("", None),
+    (r"\boxed{19}\boxed", "19"),
+]
+
+
+@pytest.mark.parametrize("text, box", BOXES)
+def test_boxes(text, box):
+    assert extract_boxed(text) == box
+
+
+@needs_data
+def test_the_box_of_every_math_solution_is_its_answer():
+    seen, differing = 0, []
+    for name in ("math/train", "math/test"):
+        for row in rows(name):
+            seen += 1
+            box = extract_boxed(row["solution"])
+            if (box or "").replace(" ", "") != row["answer"].replace(" ", ""):
+                differing.append((box, row["answer"]))
+    assert seen == 12_500
+    # the data's own: "\boxed 2" without braces (TeX boxes one token of it), and a few answers edited after the fact
+    assert len(differing) <= 20, differing
+
+
+@needs_data
+def test_the_marked_line_of_every_gsm8k_answer():
+    for row in rows("gsm8k/test"):
+        assert extract_final(row["answer"]) == Extraction(row["answer"].rsplit("#### ", 1)[1], "marked")
+
+
+# --- final answers ---------------------------------------------------------------------------------------------------
+
+FINALS = [
+    (r"The answer is 3. So \boxed{4}", "4", "boxed"),
+    ("#### 5\nthe answer is 6", "5", "marked"),
+    ("#### 1,234", "1,234", "marked"),
+    ("  #### $7 ", "$7", "marked"),
+    ("##### 8", "8", "last_number"),
+    ("The answer is 9.", "9", "stated"),
+    ("The answer is: 10", "10", "stated"),
+    ("the final answer is $\\frac{1}{2}$.", "\\frac{1}{2}", "stated"),
+    ("The answer is \\(x^2\\), since", "x^2", "stated"),
+    ("Answer: **11**", "11", "stated"),
+    ("**Answer:** 12", "12", "stated"),
+    ("The answer is 3.14.", "3.14", "stated"),
+    ("The answer is $18", "18", "stated"),
+    ("The answer is 18 dollars.", "18", "stated"),
+    ("The answer is 3 and 4.", "3 and 4", "stated"),
+    ("The answer is 1. No, the answer is 2.", "2", "stated"),
+    ("The answer is\n13", "13", "stated"),
+    ("The answer is", None, "none"),
+    ("answering 14", "14", "last_number"),
+    ("10 - 3 = 7 eggs", "7", "last_number"),
+    ("it falls to -7", "-7", "last_number"),
+    ("from 10-3", "3", "last_number"),  # a difference, not minus three
+    ("costs $1,234.50!", "1,234.50", "last_number"),
+    ("a share of 3/4", "3/4", "last_number"),
+    ("on page 12.", "12", "last_number"),
+    ("x2y", "2", "last_number"),
+    ("no number", None, "none"),
+    ("", None, "none"),
+]
+
+
+@pytest.mark.parametrize("text, answer, how", FINALS)
+def test_final_answers(text, answer, how):
+    assert extract_final(text) == Extraction(answer, how)
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+OPTIONS = ["iron deficiency", "zinc", "hepatitis B", "zinc deficiency"]
+CHOICES = [
+    # text, strict letter, strict how
+    ("\\boxed{B}", "B", "boxed"),
+    ("\\boxed{(b)}", "B", "boxed"),
+    ("\\boxed{\\text{C}}", "C", "boxed"),
+    ("\\boxed{\\textbf{(C) hepatitis B}}", "C", "boxed"),
+    ("\\boxed{B. zinc}", "B", "boxed"),
+    ("\\boxed{A, C}", None, "ambiguous"),
+    ("\\boxed{A \\text{ or } B}", None, "ambiguous"),
+    ("The answer is A. \\boxed{B}", "B", "boxed"),
+    ("\\boxed{zinc} so the answer is B", "B", "stated"),
+    ("The answer is (B).", "B", "stated"),
+    ("the answer is B", "B", "stated"),
+    ("The correct option is B because zinc", "B", "stated"),
+    ("Answer: C", "C", "stated"),
+    ("**Answer:** C", "C", "stated"),
+    ("Answer: **D. zinc deficiency**", "D", "stated"),
+    ("Final answer: option (d)", "D", "stated"),
+    ("The answer is $\\text{B}$", "B", "stated"),
+    ("The answer is A. Wait, no: the answer is B.", "B", "stated"),  # it corrects itself
+    ("The answer is A or B", None, "ambiguous"),
+    ("The answer is A and C.", None, "ambiguous"),
+    ("The answer is (A), (B)", None, "ambiguous"),
+    ("The answer is B or option B", "B", "stated"),
+    ("The answer is a drug", None, "none"),  # an article
+    ("The answer is Zinc", None, "none"),
+    ("The answer is C-reactive protein", None, "none"),
+    ("The answer is D'Arcy's", None, "none"),
+    ("B", "B", "lone"),
+    (" (b) ", "B", "lone"),
+    ("B.", "B", "lone"),
+    ("**B**", "B", "lone"),
+    ("A B", None, "ambiguous"),
+    ("I would choose **B** here, as zinc", "B", "bold"),
+    ("I would choose **B. zinc** here", "B", "bold"),
+    ("Either **A** or **B** here", None, "ambiguous"),
+    ("B. zinc", "B", "edge"),
+    ("B) zinc, of course", "B", "edge"),
+    ("It cannot be iron.\n(B) zinc", "B", "edge"),
+    ("After some thought I pick (B)", "B", "edge"),
+    ("A. iron\nB. zinc\nC. hepatitis B\nD. zinc deficiency", None, "ambiguous"),  # the list, not an answer
+    ("A patient with zinc", None, "none"),
+    ("This must be hepatitis B", None, "none"),  # the end of a name
+    ("I take vitamin D.", None, "none"),
+    ("E", None, "none"),
+    ("", None, "none"),
+]
+
+
+@pytest.mark.parametrize("text, letter, how", CHOICES)
+def test_strict_choices(text, letter, how):
+    assert extract_choice(text, "ABCD", OPTIONS) == Extraction(letter, how)
+
+
+@pytest.mark.parametrize("text, letter, how", [choice for choice in CHOICES if choice[2] != "none"])
+def test_lenient_takes_what_is_stated_first(text, letter, how):
+    assert extract_choice(text, "ABCD", OPTIONS, rule="lenient") == Extraction(letter, how)
+
+
+@pytest.mark.parametrize(
+    "text, letter, how",
+    [
+        ("It must be Hepatitis  B", "C", "option_text"),
+        ("It must be zinc", "B", "option_text"),
+        ("It must be zinc deficiency", "D", "option_text"),  # of which zinc is a part
+        ("Iron deficiensy", "A", "similar"),
+        ("zincs", "B", "similar"),
+        ("", None, "none"),
+        ("@@@", None, "none"),
+    ],
+)
+def test_lenient_choices(text, letter, how):
+    assert extract_choice(text, "ABCD", OPTIONS, rule="lenient") == Extraction(letter, how)
+
+
+def test_a_lenient_tie_is_no_answer():
+    assert extract_choice("q", "AB", ["qx", "qy"], rule="lenient") == Extraction(None, "none")
+
+
+@needs_data
+@pytest.mark.parametrize("form", ["The answer is ({}).", "{}", "**{}**", "\\boxed{{{}}}", "{}. {option}", "Answer: {}"])
+def test_every_gold_of_medqa_is_found_in_each_form(form):
+    for row in rows("medical_eval/medqa_usmle_4opt_test"):
+        letters, options = list(row["options"]), list(row["options"].values())
+        text = form.format(row["answer_idx"], option=row["options"][row["answer_idx"]])
+        assert extract_choice(text, letters, options).answer == row["answer_idx"], text
+
+
+@needs_data
+def test_strict_gives_no_credit_for_an_options_text():
+    credited = [
+        row["answer"]
+        for row in rows("medical_eval/medqa_usmle_4opt_test")
+        if extract_choice(row["answer"], list(row["options"]), list(row["options"].values())).answer
+    ]
+    assert credited == []
+
+
+def test_choice_arguments_are_checked():
+    with pytest.raises(ValueError, match=r"unknown rule 'loose'. Known: strict, lenient"):
+        extract_choice("A", "AB", ["x", "y"], rule="loose")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 letters for 1 options"):
+        extract_choice("A", "AB", ["x"])
+    with pytest.raises(ValueError, match="distinct single capitals"):
+        extract_choice("A", ["A", "A"], ["x", "y"])
+    with pytest.raises(ValueError, match="distinct single capitals"):
+        extract_choice("A", ["a", "yes"], ["x", "y"])
+
+
+# --- figfont ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "a, b, similarity",
+    [  # the matches and transpositions counted by hand, in Winkler's own examples
+        ("MARTHA", "MARHTA", (6 / 6 + 6 / 6 + 5 / 6) / 3),
+        ("DWAYNE", "DUANE", (4 / 6 + 4 / 5 + 4 / 4) / 3),
+        ("DIXON", "DICKSONX", (4 / 5 + 4 / 8 + 4 / 4) / 3),
+    ],
+)
+def test_jaro_winkler_of_the_textbook(a, b, similarity):
+    prefix = {"MARTHA": 3, "DWAYNE": 1, "DIXON": 2}[a]
+    expected = similarity + 0.1 * prefix * (1 - similarity)
+    assert jaro_winkler(a, b) == pytest.approx(expected, abs=1e-12)
+    assert jaro_winkler(f" {a.lower()}\n", b) == pytest.approx(expected, abs=1e-12)
+
+
+def test_jaro_winkler_at_its_edges():
+    assert jaro_winkler("", "") == jaro_winkler(" ", "\n") == 1.0
+    assert jaro_winkler("", "a") == jaro_winkler("a", " ") == 0.0
+    assert jaro_winkler("abc", "ABC ") == 1.0 and jaro_winkler("abc", "xyz") == 0.0
+    # jaro 0.6 with a common prefix: under 0.7 there is no bonus
+    assert jaro_winkler("ab", "axxxx") == pytest.approx((1 / 2 + 1 / 5 + 1) / 3, abs=1e-12)
+
+
+@given(st.text(), st.text())
+def test_jaro_winkler_is_a_similarity(a, b):
+    similarity = jaro_winkler(a, b)
+    assert 0.0 <= similarity <= 1.0
+    assert similarity == pytest.approx(jaro_winkler(b, a), abs=1e-12)
+    assert jaro_winkler(a, a) == 1.0
+    assert normalize_text(normalize_text(a)) == normalize_text(a)
+
+
+# --- any text --------------------------------------------------------------------------------------------------------
+
+PIECES = [
+    "\\boxed{",
+    "\\fbox",
+    "{",
+    "}",
+    "\\",
+    "answer",
+    " is ",
+    ":",
+    "####",
+    "\n",
+    "A",
+    "(B)",
+    "**",
+    "$",
+    "1",
+    ",",
+    "-",
+]
+PIECES += [".", "/", " ", "or", "and", "\\text{", "\x00", "\ud800", "é"]
+texts = st.lists(st.sampled_from(PIECES)).map("".join) | st.text()
+
+
+@given(texts)
+@example("\\boxed{" * 1_000)
+@settings(max_examples=500, deadline=None)
+def test_extraction_never_raises_and_takes_its_answer_from_the_text(text):
+    box = extract_boxed(text)
+    assert box is None or (box in text and box.strip() == box != "")
+    final = extract_final(text)
+    assert (final.answer is None) == (final.how == "none")
+    assert final.answer is None or final.answer.strip()
+    for rule in ("strict", "lenient"):
+        choice = extract_choice(text, "AB", ["x", "y z"], rule=rule)
+        assert (choice.answer is None) == (choice.how in ("none", "ambiguous"))
+        assert choice.answer in (None, "A", "B")
+
+
+@given(texts, st.text(alphabet="abc0123 \\", max_size=20).filter(lambda text: text.strip() and not text.endswith("\\")))
+def test_a_box_at_the_end_is_always_found(text, answer):
+    opened = text.rstrip("\\") + " \\boxed{" + answer + "}"
+    found = extract_boxed(opened)
+    assert found is not None and re.sub(r"\s", "", found) == re.sub(r"\s", "", answer)
+
+
+LONG = [
+    "{",
+    "}",
+    "{}",
+    "\\boxed{",
+    "\\boxed{}",
+    "\\boxed{1}",
+    "\\boxed ",
+    "\\",
+    "\\fbox",
+    " ",
+    "\n",
+    "####",
+    "#### ",
+    "####\n",
+    "answer",
+    "answer is ",
+    "answer is\n",
+    "answer: A or ",
+    "answer is A, ",
+    "A or ",
+    "A ",
+    "(A",
+    "**A",
+    "** A",
+    "**A.",
+    "* ",
+    "1",
+    "1,",
+    "1,111",
+    "1.",
+    "-1",
+    "1/",
+    "$",
+    "$1",
+    "\\(",
+    "option ",
+    "the answer is the ",
+    "\x00",
+    "é",
+]
+
+
+@pytest.mark.parametrize("piece", LONG)
+def test_time_is_linear_in_the_text(piece):
+    """Eight times the text in at most about eight times the time; a quadratic rule would take 64 times."""
+
+    def seconds(repeats: int) -> float:
+        text = piece * repeats
+        for wrap in (text, f"answer is {text}"):
+            started = time.perf_counter()
+            extract_boxed(wrap)
+            extract_final(wrap)
+            extract_choice(wrap, "ABCD", OPTIONS)
+            took = time.perf_counter() - started
+        return took
+
+    small, large = seconds(12_500), seconds(100_000)
+    assert large < 0.25 or large < 30 * small, f"{small:.3f} s, then {large:.3f} s"
+    assert large < 5

