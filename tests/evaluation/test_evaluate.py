@@ -81,7 +81,7 @@ def test_a_server_that_dies_loses_nothing(tmp_path, tasks):
 def test_another_evaluation_is_not_mixed_in(tmp_path, tasks):
     result = Result(tmp_path / "r")
     result.open(settings(tasks))
-    with pytest.raises(ValueError, match=r"holds another evaluation \(seed: 0 -> 1\); choose another folder with --out"):
+    with pytest.raises(ValueError, match=r"holds another evaluation \(seed: 0 -> 1\); choose another"):
         result.open(settings(tasks, seed=1))
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "file").touch()

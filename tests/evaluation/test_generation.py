@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +15,7 @@ import torch
 import transformers
 
 from conftest import make_model
+from deftune.evaluation import generation
 from deftune.evaluation.generation import (
     EndpointSampler,
     Output,
@@ -267,16 +272,36 @@ def test_exponentials_are_exponential_over_a_vocabulary():
     assert torch.corrcoef(u).fill_diagonal_(0).abs().max() < 0.02
 
 
+def nucleus(z, top_p, slack=0.0) -> list[bool]:
+    [mask] = _nucleus(torch.tensor([z]), top_p, [slack])
+    return mask[0].tolist()
+
+
 def test_the_nucleus():
-    z = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
-    assert _nucleus(z, 0.6, 0.0).tolist() == [[False, True, False, True]]
-    assert _nucleus(z, 0.75, 0.0).tolist() == [[False, True, True, True]]
-    assert _nucleus(z, 1e-6, 0.0).tolist() == [[False, True, False, False]]
+    z = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
+    assert nucleus(z, 0.6) == [False, True, False, True]
+    assert nucleus(z, 0.75) == [False, True, True, True]
+    assert nucleus(z, 1e-6) == [False, True, False, False]
+    assert nucleus([1.0, 1.0, 0.0], 0.1) == [True, True, False]  # equals go together
     for top_p in (0.05, 0.39, 0.5, 0.7, 0.71, 0.9):
         for slack in (1e-3, 0.1):
-            small, exact, large = (_nucleus(z, top_p, s) for s in (slack, 0.0, -slack))
+            small, exact, large = (torch.tensor(nucleus(z, top_p, s)) for s in (slack, 0.0, -slack))
             assert (small <= exact).all() and (exact <= large).all()
-    assert _nucleus(z, 0.7001, 1e-3).sum() < _nucleus(z, 0.7001, -1e-3).sum()  # 0.4 + 0.3 are before the third
+    assert sum(nucleus(z, 0.7001, 1e-3)) < sum(nucleus(z, 0.7001, -1e-3))  # 0.4 + 0.3 are above the third
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0])
+def test_the_nucleus_of_a_large_vocabulary(monkeypatch, spread):
+    """Whether the upper part is enough (a spread of 3) or not, the masks are those of the whole order."""
+    z = spread * torch.randn(4, 2000, generator=torch.Generator().manual_seed(0))
+    slacks = (0.0, -1e-3, 1e-3)
+    monkeypatch.setattr(generation, "NUCLEUS_PART", 2000)
+    whole = _nucleus(z, 0.8, slacks)
+    monkeypatch.setattr(generation, "NUCLEUS_PART", 500)
+    assert all(torch.equal(a, b) for a, b in zip(_nucleus(z, 0.8, slacks), whole))
+    share = z.double().softmax(-1)
+    above = torch.stack([(share * (z > z[:, v : v + 1])).sum(-1) for v in range(2000)], 1)
+    assert torch.equal(whole[0], (above < 0.8) | (z == z.amax(-1, keepdim=True)))
 
 
 def test_a_close_call_is_seen():
@@ -479,6 +504,30 @@ def test_the_key_is_sent_and_never_said(monkeypatch):
         EndpointSampler("http://localhost", "m", api_key_env="OTHER_KEY")
     with pytest.raises(ValueError, match="base_url"):
         EndpointSampler("file:///etc/passwd", "m")
+
+
+@pytest.mark.slow
+def test_a_real_server(model, tokenizer, tmp_path):
+    """`transformers serve` on the loopback, with the same model: its greedy answers are those of our own loop."""
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package, reason=f"transformers serve needs {package}")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port)]
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    try:
+        sampler = EndpointSampler(f"http://localhost:{port}", str(tmp_path), retries=7, backoff=1.0, concurrency=2)
+        found = answers(sampler, prompts(4))
+    finally:
+        server.kill()
+        server.wait()
+    # it decodes invalid bytes as we do, but counts and ends by the model's own end token alone
+    expected = answers(TransformersSampler(model, tokenizer), prompts(4))
+    assert {key: text for key, (text, _, _) in found.items()} == {key: text for key, (text, _, _) in expected.items()}
 
 
 def test_vllm_is_asked_for_by_name(tokenizer):

@@ -134,6 +134,7 @@ def derive_key(seed: int, id: str, sample: int) -> int:
 
 # Chance --------------------------------------------------------------------------------------------------------------
 
+NUCLEUS_PART = 1024  # tokens: nearly always enough for top_p, and much less to sort than a vocabulary
 _GOLDEN = -1640531527  # 2^32 / golden ratio, as a signed 32-bit number
 
 
@@ -176,21 +177,33 @@ def _first_max(scores: Tensor) -> Tensor:
     return torch.where(scores == best, places, scores.shape[-1]).amin(-1)
 
 
-def _nucleus(z: Tensor, top_p: float, slack: float) -> Tensor:
-    """Which tokens top_p keeps: those with less than ``top_p`` of the mass strictly before them, the best always.
+def _nucleus(z: Tensor, top_p: float, slacks: Sequence[float]) -> list[Tensor]:
+    """Which tokens top_p keeps: those with less than ``top_p`` of the mass strictly above them, the best always.
 
-    With ``slack`` > 0 a smallest set: as if every other logit were higher by it; < 0 a largest.
+    A mask for each slack: 0 is that set; > 0 a smaller one, as if all other logits and their mass were higher by it;
+    < 0 a larger one. Only the upper part of the vocabulary is put in order, if the largest set ends within it.
     """
     import torch
 
-    ordered, order = z.sort(dim=-1, descending=True)
-    share = ordered.double().softmax(-1)
-    # tokens whose logit is above z_v - slack come before v; where slack > 0 v itself is among them
-    count = torch.searchsorted(-ordered, slack - ordered, right=slack > 0)
-    before = share.cumsum(-1).gather(-1, (count - 1).clamp(min=0)) * (count > 0) - (share if slack > 0 else 0)
-    kept = before < top_p - slack
-    kept[..., 0] = True
-    return kept.new_zeros(kept.shape).scatter(-1, order, kept)
+    total = z.logsumexp(-1, keepdim=True)
+    size = z.shape[-1]
+    masks: list[Tensor] = []
+    for k in (min(NUCLEUS_PART, size), size):
+        ordered, order = z.topk(k, -1)
+        share = (ordered - total).double().exp()
+        masks.clear()
+        for slack in sorted(slacks):
+            # tokens whose logit is above z_v - slack count as above v; where slack > 0 v itself is among them
+            count = torch.searchsorted(-ordered, slack - ordered, right=slack > 0)
+            above = share.cumsum(-1).gather(-1, (count - 1).clamp(min=0)) * (count > 0) - (share if slack > 0 else 0)
+            kept = above < top_p - slack
+            kept[..., 0] = True
+            masks.append(torch.zeros_like(z, dtype=torch.bool).scatter(-1, order, kept))
+            if slack == min(slacks) and k < size and bool(kept[..., -1].any()):
+                break
+        else:
+            break
+    return [masks[sorted(slacks).index(slack)] for slack in slacks]
 
 
 def draw(
@@ -200,7 +213,6 @@ def draw(
 
     ``logits`` [rows, V] float32; ``noise`` is `exponentials`, None for the greedy choice.
     """
-    import torch
 
     def best(scores: Tensor) -> tuple[Tensor, Tensor]:
         token = _first_max(scores)
@@ -213,15 +225,13 @@ def draw(
         return token, gap < margin
     scores = logits / temperature - noise.log()
     if top_p < 1:
-        z = logits / temperature
         slack = margin / temperature
-        token, gap = best(scores.masked_fill(~_nucleus(z, top_p, 0.0), -math.inf))
-        if margin == 0:
-            return token, torch.zeros_like(token, dtype=torch.bool)
+        exact, wide, narrow = _nucleus(logits / temperature, top_p, (0.0, -slack, slack))
+        token, _ = best(scores.masked_fill(~exact, -math.inf))
         # the winner of the largest set that rounding could make, if it is in the smallest one, wins in all between
-        wide, wide_gap = best(scores.masked_fill(~_nucleus(z, top_p, -slack), -math.inf))
-        sure = _nucleus(z, top_p, slack).gather(-1, wide[:, None])[:, 0]
-        return token, ~sure | (wide_gap * temperature < margin)
+        winner, gap = best(scores.masked_fill(~wide, -math.inf))
+        sure = narrow.gather(-1, winner[:, None])[:, 0]
+        return token, (~sure | (gap * temperature < margin)) & (margin > 0)
     token, gap = best(scores)
     return token, gap * temperature < margin
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -22,7 +23,7 @@ from deftune.training.checkpoints import write_atomic
 from deftune.training.config import RunConfig, load_config
 from deftune.training.results import complete, load_result
 from deftune.training.runs import Run
-from deftune.training.scoring import bootstrap, score
+from deftune.training.scoring import Estimate, bootstrap, score
 from deftune.training.train import quiet, train_run
 
 OBJECTIVES = ("nll", "deft")
@@ -85,7 +86,7 @@ def quickstart(folder: Path, console: Console) -> None:
     picture = plot_quickstart(folder, results)
     say("\n[bold]3. A few answers[/bold] (greedy)")
     for i in range(SHOWN):
-        say(f"\n[dim]{results['base']['questions'][i][:300]}[/dim]")
+        say(f"\n[dim]{escape(results['base']['questions'][i][:300])}[/dim]")
         for label in models:
             say(
                 f"[bold]{label:5}[/bold] {results[label]['answers'][i].strip()[:400]!r}",
@@ -125,18 +126,23 @@ def measure(label: str, name: str, folder: Path, console: Console) -> dict[str, 
 def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
     """Means with 95% intervals, and the paired difference of the two objectives."""
     first, second = OBJECTIVES
-    table = Table(title="held-out tokens: mean [95% interval, rows resampled]")
+    table = Table(title="held-out tokens: mean, and its 95% interval (rows resampled)")
     for heading in ("", *results, f"{second} - {first}"):
         table.add_column(heading, justify="left" if not heading else "right")
     for column, title in COLUMNS.items():
-        cells = [str(estimate(results[label], column)) for label in results]
+        cells = [cell(estimate(results[label], column)) for label in results]
         rows = torch.tensor(results[first]["rows"])
         difference = torch.tensor(results[second]["columns"][column]) - torch.tensor(results[first]["columns"][column])
-        table.add_row(title, *cells, str(bootstrap(difference, rows)))
+        table.add_row(title, *cells, cell(bootstrap(difference, rows)))
     return table
 
 
-def estimate(result: dict[str, Any], column: str) -> Any:
+def cell(found: Estimate) -> str:
+    """Two lines: what fits five times into eighty columns."""
+    return f"{found.mean:.3f}\n[dim]{found.low:.3f}, {found.high:.3f}[/dim]"
+
+
+def estimate(result: dict[str, Any], column: str) -> Estimate:
     return bootstrap(torch.tensor(result["columns"][column]), torch.tensor(result["rows"]))
 
 
