@@ -28,7 +28,7 @@ from deftune.training.train import quiet, train_run
 
 OBJECTIVES = ("nll", "deft")
 REGIME = "gsm_symbolic"
-TRAIN_ROWS, TEST_ROWS, SHOWN, ANSWER_TOKENS = 72, 32, 2, 80
+TRAIN_ROWS, TEST_ROWS, SHOWN, ANSWER_TOKENS = 56, 24, 2, 64
 COLUMNS = {"nll": "NLL", "p": "mean p", "focus": "focus sum P^2", "entropy": "entropy"}
 CAUTION = (
     "This is a demonstration: one seed, {rows} rows, a model of 135M parameters. It cannot rank objectives, and NLL is "
