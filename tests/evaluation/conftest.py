@@ -35,7 +35,7 @@ def tokenizer():
     return make_tokenizer()
 
 
-def make_model(tokenizer, cls=transformers.LlamaForCausalLM, **more):
+def tiny(tokenizer, cls=transformers.LlamaForCausalLM, **more):
     """2 layers of width 32, their weights enlarged: an untrained model's next tokens are all alike."""
     options = {
         "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -54,8 +54,14 @@ def make_model(tokenizer, cls=transformers.LlamaForCausalLM, **more):
 
 
 @pytest.fixture(scope="session")
+def make_model():
+    """``make_model(tokenizer, cls, **config)`` is a fresh model."""
+    return tiny
+
+
+@pytest.fixture(scope="session")
 def model(tokenizer):
-    return make_model(tokenizer)
+    return tiny(tokenizer)
 
 
 @pytest.fixture(scope="session")

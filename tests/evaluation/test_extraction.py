@@ -105,6 +105,7 @@ FINALS = [
     ("10 - 3 = 7 eggs", "7", "last_number"),
     ("it falls to -7", "-7", "last_number"),
     ("from 10-3", "3", "last_number"),  # a difference, not minus three
+    ("f(x)-3", "3", "last_number"),
     ("costs $1,234.50!", "1,234.50", "last_number"),
     ("a share of 3/4", "3/4", "last_number"),
     ("on page 12.", "12", "last_number"),
@@ -206,6 +207,8 @@ def test_a_lenient_tie_is_no_answer():
 def test_every_gold_of_medqa_is_found_in_each_form(form):
     for row in rows("medical_eval/medqa_usmle_4opt_test"):
         letters, options = list(row["options"]), list(row["options"].values())
+        if len(options[0]) == 1:
+            continue  # options that are letters themselves: "A. B" has two
         text = form.format(row["answer_idx"], option=row["options"][row["answer_idx"]])
         assert extract_choice(text, letters, options).answer == row["answer_idx"], text
 
@@ -215,7 +218,8 @@ def test_strict_gives_no_credit_for_an_options_text():
     credited = [
         row["answer"]
         for row in rows("medical_eval/medqa_usmle_4opt_test")
-        if extract_choice(row["answer"], list(row["options"]), list(row["options"].values())).answer
+        if len(row["answer"]) > 1  # one item asks for a letter in a figure
+        and extract_choice(row["answer"], list(row["options"]), list(row["options"].values())).answer
     ]
     assert credited == []
 
@@ -362,13 +366,12 @@ def test_time_is_linear_in_the_text(piece):
 
     def seconds(repeats: int) -> float:
         text = piece * repeats
-        for wrap in (text, f"answer is {text}"):
-            started = time.perf_counter()
-            extract_boxed(wrap)
-            extract_final(wrap)
-            extract_choice(wrap, "ABCD", OPTIONS)
-            took = time.perf_counter() - started
-        return took
+        started = time.perf_counter()
+        for whole in (text, f"answer is {text}", f"answer is A{text}x", f"\\boxed{{A{text}!}}", f"#### {text}\n{text}"):
+            extract_boxed(whole)
+            extract_final(whole)
+            extract_choice(whole, "ABCD", OPTIONS)
+        return time.perf_counter() - started
 
     small, large = seconds(12_500), seconds(100_000)
     assert large < 0.25 or large < 30 * small, f"{small:.3f} s, then {large:.3f} s"

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 
-from conftest import make_model
 from deftune.evaluation import generation
 from deftune.evaluation.generation import (
     EndpointSampler,
@@ -120,7 +119,7 @@ def test_close_calls_are_decided_alone(model, tokenizer, settings):
     assert one != eight and one != all_
 
 
-def test_the_margin_is_off_in_half_precision(model, tokenizer):
+def test_the_margin_is_off_in_half_precision(model, tokenizer, make_model):
     assert make_sampler(model, tokenizer).tie_margin == 1e-3
     half = make_model(tokenizer).to(torch.bfloat16)
     sampler = TransformersSampler(half, tokenizer, batch_size=3)
@@ -137,7 +136,7 @@ def test_seeds_samples_and_ids_draw_differently(model, tokenizer):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3"])
-def test_other_attention(tokenizer, family):
+def test_other_attention(tokenizer, family, make_model):
     """Gemma's sliding windows cannot be joined, so batches run to their ends; the answers are the same."""
     if family == "gemma3":
         cls, more = transformers.Gemma3ForCausalLM, {"sliding_window": 8, "head_dim": 8, "num_hidden_layers": 6}
@@ -163,7 +162,7 @@ def test_answers_stream_out_and_rows_are_replaced(model, tokenizer):
     assert max(rows for rows, _ in shapes) == 4 and sum(steps) > 3 * len(steps)  # most places are taken at most times
 
 
-def test_a_model_in_training_goes_back_to_it(tokenizer):
+def test_a_model_in_training_goes_back_to_it(tokenizer, make_model):
     model = make_model(tokenizer).train()
     stream = make_sampler(model, tokenizer).sample(prompts(3), max_new_tokens=8)
     next(stream)
@@ -181,7 +180,7 @@ def test_the_samples_of_a_prompt_share_its_prefill(model, tokenizer):
     assert shapes[0][0] == 2 and shapes[1] == (16, 1)
 
 
-def test_prompts_that_cannot_be_answered_say_why(model, tokenizer):
+def test_prompts_that_cannot_be_answered_say_why(model, tokenizer, make_model):
     long = Prompt("long", [{"role": "user", "content": "x1" * 300}])
     nearly = Prompt("nearly", [{"role": "user", "content": "?" * (256 - 5 - 14)}])
     found = {o.id: o for o in make_sampler(model, tokenizer).sample([long, nearly, *prompts(1)], max_new_tokens=50)}
@@ -196,7 +195,7 @@ def test_prompts_that_cannot_be_answered_say_why(model, tokenizer):
     assert output.finish == "error" and "the chat template fails" in output.note
 
 
-def test_logits_that_are_not_finite_are_an_error(tokenizer):
+def test_logits_that_are_not_finite_are_an_error(tokenizer, make_model):
     model = make_model(tokenizer)
     with torch.no_grad():
         model.model.norm.weight.fill_(math.nan)

@@ -1,6 +1,5 @@
 """The grader: hostile answers harm nothing and end in time, and verdicts agree with labels known by construction."""
 
-import math
 import os
 import signal
 import subprocess
@@ -288,7 +287,7 @@ def test_hostile_answers_leave_no_trace_and_end_in_time(tmp_path, leaves_nothing
     answers = hostile(canary)
     assert len(answers) >= 200
     here, started = set(os.listdir(".")), time.monotonic()
-    with Grader(workers=2, seconds=0.25, memory_mib=512) as grader:
+    with Grader(workers=2, seconds=0.2, memory_mib=512) as grader:
         verdicts = grader.grade([("31337", answer) for answer in answers])
         assert sum(grader.counts.values()) == len(answers)
     took = time.monotonic() - started
@@ -340,6 +339,41 @@ def test_the_hook_ends_a_worker_that_tries(attempt, tmp_path):
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
     assert done.returncode == grading._REFUSED, done.stderr.decode()
     assert not Path(canary).exists()
+
+
+def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leaves_nothing):
+    """With a math_verify in the worker that does run what it parses, and swallows every exception."""
+    canary = tmp_path / "canary"
+    (tmp_path / "math_verify.py").write_text(
+        "import os, socket\n"
+        "LatexExtractionConfig = dict\n"
+        "def parse(text, *args, **kwargs):\n"
+        "    try:\n"
+        f"        if 'write' in text: open({str(canary)!r}, 'w')\n"
+        f"        if 'system' in text: os.system('touch {canary}')\n"
+        "        if 'connect' in text: socket.create_connection(('192.0.2.1', 80))\n"
+        "        if 'fork' in text: os.fork()\n"
+        "        if 'fall' in text: os.abort()\n"
+        "        if 'eat' in text: return [len(bytearray(1 << 31))]\n"
+        "    except BaseException:\n"
+        "        return []\n"
+        "    return [1]\n"
+        "def verify(gold, answer, **kwargs):\n"
+        "    return bool(answer)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Grader(workers=2) as grader:
+        verdicts = grader.grade(
+            [("1", attempt) for attempt in ("write", "system", "connect", "fork", "fall", "eat", "no")]
+        )
+        assert grader.counts["crash"] == 5
+    refused = Verdict(False, "crash", "it tried something that grading never needs")
+    assert verdicts[:4] == [refused] * 4 and verdicts[4] == Verdict(False, "crash", "signal 6")
+    assert verdicts[5:] == [
+        Verdict(False, "unparsed", "math-verify cannot read the answer"),
+        Verdict(True, "math_verify"),
+    ]
+    assert not canary.exists()
 
 
 def test_limits_are_in_force(leaves_nothing):
@@ -539,6 +573,8 @@ VERDICTS = [
 
 def test_verdicts(leaves_nothing):
     with Grader(workers=2) as grader:
+        for unbalanced in ("{5", "5}", "}5{"):
+            assert grader.grade([("5", unbalanced)]) == [Verdict(False, "unparsed", "unbalanced braces in the answer")]
         verdicts = grader.grade([(gold, answer) for gold, answer, _, _ in VERDICTS])
     got = [(gold, answer, verdict.correct, verdict.how) for (gold, answer, _, _), verdict in zip(VERDICTS, verdicts)]
     assert got == VERDICTS
@@ -607,7 +643,7 @@ def test_agreement_with_labels(leaves_nothing):
 
 @needs_math
 def test_the_same_verdicts_from_any_number_of_workers(leaves_nothing):
-    pairs = labelled_pairs(240, seed=1)
+    pairs = labelled_pairs(160, seed=1)
     one = agreement(pairs, workers=1)
     assert agreement(pairs, workers=4) == one
     assert agreement(pairs[::-1], workers=2)[0] == one[0][::-1]
@@ -619,6 +655,5 @@ def test_agreement_on_many_and_from_many_workers(leaves_nothing):
     pairs = labelled_pairs(6_000, seed=2)
     one, misses = agreement(pairs, workers=1)
     assert 1 - len(misses) / len(pairs) >= LEAST_AGREEMENT, "\n".join(misses)
-    assert math.isclose(len(one), len(pairs))
     for workers in (2, 4, 16):
         assert agreement(pairs, workers)[0] == one

@@ -81,7 +81,7 @@ def _blank(text: str, start: int, end: int) -> bool:
     return _NOT_SPACE.search(text, start, end) is None
 
 
-_MARKED = re.compile(r"^[ \t]*####[ \t]*(\S[^\n]*)$", re.MULTILINE)
+_MARKED = re.compile(r"^[ \t]*+####(?!#)[ \t]*+(\S[^\n]*+)$", re.MULTILINE)
 _STATED = re.compile(r"\banswer(?:\s+is|\s+would\s+be|\s*[:=])(?!\w)", re.IGNORECASE)
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?"
 _LAST_NUMBER = re.compile(rf"(?<![0-9.,])(?:(?<![\w)\]}}])-)?\$?{_NUMBER}")
@@ -195,8 +195,8 @@ def extract_choice(text: str, letters: Sequence[str], options: Sequence[str], *,
 
 @dataclass(frozen=True)
 class _Patterns:
-    wrapped: re.Pattern[str]  # the whole of a short piece is a letter, perhaps with its option's text
-    several: re.Pattern[str]  # the whole of a short piece is a list of letters
+    letters: frozenset[str]
+    wrapped: re.Pattern[str]  # the whole of a piece is a letter, perhaps with its option's text
     stated: re.Pattern[str]
     more: re.Pattern[str]  # directly after a letter: "or B", ", C"
     bold: re.Pattern[str]
@@ -211,22 +211,23 @@ def _choice_patterns(letters: str) -> _Patterns:
     if letters in _known_patterns:
         return _known_patterns[letters]
     upper, either = f"[{re.escape(letters)}]", f"[{re.escape(letters + letters.lower())}]"
-    joined = r"\s*(?:,\s*(?:and|or)\b|,|/|&|\bor\b|\band\b)\s*"
     # a letter in parentheses, or a bare capital that is not the beginning of a word
-    letter = rf"(?:\(\s*({either})\s*\)|({upper})(?![\w'\u2019\-]))"
-    noun = r"(?:answer|option|choice)"
+    letter = rf"(?:\(\s*+({either})\s*+\)|({upper})(?![\w'\u2019\-]))"
+    noun = r"(?i:answer|option|choice)"
+    # possessive (*+ and ++ never give back), here and below: or a long run of spaces would cost its square
+    between = r"[\s:*$]*+"
+    filler = rf"(?:(?i:most\s++likely|probably|clearly|therefore|thus|the)\b{between})?(?:{noun}\b{between})?"
     built = _Patterns(
-        wrapped=re.compile(rf"[\s(*]*({either})(?:[\s)*.]*|[)*]*[.:)]\s*\S.*)", re.DOTALL),
-        several=re.compile(rf"[\s(*]*({either})[\s)*]*(?:(?:{joined}|\s+)[(*]*({either})[\s)*.]*)+"),
+        letters=frozenset(letters),
+        wrapped=re.compile(rf"[\s(*]*+({either})(?:[\s)*.]*+|[)*]*[.:)].*)", re.DOTALL),
         stated=re.compile(
-            rf"(?:(?i:\b{noun}(?:\s+(?:is|would\s+be)|\s*[:=]))"
-            rf"(?i:\s*[:*]*\s*(?:(?:most\s+likely|probably|clearly|therefore|thus|the)\s+)?(?:{noun}\s+)?)[*\s$]*"
-            rf"(?:\\(?:text|textbf|mathrm|mathbf)\{{)?{letter})"
+            rf"\b{noun}(?i:\s++(?:is|would\s++be)\b|\s*+[:=]){between}{filler}"
+            rf"(?:\\(?:text|textbf|mathrm|mathbf)\{{)?{letter}"
         ),
-        more=re.compile(rf"[\s)*}}$]*{joined}(?i:{noun}\s+)?\**{letter}"),
-        bold=re.compile(rf"\*\*\s*\(?({upper})\)?(?:\s*|[.:)]\s*[^*\n]*)\*\*"),
-        begins=re.compile(rf"[*\s]*(?:\(({either})\)|({upper})\**[.):])(?!\w)"),
-        ends=re.compile(rf"(?<!\w)\(({upper})\)[*.\s]*\Z"),
+        more=re.compile(rf"[\s)*}}$]*+(?:,\s*+(?:and|or)\b|[,/&]|\b(?:and|or)\b)\s*+(?:{noun}\s++)?\**+{letter}"),
+        bold=re.compile(rf"\*\*\s*+\(?({upper})\)?(?:\s*+|[.:)][^*\n]*+)\*\*"),
+        begins=re.compile(rf"[*\s]*+(?:\(({either})\)|({upper})\**+[.):])(?!\w)"),
+        ends=re.compile(rf"(?<!\w)\(({upper})\)[*.\s]*+\Z"),
     )
     _known_patterns[letters] = built
     return built
@@ -246,10 +247,19 @@ def _boxed_letters(text: str, patterns: _Patterns) -> set[str]:
     return _whole(_TEXT_COMMAND.sub(r"\1", boxed).strip("$ "), patterns)
 
 
+_WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
+
+
 def _whole(piece: str, patterns: _Patterns) -> set[str]:
-    if patterns.several.fullmatch(piece):
-        return {character.upper() for word in re.findall(r"\w+", piece) if len(word) == 1 for character in word}
+    """The letters of a piece that is nothing but a letter, a letter and its option's text, or a list of letters."""
+    words = _WORD_OR_MARK.findall(piece)
+    named = {word.upper() for word in words} & patterns.letters
+    if len(named) > 1 and all(word.upper() in named or word in _LIST_WORDS for word in words):
+        return named
     return _letters_of(patterns.wrapped.fullmatch(piece))
+
+
+_LIST_WORDS = frozenset(("and", "or", *"(),/&*.;"))
 
 
 def _stated_letters(text: str, patterns: _Patterns) -> set[str]:
