@@ -495,7 +495,8 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
         "grader.grade([('1', '1+0'), ('2', '1+1')])\n"
         "print(*(w.process.pid for w in grader._running), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # what is killed cannot tidy up its folder
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2, done.stderr
     for _ in range(100):  # each reads the end of its pipe and ends
