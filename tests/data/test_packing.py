@@ -140,6 +140,14 @@ def test_pack_errors():
     assert pack([], 8) == []
 
 
-def test_packs_are_never_padded():
-    with pytest.raises(ValueError, match="attend to each other; use padding_free=True"):
-        Collator(0, padding_free=False)(pack([example(4, 6), example(4, 6)], 8))
+def test_packs_become_rows_whose_positions_show_every_boundary():
+    """No attention mask: the padding of a row is a sequence of its own, and nothing in it is supervised."""
+    packs = pack([example(4, 6), example(3, 5), example(5, 7)], 8)
+    batch = Collator(99, padding_free=False)(packs)
+    assert "attention_mask" not in batch
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (len(packs), 7)
+    for row, one in enumerate(packs):
+        size = len(one.input_ids)
+        assert batch["input_ids"][row].tolist() == one.input_ids + [99] * (7 - size)
+        assert batch["position_ids"][row].tolist() == [*one.position_ids, *range(7 - size)]
+        assert batch["labels"][row].tolist() == one.labels + [-100] * (7 - size)
