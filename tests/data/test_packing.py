@@ -145,9 +145,9 @@ def test_packs_become_rows_whose_positions_show_every_boundary():
     packs = pack([example(4, 6), example(3, 5), example(5, 7)], 8)
     batch = Collator(99, padding_free=False)(packs)
     assert "attention_mask" not in batch
-    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (len(packs), 7)
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["position_ids"].shape == (len(packs), 8)
     for row, one in enumerate(packs):
         size = len(one.input_ids)
-        assert batch["input_ids"][row].tolist() == one.input_ids + [99] * (7 - size)
-        assert batch["position_ids"][row].tolist() == [*one.position_ids, *range(7 - size)]
-        assert batch["labels"][row].tolist() == one.labels + [-100] * (7 - size)
+        assert batch["input_ids"][row].tolist() == one.input_ids + [99] * (8 - size)
+        assert batch["position_ids"][row].tolist() == [*one.position_ids, *range(8 - size)]
+        assert batch["labels"][row].tolist() == one.labels + [-100] * (8 - size)
