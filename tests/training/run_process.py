@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# for the server that is forked: an allocator or a pool of threads of its own does not survive it
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["deftune.cli", "deftune.training.train", "deftune.training.trainer", "peft"])
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
@@ -27,6 +31,7 @@ def main(arguments: list[str], output: str, kill_at: int | None, count_in: str |
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    faulthandler.enable()  # says where, should a library crash
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     if kill_at is not None or count_in is not None:
