@@ -27,7 +27,7 @@ class Told:
                 if done >= self.until:
                     raise SamplerError("the server went away", done)
                 done += 1
-                yield Output(prompt.id, i, self.answers[prompt.id.split("/")[1]], 3, "stop")
+                yield Output(prompt.id, i, self.answers[prompt.id], 3, "stop")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_server_that_dies_loses_nothing(tmp_path, tasks):
         file.write('{"task": "gsm8k", "id": "c", "te')  # and a kill in the middle of a line
     sampler = Told()
     ask(result, settings(tasks), tasks, sampler)
-    assert sampler.asked[0] == "gsm8k/c"  # what was answered is not asked again
+    assert sampler.asked[0] == "c"  # what was answered is not asked again
     graded = grade(result, settings(tasks), tasks, workers=1)
     assert summarize(settings(tasks), SUITES["math"], tasks, graded, {}) == whole
 

@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int, help="the first items only: for a try")
+    parser.add_argument("--limit", type=int, help="a sample of the items: for a try")
     parser.add_argument("--max-new-tokens", type=int, help="default: the task's")
     parser.add_argument("--rule", choices=["strict", "lenient"], default="strict", help="multiple-choice extraction")
     parser.add_argument("--template", help="chatml, plain, or a .jinja file: the one of training")
@@ -169,7 +169,7 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
     if args.task:
         records = [r for r in records if r["task"] in args.task]
     for r in records[: args.rows]:
-        print(f"\n--- {r['task']}/{r['id']} T={r['temperature']:g} sample {r['sample']}: score {r['score']:g}")
+        print(f"\n--- {r['id']} T={r['temperature']:g} sample {r['sample']}: score {r['score']:g}")
         print(
             f"question: {r['prompt']}\nanswer:   {r['text']}\n"
             f"taken:    {r['answer']!r} ({r['how']})\ngold:     {r['gold']}"

@@ -147,7 +147,7 @@ def ask(
             ]
             total, done = len(items) * number, (len(items) - len(missing)) * number
             progress(f"{name} T={temperature:g}", done, total)
-            prompts = [Prompt(f"{name}/{item.id}", list(item.messages)) for item in missing]
+            prompts = [Prompt(item.id, list(item.messages)) for item in missing]
             if not prompts:
                 continue
             with result.samples.open("a", encoding="utf-8") as file:
@@ -157,7 +157,7 @@ def ask(
                 ):  # fmt: skip
                     done += 1
                     progress(f"{name} T={temperature:g}", min(done, total), total)
-                    key = (name, output.id.removeprefix(f"{name}/"), temperature, output.sample)
+                    key = (name, output.id, temperature, output.sample)
                     if key in have:  # of an item that was half done; it is the same answer
                         continue
                     have.add(key)
@@ -190,7 +190,7 @@ def grade(
                 for i in range(settings.samples_at(temperature)):
                     answer = answers.get((name, item.id, temperature, i))
                     if answer is None:
-                        raise ValueError(f"{result.samples}: {name}/{item.id} has no answer {i} at T={temperature:g}")
+                        raise ValueError(f"{result.samples}: {name} {item.id} has no answer {i} at T={temperature:g}")
                     record: Record = {**answer, "prompt": item.messages[-1]["content"], "gold": item.gold}
                     graded.append(record)
                     if task.kind == "math":
@@ -256,7 +256,7 @@ def summarize(
                             for k in PASS_AT if k <= number},
                 "extracted": dict(Counter(str(r["how"]) for r in mine)),
                 "finished": dict(Counter(r["finish"] for r in mine)),
-                "note": size_note(task, len(items)) if settings.limit is None else f"the first {len(items)} items only",
+                "note": size_note(task, len(items)) if settings.limit is None else f"a sample of {len(items)} items",
             }  # fmt: skip
             if task.kind == "figfont":
                 row["similarity"] = mean_over_items(list(by_item(mine, name, temperature, "similarity").values()))
