@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deftune.kernels import raise_pending, token_loss
+from deftune.kernels import token_loss
 from deftune.objectives import Context, Objective
 from deftune.objectives import objective as parse_objective
 from deftune.training.head import shifted
@@ -45,7 +45,6 @@ def hf_loss(
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
-        raise_pending(wait=False)
         return token_loss(logits, shifted(labels), objective, num_items=num_items_in_batch, context=context)
 
     return loss

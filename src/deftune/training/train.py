@@ -26,6 +26,7 @@ from deftune.objectives import objective as parse_objective
 from deftune.training import checkpoints
 from deftune.training.config import ConfigError, Data, RunConfig, Source
 from deftune.training.display import StepDisplay
+from deftune.training.head import check_packing
 from deftune.training.models import load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run, cut_metrics, find_run, locked, open_run
 
@@ -252,14 +253,16 @@ class Batches:
 
     def __init__(self, sequences: list[Any], collator: Collator):
         self.sequences, self.collator = sequences, collator
-        self.padding_free = collator.padding_free
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
         sequences = [self.sequences[row["place"]] for row in rows]
         batch = self.collator(sequences)
-        if self.padding_free:  # the batch itself does not show where one sequence ends
-            lengths = torch.tensor([len(sequence.input_ids) for sequence in sequences])
-            batch["row_of"] = torch.arange(len(rows)).repeat_interleave(lengths)[None]
+        if "attention_mask" not in batch:  # the batch itself does not show where a sequence ends: -1 is padding
+            lengths = [len(sequence.input_ids) for sequence in sequences]
+            batch["row_of"] = torch.full_like(batch["labels"], -1)
+            places = batch["row_of"].view(-1).split(lengths) if self.collator.padding_free else batch["row_of"]
+            for row, (place, length) in enumerate(zip(places, lengths)):
+                place[:length] = row
         return batch
 
 
@@ -293,7 +296,9 @@ def make_trainer(prepared: Prepared, run: Run, callbacks: list[Any]) -> Any:
     )
     evaluated = prepared.eval.examples if prepared.eval else []
     total = len(prepared.sequences)
-    collator = Collator(prepared.tokenizer.pad_token_id, padding_free=config.data.packing)
+    # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
+    flat = config.data.packing and "flash" in str(model.config._attn_implementation)
+    collator = Collator(prepared.tokenizer.pad_token_id, padding_free=flat)
     trainer = DeftSFTTrainer(
         model,
         arguments,
@@ -306,6 +311,8 @@ def make_trainer(prepared: Prepared, run: Run, callbacks: list[Any]) -> Any:
         callbacks=callbacks,
         checkpoint_root=run.checkpoints,
     )
+    if config.data.packing:
+        check_packing(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -556,7 +563,8 @@ def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
         for _ in range(2):  # the first time warms up
             trainer._num_items = max(1, supervised)
             start = time.perf_counter()
-            loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
+            with trainer.accelerator.autocast():
+                loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
             loss.backward()
             seconds = time.perf_counter() - start if not torch.cuda.is_available() else _synced(start)
             model.zero_grad(set_to_none=False)

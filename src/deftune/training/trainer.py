@@ -430,7 +430,7 @@ def rows_of(batch: dict[str, Any]) -> Tensor | None:
 
 def input_tokens(inputs: dict[str, Any]) -> Tensor:
     """How many tokens went into the model, padding left out."""
-    mask = inputs.get("attention_mask")
+    mask = inputs["row_of"] >= 0 if "row_of" in inputs else inputs.get("attention_mask")
     return torch.tensor(inputs["input_ids"].numel(), device=inputs["input_ids"].device) if mask is None else mask.sum()
 
 
