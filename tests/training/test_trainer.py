@@ -163,7 +163,7 @@ def test_packed_rows_are_trained_as_padded_ones(spec, attention, tmp_path):
     packs = pack(rows, 40)
     assert any(len(one.lengths) > 2 for one in packs)
     found = []
-    for sequences, padding_free, micro in ((rows, False, 4), (rows, True, 4), (packs, True, 2)):
+    for sequences, padding_free, micro in ((rows, False, 4), (rows, True, 4), (packs, True, 2), (packs, False, 2)):
         arguments = make_arguments(
             tmp_path, per_device_train_batch_size=micro, gradient_accumulation_steps=16, optim="sgd", learning_rate=0.0,
             remove_unused_columns=False,
