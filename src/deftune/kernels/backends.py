@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -29,11 +29,12 @@ class Supervised:
     hidden: Tensor  # [N, D]
     index: Tensor  # [M]
     y: Tensor  # [M]
-    nan: Tensor | None = None  # a flag on the device that a row without a distribution sets
+    facts: Tensor | None = None  # on the device: their number, ..., a flag that a row without a distribution sets
+    known: bool = True  # False: index and y are [N], and only ``facts`` knows M
 
     def __post_init__(self) -> None:
         self.count = self.index.shape[0]
-        self.dense = self.count == self.hidden.shape[0]
+        self.dense = self.known and self.count == self.hidden.shape[0]
 
     def take(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
         """(x, y, places) of some rows."""
@@ -71,6 +72,8 @@ class Gradients:
 
 class Backend(Protocol):
     """What the driver in `linear` asks of a backend; one is made for each call."""
+
+    begun: int  # rows of the first chunk, where its forward GEMM is under way already
 
     def rows(self, total: int) -> int:
         """Rows of a chunk."""
@@ -125,6 +128,7 @@ class TorchBackend:
         self.weight = weight.to(dtype) if self.low else weight.to(self.dtype)
         self.head = head
         self.all = rows
+        self.begun = 0
         self.started = False  # whether dW holds anything yet: the first chunk writes, the others add
 
     def rows(self, total: int) -> int:
@@ -246,30 +250,49 @@ class TritonBackend:
         self.kernels = triton_rows
         self.head = Head(head.weight.to(dtype).contiguous(), head.bias, head.scale, head.softcap)
         self.dtype = dtype
-        self.all = Supervised(rows.hidden.to(dtype).contiguous(), rows.index, rows.y)
-        self.nan = torch.zeros(1, dtype=torch.int64, device=rows.hidden.device) if rows.nan is None else rows.nan
+        device = rows.hidden.device
+        facts = torch.tensor([rows.count, 0, 0, 0], device=device) if rows.facts is None else rows.facts
+        self.number, self.nan = facts[:1], facts[3:]
+        self.all = replace(rows, hidden=rows.hidden.to(dtype).contiguous())
         # rows of E start on 128 bytes whatever V is
         self.stride = -(-head.vocab_size // 64) * 64
-        self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=rows.hidden.device)
+        self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=device)
+        self.begun = 0
         self.started = False
         if rows.count:
-            self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head)
+            self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head, self.number)
 
     def rows(self, total: int) -> int:
         limit = min(self.max_rows, self.max_bytes // (self.stride * self.dtype.itemsize))
         return balanced(total, max(128, limit // 128 * 128), 128)
 
-    def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
-        kernels, head = self.kernels, self.head
-        x, y, index = self.all.take(part)
-        z_y, reference, _, _ = self.vectors[:, part].unbind()
+    def begin(self, rows: int, keep: bool) -> None:
+        """Start the forward GEMM of the first ``rows`` rows, as many of them as there will turn out to be."""
+        self.begun = rows
+        self.first = self.exponentials(slice(0, rows), keep)
+
+    def settle(self, count: int) -> None:
+        """Only the first ``count`` rows are there."""
+        self.all = replace(self.all, index=self.all.index[:count], y=self.all.y[:count], known=True)
+
+    def exponentials(self, part: slice, keep: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(x, E, tiles) of some rows."""
+        x, y, _ = self.all.take(part)
         e = None
-        if keep or top:
+        if keep:
             rows = x.shape[0]
             if self.e.shape[0] < rows:
                 self.e = torch.empty(rows, self.stride, dtype=self.dtype, device=x.device)
             e = self.e[:rows]
-        tiles = kernels.exponentials(x, y, reference, head, e)
+        tiles = self.kernels.exponentials(x, y, self.vectors[1, part], self.head, e, self.number, part.start)
+        return x, e, tiles
+
+    def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
+        kernels, head, rows = self.kernels, self.head, part.stop - part.start
+        x, e, tiles = self.first if self.begun and part.start == 0 else self.exponentials(part, keep or top > 0)
+        x, e, tiles = x[:rows], None if e is None else e[:rows], tiles[:, :, :rows]
+        y, index = self.all.y[part], self.all.index[part]
+        z_y, reference, _, _ = self.vectors[:, part].unbind()
         kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, self.nan)
         largest = None
         if e is not None and top:

@@ -43,7 +43,8 @@ def linear_loss_op(
         None if progress is None else float(progress), None if special_ids is None else tuple(special_ids)
     )
     call = prepare(
-        hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, dtype=dtype
+        hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, dtype=dtype,
+        keep=any(wanted),
     )  # fmt: skip
     check_step(objective, context, num_items, len(call.index))
     loss, grads, _, _ = fused(call, wanted, scale_of(call, reduction, num_items))

@@ -6,7 +6,7 @@ objective as plain PyTorch on the chunk's vectors, two gradient GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Supervised, TorchBackend, choose_backend
+from deftune.kernels.backends import (
+    BACKENDS,
+    Backend,
+    Chunk,
+    Gradients,
+    Supervised,
+    TorchBackend,
+    TritonBackend,
+    choose_backend,
+)
 from deftune.kernels.checks import (
     check_reduction,
     check_targets,
@@ -28,7 +37,7 @@ from deftune.kernels.eager import eager
 from deftune.kernels.head import Head, check_head
 from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
 from deftune.kernels.reduction import check_step, mean_items
-from deftune.kernels.statistics import compute_dtype, on, plain, supervised_rows, wide, wide_dtype
+from deftune.kernels.statistics import compute_dtype, plain, supervised_rows, wide, wide_dtype
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT, TopK, columns_of
@@ -111,9 +120,11 @@ def linear_loss_with_stats(
     """`linear_loss`, and the statistics of the supervised tokens that the same pass measured (detached)."""
     objective = parse_objective(objective)
     check_call(hidden, weight, targets, bias, softcap, logit_scale, reduction, num_items, weights)
+    keep = reduction != "none" and any(wants(hidden, weight, bias))
     call = prepare(
-        hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, chunk_rows=chunk_rows
-    )
+        hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend,
+        chunk_rows=chunk_rows, keep=keep,
+    )  # fmt: skip
     check_step(objective, call.context, num_items, call.count)
     if reduction == "none":
         losses, columns, top = _PerTokenLoss.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
@@ -173,6 +184,12 @@ def gemm_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else hidden.dtype
 
 
+def wants(*tensors: Tensor | None) -> list[bool]:
+    """Which of them a gradient will be asked of."""
+    enabled = torch.is_grad_enabled()
+    return [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
+
+
 def scale_of(call: _Call, reduction: str, num_items: Tensor | float | None) -> Tensor | float:
     """What a sum over this call's tokens is multiplied with."""
     items = 1.0 if reduction == "sum" else mean_items(num_items, call.count)
@@ -202,8 +219,7 @@ def _under_compile(
     if num_items is not None and not isinstance(num_items, Tensor):
         num_items = torch.tensor(float(num_items), dtype=torch.float64)
     dtype = gemm_dtype(hidden)
-    enabled = torch.is_grad_enabled()
-    wanted = [enabled and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    wanted = wants(hidden, weight, bias)
     progress, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
     # as a tensor: a number in the operator's signature would be compiled in, anew at every step
     moment = None if progress is None else torch.tensor(progress, dtype=torch.float64)
@@ -234,8 +250,9 @@ class _Call:
     top: int
     dtype: torch.dtype  # of the GEMMs
     training: bool  # whether gradients will be asked for at all
-    nan: Tensor | None  # the triton backend's flag
+    facts: Tensor | None  # of the triton backend's survey: their number, ..., its NaN flag
     chunk_rows: int | None  # a bound from the caller
+    early: Backend | None  # one that has begun with the first chunk
 
     def __post_init__(self) -> None:
         self.count = self.index.shape[0]
@@ -246,20 +263,26 @@ class _Call:
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def make_backend(self) -> Backend:
+        early, self.early = self.early, None
+        if early is not None:
+            return early
         head = Head(self.weight.detach(), _detached(self.bias), self.scale, self.softcap)
-        rows = Supervised(self.hidden.detach(), self.index, self.targets, self.nan)
+        rows = Supervised(self.hidden.detach(), self.index, self.targets, self.facts)
         return BACKENDS[self.backend](head, self.dtype, rows)
 
     def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
         """The chunks, measured one after the other into ``columns`` [5, M]."""
-        size = min(backend.rows(self.count), self.chunk_rows or max(1, self.count))
-        for start in range(0, self.count, size):
-            part = slice(start, min(start + size, self.count))
+        begun = min(backend.begun, self.count)
+        size = bounded(backend.rows(self.count - begun), self.chunk_rows)
+        starts = [*([0] if begun else []), *range(begun, self.count, size)]
+        for start, stop in zip(starts, [*starts[1:], self.count]):
+            part = slice(start, stop)
             yield backend.measure(part, columns[:, part], keep, top)
 
     def new_columns(self) -> Tensor:
-        device = self.hidden.device
-        return torch.empty(5, self.count, dtype=wide_dtype(device), device=device)
+        # each on 128 bytes, so that Triton need not compile for other pointers
+        device, pitch = self.hidden.device, -(-self.count // 16) * 16
+        return torch.empty(5, pitch, dtype=wide_dtype(device), device=device)[:, : self.count]
 
     def chunk_stats(self, chunk: Chunk) -> TokenStats:
         return self.stats(chunk.columns, self.top_log_p([chunk.top], chunk.columns), chunk.y)
@@ -312,10 +335,15 @@ class _Call:
     def check_nan(self, log_p: Tensor) -> None:
         """Name the first row without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
         if log_p.device.type == "cuda":
-            flag = self.nan if self.backend == "triton" and self.nan is not None else log_p.isnan().sum()
+            facts = self.facts if self.backend == "triton" else None
+            flag = log_p.isnan().sum() if facts is None else facts[3:]
             note_rows(flag, log_p, self.index)
         elif bool((bad := log_p.isnan()).any()):
             raise nan_error(int(self.index[bad.nonzero()[0, 0]]), "hidden x weight")
+
+
+def bounded(rows: int, bound: int | None) -> int:
+    return rows if bound is None else min(rows, bound)
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
@@ -326,42 +354,75 @@ def prepare(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
     softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
     needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
+    keep: bool = False,
 ) -> _Call:  # fmt: skip
-    """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states')."""
+    """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states').
+
+    ``keep`` says that the first pass over the chunks will ask for gradients.
+    """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
+    context = context or NO_CONTEXT
     dtype = dtype or gemm_dtype(hidden)
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
     name, _ = choose_backend(backend, hidden.device, dtype, Head(weight, bias, scale, softcap), top)
-    index, flat, nan = find_rows(targets.reshape(-1), weight.shape[0], name)
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    early = facts = None
+    if name == "triton" and len(targets):
+        # a step objective's first pass is for its statistic, without gradients
+        keep = (keep and not (objective and objective.kind == "step" and context.step is None)) or top > 0
+        head = Head(weight.detach(), _detached(bias), scale, softcap)
+        index, flat, facts, early = find_and_begin(hidden.detach(), targets, head, dtype, keep, chunk_rows)
+    else:
+        index, flat = supervised_rows(targets, weight.shape[0])
+        raise_pending(wait=False)
     check_weight_values(weights, targets)
     return _Call(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, index,
-        None if weights is None else weights.reshape(-1)[index],
-        objective, context or NO_CONTEXT, softcap, scale, name, top, dtype, torch.is_grad_enabled(),
-        nan, chunk_rows,
+        hidden, weight, bias, flat, index, None if weights is None else weights.reshape(-1)[index],
+        objective, context, softcap, scale, name, top, dtype, torch.is_grad_enabled(), facts, chunk_rows, early,
     )  # fmt: skip
 
 
-def find_rows(targets: Tensor, vocab_size: int, backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(places, labels, NaN flag) of the supervised tokens; a bad label, or an earlier call's NaN, is raised."""
-    if backend != "triton" or not len(targets):
-        index, labels = supervised_rows(targets, vocab_size)
-        raise_pending(wait=False)
-        return index, labels, None
+def find_and_begin(
+    hidden: Tensor, targets: Tensor, head: Head, dtype: torch.dtype, keep: bool, chunk_rows: int | None
+) -> tuple[Tensor, Tensor, Tensor, TritonBackend]:
+    """(places, labels, facts, backend): the supervised tokens, and the GEMM of their first chunk under way.
+
+    The GPU is kept busy while the host learns how many there are: the first chunk's kernels read the number on the
+    device. A bad label, or an earlier call's NaN, is raised.
+    """
     from deftune.kernels.triton_rows import survey
 
-    earlier = latest_note(targets.device) if targets.device.type == "cuda" else None
-    with on(targets.device):
-        places, labels, facts = survey(
-            targets.contiguous(), vocab_size, IGNORE_INDEX, None if earlier is None else earlier.flag
-        )
-        count, bad, was, _ = facts.tolist()  # the one read of the device
+    device = targets.device
+    earlier = latest_note(device) if device.type == "cuda" else None
+    with plain(device):
+        flag = None if earlier is None else earlier.flag
+        places, labels, facts = survey(targets.contiguous(), head.vocab_size, IGNORE_INDEX, flag)
+        read = read_later(facts)
+        backend = TritonBackend(head, dtype, Supervised(hidden, places, labels, facts, known=False))
+        backend.begin(bounded(backend.rows(len(targets)), chunk_rows), keep)
+        count, bad, was, _ = read()  # the one read of the device
+        backend.settle(count)
     if earlier is not None:
         answer(earlier, was)
     if bad < len(targets):
-        raise label_error(bad, int(targets[bad]), vocab_size)
-    return places[:count], labels[:count], facts[3:]
+        raise label_error(bad, int(targets[bad]), head.vocab_size)
+    return places[:count], labels[:count], facts, backend
+
+
+def read_later(numbers: Tensor) -> Callable[[], list[int]]:
+    """A copy to the host that starts now; the call returned waits for it, not for what is launched in between."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    there = numbers.to("cpu", non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def read() -> list[int]:
+        done.synchronize()
+        return there.tolist()
+
+    return read
 
 
 def fused(

@@ -64,9 +64,11 @@ def _survey(
         y = tl.load(targets_ptr + at, mask=at < N, other=ignore).to(tl.int64)
         kept = y != ignore
         to = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        wrong = (y < 0) | (y >= V)
         tl.store(index_ptr + to, at.to(tl.int64), mask=kept)
-        tl.store(labels_ptr + to, y, mask=kept)
-        bad = tl.minimum(bad, tl.min(tl.where(kept & ((y < 0) | (y >= V)), at, N), axis=0))
+        # kernels may read W[y] before the host has seen that y is wrong
+        tl.store(labels_ptr + to, tl.where(wrong, 0, y), mask=kept)
+        bad = tl.minimum(bad, tl.min(tl.where(kept & wrong, at, N), axis=0))
         count += tl.sum(kept.to(tl.int32), axis=0)
     tl.store(facts_ptr, count.to(tl.int64))
     tl.store(facts_ptr + 1, bad.to(tl.int64))
@@ -74,13 +76,13 @@ def _survey(
     tl.store(facts_ptr + 3, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _target_logits(
-    x_ptr, w_ptr, bias_ptr, index_ptr, y_ptr, z_ptr, ref_ptr, C, D, scale, softcap, headroom,
+    x_ptr, w_ptr, bias_ptr, index_ptr, y_ptr, z_ptr, ref_ptr, count_ptr, C, D, scale, softcap, headroom,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    live = rows < C
+    live = rows < tl.minimum(C, tl.load(count_ptr))
     y = tl.load(y_ptr + rows, mask=live, other=0)
     place = tl.load(index_ptr + rows, mask=live, other=0).to(tl.int64)
     total = tl.zeros((BLOCK_R,), dtype=tl.float32)
@@ -96,13 +98,15 @@ def _target_logits(
     tl.store(ref_ptr + rows, z + headroom, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "first"])
 def _exponentials(
-    x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, plane, C, V, D, stride_e, scale, softcap, overflow,
-    programs,
+    x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, count_ptr, plane, pitch, C, first, V, D, stride_e,
+    scale, softcap, overflow, programs,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    # of the C rows from ``first`` on, those that are there: the host may not know yet
+    C = tl.minimum(C, tl.load(count_ptr) - first).to(tl.int32)
     tiles_m, tiles_n = tl.cdiv(C, BLOCK_M), tl.cdiv(V, BLOCK_N)
     # rows run fastest: the chunk's hidden states stay in L2 and each tile of W is read from memory once
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs, flatten=True):
@@ -131,7 +135,7 @@ def _exponentials(
         if HAS_BIAS:
             u = tl.maximum(u, LEFT_OUT, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(u)
-        part = tiles_ptr + (tile // tiles_m).to(tl.int64) * C + rows
+        part = tiles_ptr + (tile // tiles_m).to(tl.int64) * pitch + rows
         tl.store(part, top, mask=live)
         tl.store(part + plane, tl.sum(e, axis=1), mask=live)
         tl.store(part + 2 * plane, tl.sum(e * e, axis=1), mask=live)
@@ -170,10 +174,10 @@ def _repair_row(
         tl.store(e_ptr + row * stride_e + v, e.to(e_ptr.dtype.element_ty), mask=v < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _reduce_tiles(
     tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, nan_ptr,
-    plane, C, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
+    plane, pitch, C, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +187,7 @@ def _reduce_tiles(
     shift = z_y
     for start in range(0, TILES, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        at = tiles_ptr + t.to(tl.int64)[:, None] * C + rows[None, :]
+        at = tiles_ptr + t.to(tl.int64)[:, None] * pitch + rows[None, :]
         top = tl.load(at, mask=(t < TILES)[:, None] & live[None, :], other=float("-inf"))
         shift = tl.maximum(shift, tl.max(top, axis=0))
     rest = tl.zeros((BLOCK_R,), dtype=tl.float32)
@@ -191,7 +195,7 @@ def _reduce_tiles(
     moment = tl.zeros((BLOCK_R,), dtype=tl.float32)
     for start in range(0, TILES, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
-        at = tiles_ptr + t.to(tl.int64)[:, None] * C + rows[None, :]
+        at = tiles_ptr + t.to(tl.int64)[:, None] * pitch + rows[None, :]
         mask = (t < TILES)[:, None] & live[None, :]
         top = tl.load(at, mask=mask, other=float("-inf"))
         s = tl.load(at + plane, mask=mask, other=0.0)
@@ -281,7 +285,7 @@ def _finish_rows(
             tl.store(scaled_ptr + row * D + d, (v * x).to(scaled_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _subtract_targets(
     x_ptr, index_ptr, sorted_ptr, order_ptr, t_ptr, dw_ptr, C, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
@@ -310,7 +314,7 @@ def _subtract_targets(
 
 @triton.jit
 def _candidates(
-    tiles_ptr, e_ptr, ref_ptr, z_ptr, cols_ptr, C, V, TILES, stride_e, COUNT,
+    tiles_ptr, e_ptr, ref_ptr, z_ptr, cols_ptr, pitch, V, TILES, stride_e, COUNT,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # The COUNT largest logits but the target's. Each round takes the tile that leads. What a tile gives first is its
@@ -318,7 +322,7 @@ def _candidates(
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
-    lead = tl.load(tiles_ptr + t.to(tl.int64) * C + row, mask=t < TILES, other=LEFT_OUT)
+    lead = tl.load(tiles_ptr + t.to(tl.int64) * pitch + row, mask=t < TILES, other=LEFT_OUT)
     ref = tl.load(ref_ptr + row)
     # (E, column) as one ordered integer: E's upper 16 bits, then columns from the left
     last = tl.full((BLOCK_T,), 0x7FFFFFFF, dtype=tl.int32)
@@ -398,13 +402,18 @@ def _head_numbers(head: Head) -> tuple[float, float]:
     return head.scale, head.softcap or 1.0
 
 
+def aligned(planes: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[planes, rows], each plane on 64 bytes or more: Triton compiles anew for a pointer that is not."""
+    return torch.empty(planes, -(-rows // 16) * 16, dtype=dtype, device=device)[:, :rows]
+
+
 def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(places, labels, facts) of the supervised tokens, in one launch and for one read of the device.
 
-    The first two are [N], filled up to the count; facts, int64, are the count, the place of the first label outside
-    [0, V) (N: none), what the flag ``earlier`` said, and a flag that is still 0.
+    The first two are [N], 0 from the count on; facts, int64, are the count, the place of the first label outside
+    [0, V) (N: none; the label then stands as 0), what the flag ``earlier`` said, and a flag that is still 0.
     """
-    places, labels = torch.empty(2, len(targets), dtype=torch.int64, device=targets.device).unbind()
+    places, labels = aligned(2, len(targets), torch.int64, targets.device).zero_().unbind()
     facts = torch.empty(4, dtype=torch.int64, device=targets.device)
     _survey[(1,)](
         targets, places, labels, facts, facts if earlier is None else earlier, len(targets), vocab_size, ignore,
@@ -413,30 +422,35 @@ def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
     return places, labels, facts
 
 
-def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head) -> Tensor:
-    """[4, rows], fp32: z_y and reference of the rows x[index]; room for v and t."""
-    vectors = torch.empty(4, len(y), dtype=torch.float32, device=x.device)
+def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor) -> Tensor:
+    """[4, rows], fp32: z_y and reference of the rows x[index], as many as ``count`` says; room for v and t."""
+    vectors = aligned(4, len(y), torch.float32, x.device)
     z, ref, _, _ = vectors.unbind()
     rows = 16
     _target_logits[(triton.cdiv(len(y), rows),)](
-        x, head.weight, head.bias, index, y, z, ref, len(y), head.width, *_head_numbers(head), HEADROOM,
+        x, head.weight, head.bias, index, y, z, ref, count, len(y), head.width, *_head_numbers(head), HEADROOM,
         **_head_options(head), BLOCK_R=rows, BLOCK_D=128,
     )  # fmt: skip
     return vectors
 
 
-def exponentials(x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None) -> Tensor:
-    """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C]."""
+def exponentials(
+    x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None, count: Tensor, first: int
+) -> Tensor:  # fmt: skip
+    """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C].
+
+    The rows are those from ``first`` on; of them, as many as ``count`` [1], on the device, leaves are computed.
+    """
     exact = x.dtype == torch.float32
     block_m, block_k = (BLOCK_M_FLOAT32, BLOCK_K_FLOAT32) if exact else (BLOCK_M, BLOCK_K)
     tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, BLOCK_N)
-    tiles = torch.empty(4, tiles_n, len(x), dtype=torch.float32, device=x.device)
+    tiles = aligned(4 * tiles_n, len(x), torch.float32, x.device).unflatten(0, (4, tiles_n))
     programs = min(tiles_m * tiles_n, processors(x.device))
     _exponentials[(programs,)](
         TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
         TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [BLOCK_N, block_k]),
-        head.bias, y, ref, x if e is None else e, tiles, tiles.stride(0), len(x), head.vocab_size, head.width,
-        0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
+        head.bias, y, ref, x if e is None else e, tiles, count, tiles.stride(0), tiles.stride(1), len(x), first,
+        head.vocab_size, head.width, 0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
         **_head_options(head), STORE=e is not None, EVEN=head.vocab_size % BLOCK_N == 0,
         PRECISION="ieee" if exact else "tf32",
         BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=8, num_stages=2 if exact else 3,
@@ -461,8 +475,8 @@ def reduce_tiles(
     block = 16
     _reduce_tiles[(triton.cdiv(rows, block),)](
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, nan,
-        tiles.stride(0), rows, count, out.stride(0), head.vocab_size, head.width, 0 if e is None else e.stride(0),
-        *_head_numbers(head), OVERFLOW,
+        tiles.stride(0), tiles.stride(1), rows, count, out.stride(0), head.vocab_size, head.width,
+        0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW,
         **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
 
@@ -505,7 +519,7 @@ def top_logits(x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, he
     cols = torch.empty(len(x), count, dtype=torch.int32, device=x.device)
     z = torch.empty(len(x), count, dtype=torch.float32, device=x.device)
     _candidates[(len(x),)](
-        tiles, e, ref, z, cols, len(x), head.vocab_size, tiles.shape[1], e.stride(0), count,
+        tiles, e, ref, z, cols, tiles.stride(1), head.vocab_size, tiles.shape[1], e.stride(0), count,
         BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=BLOCK_N, num_warps=1,
     )  # fmt: skip
     _gathered_logits[(len(x),)](

@@ -103,13 +103,23 @@ def test_survey(tokens, dtype):
     assert facts.tolist()[1:] == [tokens // 2, 7, 0]
 
 
+def test_survey_leaves_no_label_that_a_kernel_could_trip_over():
+    """The first chunk starts before the host has seen the labels: a wrong one stands as 0, and so does the rest."""
+    targets = torch.tensor([3, IGNORE_INDEX, 50, -7, 2**40, 9])
+    places, labels, facts = triton_rows.survey(targets, 50, IGNORE_INDEX, None)
+    assert facts.tolist() == [5, 2, 0, 0]
+    assert places.tolist() == [0, 2, 3, 4, 5, 0] and labels.tolist() == [3, 0, 0, 0, 9, 0]
+
+
 @every_head
 @pytest.mark.parametrize("shape", [(1, 1, 4), (17, 33, 20), (16, 16, 132), (5, 7, 128)])
 def test_target_logits(options, shape):
     """One dot product per row, also of rows that are not all taken, in an order of their own."""
     example = Example(options, *shape)
     index = torch.arange(0, shape[0], 2).flip(0)
-    z_y, reference, _, _ = triton_rows.target_logits(example.x, index, example.y[index], example.head)
+    z_y, reference, _, _ = triton_rows.target_logits(
+        example.x, index, example.y[index], example.head, torch.tensor([len(index)])
+    )
     expected = example.z[index].gather(-1, example.y[index, None])[:, 0]
     assert_near(z_y, expected, "log p", condition=example.size)
     assert_near(reference - z_y, torch.full_like(expected, triton_rows.HEADROOM), "log p", condition=60)
@@ -160,7 +170,7 @@ def test_rows_that_overflow_are_repaired(options):
     """A target 150 and more below the maximum: e^{z - r} is beyond float32, the row is made anew about its maximum."""
     rows = [0, 4, 16]
     example = impossible({**options, "softcap": 150.0} if options.get("softcap") else options, rows)
-    _, plain, _, _ = triton_rows.target_logits(example.x, example.index, example.y, example.head)
+    _, plain, _, _ = triton_rows.target_logits(example.x, example.index, example.y, example.head, torch.tensor([17]))
     backend, chunk = example.measured()
     assert (chunk.columns[0][rows] < -100).all()
     repaired = torch.zeros(17, dtype=torch.bool).index_fill_(0, torch.tensor(rows), True)
