@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import deftune
 from battery import CONTEXT, HalfDeft
 from deftune import IGNORE_INDEX, linear_loss, linear_loss_with_stats, linear_token_stats, token_loss, token_stats
+from deftune.kernels import replay
 from deftune.kernels.backends import TorchBackend, TritonBackend
 from tolerances import assert_close, assert_near, tolerance
 
@@ -26,7 +27,6 @@ pytestmark = [
 FEW = ["nll", "deft", "cayley", "eaft(k=5)", "deft | eos(nll) | mean_one", "clip(k=1)"]
 few = pytest.mark.parametrize("spec", FEW)
 both_backends = pytest.mark.parametrize("backend", ["torch", "triton"])
-CLASSES = {"torch": TorchBackend, "triton": TritonBackend}
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,10 @@ def assert_no_worse(actual: Result, theirs: Result, expected: Result) -> None:
 
 
 def chunk_rows(patch: pytest.MonkeyPatch, backend: str, rows: int) -> None:
-    patch.setattr(CLASSES[backend], "rows", lambda self, total: rows)
+    if backend == "torch":
+        patch.setattr(TorchBackend, "rows", lambda self, total: rows)
+    else:
+        patch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: rows))
 
 
 # --- float32 ----------------------------------------------------------------------------------------------------------
@@ -407,6 +410,80 @@ def test_a_chunk_of_more_than_two_to_the_31(monkeypatch, backend):
     assert error(d_weight, d_weight_parts) <= tolerance("bfloat16 gradient")
 
 
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+class Reading(HalfDeft):
+    """An objective that looks at its values on the host."""
+
+    def focus(self, stats, context=CONTEXT):
+        return super().focus(stats, context) * (1.0 if stats.p.max().item() > 0 else 0.5)
+
+
+@pytest.mark.parametrize("objective", ["nll", "deft", "eaft(k=5)", "deft | eos(nll)", HalfDeft(), Reading()], ids=str)
+def test_replayed_calls_are_those_written(monkeypatch, objective):
+    """Eight calls with rows, masks, labels and scales of their own; the same without graphs, each bit of it."""
+    replay.clear()
+    found = []
+    for graphs in (True, False):
+        monkeypatch.setattr(replay, "CAPTURE_AT", 3 if graphs else 100)
+        for seed in range(8):
+            hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16, seed=seed)
+            if seed == 0:
+                head = weight
+            targets[: 40 * seed] = IGNORE_INDEX
+            upstream = torch.tensor(1.0 + seed, device="cuda")
+            result = fused_on(head, hidden, targets, objective, num_items=5000 + seed, upstream=upstream)
+            found.append((seed, result, hidden.clone(), targets))
+        captured = [program.graph is not None for program in replay._programs.values()]
+        assert any(captured) == (graphs and not isinstance(objective, Reading))
+        replay.clear()
+    for (seed, one, *_), (_, other, *_) in zip(found[:8], found[8:]):
+        assert all(torch.equal(a, b) for a, b in zip(one, other)), seed
+    seed, one, hidden, targets = found[7]
+    options = {"num_items": 5007, "upstream": torch.tensor(8.0, device="cuda")}
+    theirs, expected = (
+        eager(hidden, head, targets, objective, wide=wide, **{**options, "upstream": options["upstream"].to(wide)})
+        for wide in (torch.float32, torch.float64)
+    )
+    assert_no_worse(one, theirs, expected)
+
+
+def fused_on(weight: Tensor, hidden: Tensor, targets: Tensor, objective, *, upstream: Tensor, **kwargs) -> Result:
+    """As `fused`, on the weight itself: a copy would be another address, and another program."""
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = linear_loss(*inputs, targets, objective, backend="triton", context=CONTEXT, **kwargs)
+    return Result(loss.detach(), *torch.autograd.grad(loss, inputs, upstream))
+
+
+def test_graphs_do_not_keep_a_model_in_memory_and_can_be_cleared():
+    replay.clear()
+    hidden, weight, targets = sample(2000, 5003, 128, torch.bfloat16)
+    before = torch.cuda.memory_allocated() - weight.numel() * 2
+    for _ in range(4):
+        fused_on(weight, hidden, targets, "deft", upstream=torch.ones((), device="cuda"))
+    assert any(program.graph is not None for program in replay._programs.values())
+    del weight
+    replay.clear()
+    deftune.raise_pending()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+def test_nan_in_a_replayed_call_is_named():
+    replay.clear()
+    hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
+    upstream = torch.ones((), device="cuda")
+    for _ in range(4):
+        fused_on(weight, hidden.detach().clone(), targets, "deft", upstream=upstream)
+    deftune.raise_pending()
+    bad = hidden.detach().clone()
+    bad[402, 3] = math.nan
+    assert targets[402] != IGNORE_INDEX
+    fused_on(weight, bad, targets, "deft", upstream=upstream)
+    with pytest.raises(ValueError, match="402"):
+        deftune.raise_pending()
+
+
 # --- determinism, memory, autograd ------------------------------------------------------------------------------------
 
 
@@ -428,6 +505,7 @@ def extra_bytes(tokens: int, vocab_size: int, width: int, backend: str, frozen: 
     hidden, weight, targets = sample(tokens, vocab_size, width, torch.bfloat16, masked=False)
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
+    replay.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -116,6 +116,16 @@ def column_sums(e: Tensor, v: Tensor) -> Tensor:
     return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
 
 
+def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """a @ b in float32, into or onto ``out``."""
+    if a.dtype == torch.float32:
+        out.addmm_(a, b, beta=1.0 if add else 0.0)
+    elif add:
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
 class TorchBackend:
     """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
 
@@ -263,7 +273,13 @@ class TritonBackend:
             self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head, self.number)
 
     def rows(self, total: int) -> int:
-        limit = min(self.max_rows, self.max_bytes // (self.stride * self.dtype.itemsize))
+        return self.rows_of(self.head, self.dtype, total)
+
+    @classmethod
+    def rows_of(cls, head: Head, dtype: torch.dtype, total: int) -> int:
+        """Rows of a chunk: E no larger than twice dW in float32, so that small heads take little memory."""
+        row = -(-head.vocab_size // 64) * 64 * dtype.itemsize
+        limit = min(cls.max_rows, cls.max_bytes // row, 8 * head.vocab_size * head.width // row)
         return balanced(total, max(128, limit // 128 * 128), 128)
 
     def begin(self, rows: int, keep: bool) -> None:
@@ -302,38 +318,46 @@ class TritonBackend:
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):
             gate, scale = gate * scale, 1.0
-        kernels, weight, e = self.kernels, self.head.weight, chunk.e
+        scaled = self.spread(chunk, gate, scale, to.hidden, to.weight is not None)
+        assert chunk.e is not None
+        if to.weight is not None and scaled is not None:
+            product(chunk.e.T, scaled, to.weight, add=self.started)
+        if to.bias is not None:
+            to.bias += column_sums(chunk.e, self.vectors[2, chunk.part])
+        self.started = True
+
+    def spread(self, chunk: Chunk, gate: Tensor, scale: float, hidden: Tensor | None, weight: bool) -> Tensor | None:
+        """v and t of a chunk, its rows of dX into ``hidden``, and, for dW, v X."""
+        e, u, scaled = chunk.e, None, None
         assert e is not None
         rows = e.shape[0]
-        u = scaled = None
-        if to.hidden is not None:
+        if hidden is not None:
             if self.u.shape[0] != rows:
                 self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=e.device)
             u = self.u
-            self.product(e, weight, u)
-        if to.weight is not None:
+            product(e, self.head.weight, u)
+        if weight:
             if self.scaled.shape[0] != rows:
                 self.scaled = torch.empty_like(chunk.x)
             scaled = self.scaled
         z_y, reference, v, t = self.vectors[:, chunk.part].unbind()
-        kernels.finish_rows(
-            gate, chunk.columns, reference, z_y, v, t, chunk.x, chunk.y, chunk.index, self.head, scale, u, to.hidden,
+        self.kernels.finish_rows(
+            gate,
+            chunk.columns,
+            reference,
+            z_y,
+            v,
+            t,
+            chunk.x,
+            chunk.y,
+            chunk.index,
+            self.head,
+            scale,
+            u,
+            hidden,
             scaled,
-        )  # fmt: skip
-        if to.weight is not None and scaled is not None:
-            self.product(e.T, scaled, to.weight, add=self.started)
-        if to.bias is not None:
-            to.bias += column_sums(e, v)
-        self.started = True
-
-    def product(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-        """a @ b in float32, into or onto ``out``."""
-        if self.dtype == torch.float32:
-            out.addmm_(a, b, beta=1.0 if add else 0.0)
-        elif add:
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(a, b, out_dtype=torch.float32, out=out)
+        )
+        return scaled
 
     def end(self, to: Gradients) -> None:
         if not self.started:

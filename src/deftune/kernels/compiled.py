@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deftune.kernels.call import prepare
 from deftune.kernels.checks import check_reduction
-from deftune.kernels.linear import finished, fused, prepare, scale_of
+from deftune.kernels.linear import finished, fused, scale_of
 from deftune.kernels.reduction import check_step
 from deftune.kernels.statistics import compute_dtype
 from deftune.objectives import Context

@@ -6,41 +6,24 @@ objective as plain PyTorch on the chunk's vectors, two gradient GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.kernels.backends import (
-    BACKENDS,
-    Backend,
-    Chunk,
-    Gradients,
-    Supervised,
-    TorchBackend,
-    TritonBackend,
-    choose_backend,
-)
-from deftune.kernels.checks import (
-    check_reduction,
-    check_targets,
-    check_weight_values,
-    check_weights,
-    label_error,
-    nan_error,
-    second_derivative_error,
-)
+from deftune.kernels.backends import BACKENDS, Chunk, Gradients, TorchBackend
+from deftune.kernels.call import Call, gemm_dtype, prepare
+from deftune.kernels.checks import check_reduction, check_targets, check_weights, second_derivative_error
 from deftune.kernels.eager import eager
-from deftune.kernels.head import Head, check_head
-from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
+from deftune.kernels.head import check_head
 from deftune.kernels.reduction import check_step, mean_items
-from deftune.kernels.statistics import compute_dtype, plain, supervised_rows, wide, wide_dtype
+from deftune.kernels.statistics import compute_dtype, plain, wide
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT, TopK, columns_of
+from deftune.objectives.stats import TopK
 from deftune.objectives.step import step_stats
 
 
@@ -177,20 +160,13 @@ def check_call(
     check_weights(weights, targets.shape)
 
 
-def gemm_dtype(hidden: Tensor) -> torch.dtype:
-    """As a linear layer: autocast's dtype where it is on, but for float64."""
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if autocast else hidden.dtype
-
-
 def wants(*tensors: Tensor | None) -> list[bool]:
     """Which of them a gradient will be asked of."""
     enabled = torch.is_grad_enabled()
     return [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
-def scale_of(call: _Call, reduction: str, num_items: Tensor | float | None) -> Tensor | float:
+def scale_of(call: Call, reduction: str, num_items: Tensor | float | None) -> Tensor | float:
     """What a sum over this call's tokens is multiplied with."""
     items = 1.0 if reduction == "sum" else mean_items(num_items, call.count)
     return 1.0 / (wide(items) if isinstance(items, Tensor) else items)
@@ -229,209 +205,17 @@ def _under_compile(
     )[0]  # fmt: skip
 
 
-# --- one call ---------------------------------------------------------------------------------------------------------
+# --- the passes -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Call:
-    """What a call is about, flat, checked and on one dtype."""
-
-    hidden: Tensor  # [N, D]
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor  # [M], of the supervised rows
-    index: Tensor  # [M], their places among the N
-    weights: Tensor | None  # [M]
-    objective: Objective | None
-    context: Context
-    softcap: float | None
-    scale: float
-    backend: str
-    top: int
-    dtype: torch.dtype  # of the GEMMs
-    training: bool  # whether gradients will be asked for at all
-    facts: Tensor | None  # of the triton backend's survey: their number, ..., its NaN flag
-    chunk_rows: int | None  # a bound from the caller
-    early: Backend | None  # one that has begun with the first chunk
-
-    def __post_init__(self) -> None:
-        self.count = self.index.shape[0]
-
-    def over(self, inputs: Sequence[Tensor]) -> _Call:
-        """The same call on the tensors that autograd saved."""
-        hidden, weight, bias = inputs
-        return replace(self, hidden=hidden, weight=weight, bias=bias)
-
-    def make_backend(self) -> Backend:
-        early, self.early = self.early, None
-        if early is not None:
-            return early
-        head = Head(self.weight.detach(), _detached(self.bias), self.scale, self.softcap)
-        rows = Supervised(self.hidden.detach(), self.index, self.targets, self.facts)
-        return BACKENDS[self.backend](head, self.dtype, rows)
-
-    def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
-        """The chunks, measured one after the other into ``columns`` [5, M]."""
-        begun = min(backend.begun, self.count)
-        size = bounded(backend.rows(self.count - begun), self.chunk_rows)
-        starts = [*([0] if begun else []), *range(begun, self.count, size)]
-        for start, stop in zip(starts, [*starts[1:], self.count]):
-            part = slice(start, stop)
-            yield backend.measure(part, columns[:, part], keep, top)
-
-    def new_columns(self) -> Tensor:
-        # each on 128 bytes, so that Triton need not compile for other pointers
-        device, pitch = self.hidden.device, -(-self.count // 16) * 16
-        return torch.empty(5, pitch, dtype=wide_dtype(device), device=device)[:, : self.count]
-
-    def chunk_stats(self, chunk: Chunk) -> TokenStats:
-        return self.stats(chunk.columns, self.top_log_p([chunk.top], chunk.columns), chunk.y)
-
-    def top_log_p(self, largest: Sequence[Tensor | None], columns: Tensor) -> Tensor | None:
-        """The likeliest tokens' log-probabilities from the chunks' largest logits, where they were asked for."""
-        if not self.top:
-            return None
-        tops = [wide(top) for top in largest if top is not None]
-        if not tops:
-            return columns.new_zeros(0, min(self.top, self.weight.shape[0]))
-        return torch.cat(tops) - (columns[3] + columns[4])[:, None]
-
-    def stats(
-        self, columns: Tensor | Sequence[Tensor], top: Tensor | None, targets: Tensor | None = None
-    ) -> TokenStats:
-        vocab_size = self.weight.shape[0]
-        return TokenStats(
-            columns[0], columns[1], columns[2], self.targets if targets is None else targets, vocab_size,
-            None if top is None else columns_of(top, vocab_size),
-        )  # fmt: skip
-
-    def measure_all(self) -> tuple[Tensor, Tensor | None]:
-        """(columns, likeliest tokens) of every supervised row, nothing kept for a backward."""
-        columns = self.new_columns()
-        largest = [chunk.top for chunk in self.chunks(self.make_backend(), columns, False, self.top)]
-        self.check_nan(columns[0])
-        return columns, self.top_log_p(largest, columns)
-
-    def new_gradients(self, wanted: Sequence[bool], rescaled: bool = False) -> Gradients:
-        """Room for the gradients wanted of hidden, weight and bias; what will be rescaled is rounded after that."""
-        hidden, weight = self.hidden, self.weight
-        full = compute_dtype(self.dtype)
-        new = torch.zeros if self.count < hidden.shape[0] else torch.empty
-        # float16 would underflow before the upstream, a loss scale, arrives
-        kept = full if rescaled or hidden.dtype == torch.float16 else hidden.dtype
-        return Gradients(
-            new(hidden.shape, dtype=kept, device=hidden.device) if wanted[0] else None,
-            torch.empty(weight.shape, dtype=full, device=weight.device) if wanted[1] else None,
-            torch.zeros(weight.shape[:1], dtype=full, device=weight.device) if wanted[2] else None,
-        )
-
-    def weighted(self, part: slice, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and value times the external weights."""
-        if self.weights is None:
-            return gate, value
-        factor = self.weights[part].to(gate.dtype)
-        return gate * factor, torch.where(factor == 0, 0.0, value * factor)
-
-    def check_nan(self, log_p: Tensor) -> None:
-        """Name the first row without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
-        if log_p.device.type == "cuda":
-            facts = self.facts if self.backend == "triton" else None
-            flag = log_p.isnan().sum() if facts is None else facts[3:]
-            note_rows(flag, log_p, self.index)
-        elif bool((bad := log_p.isnan()).any()):
-            raise nan_error(int(self.index[bad.nonzero()[0, 0]]), "hidden x weight")
-
-
-def bounded(rows: int, bound: int | None) -> int:
-    return rows if bound is None else min(rows, bound)
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def prepare(
-    hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
-    softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
-    needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
-    keep: bool = False,
-) -> _Call:  # fmt: skip
-    """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states').
-
-    ``keep`` says that the first pass over the chunks will ask for gradients.
-    """
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
-    context = context or NO_CONTEXT
-    dtype = dtype or gemm_dtype(hidden)
-    top = max((need.k for need in (objective.needs if objective else needs)), default=0)
-    name, _ = choose_backend(backend, hidden.device, dtype, Head(weight, bias, scale, softcap), top)
-    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    early = facts = None
-    if name == "triton" and len(targets):
-        # a step objective's first pass is for its statistic, without gradients
-        keep = (keep and not (objective and objective.kind == "step" and context.step is None)) or top > 0
-        head = Head(weight.detach(), _detached(bias), scale, softcap)
-        index, flat, facts, early = find_and_begin(hidden.detach(), targets, head, dtype, keep, chunk_rows)
-    else:
-        index, flat = supervised_rows(targets, weight.shape[0])
-        raise_pending(wait=False)
-    check_weight_values(weights, targets)
-    return _Call(
-        hidden, weight, bias, flat, index, None if weights is None else weights.reshape(-1)[index],
-        objective, context, softcap, scale, name, top, dtype, torch.is_grad_enabled(), facts, chunk_rows, early,
-    )  # fmt: skip
-
-
-def find_and_begin(
-    hidden: Tensor, targets: Tensor, head: Head, dtype: torch.dtype, keep: bool, chunk_rows: int | None
-) -> tuple[Tensor, Tensor, Tensor, TritonBackend]:
-    """(places, labels, facts, backend): the supervised tokens, and the GEMM of their first chunk under way.
-
-    The GPU is kept busy while the host learns how many there are: the first chunk's kernels read the number on the
-    device. A bad label, or an earlier call's NaN, is raised.
-    """
-    from deftune.kernels.triton_rows import survey
-
-    device = targets.device
-    earlier = latest_note(device) if device.type == "cuda" else None
-    with plain(device):
-        flag = None if earlier is None else earlier.flag
-        places, labels, facts = survey(targets.contiguous(), head.vocab_size, IGNORE_INDEX, flag)
-        read = read_later(facts)
-        backend = TritonBackend(head, dtype, Supervised(hidden, places, labels, facts, known=False))
-        backend.begin(bounded(backend.rows(len(targets)), chunk_rows), keep)
-        count, bad, was, _ = read()  # the one read of the device
-        backend.settle(count)
-    if earlier is not None:
-        answer(earlier, was)
-    if bad < len(targets):
-        raise label_error(bad, int(targets[bad]), head.vocab_size)
-    return places[:count], labels[:count], facts, backend
-
-
-def read_later(numbers: Tensor) -> Callable[[], list[int]]:
-    """A copy to the host that starts now; the call returned waits for it, not for what is launched in between."""
-    if numbers.device.type != "cuda":
-        return numbers.tolist
-    there = numbers.to("cpu", non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-
-    def read() -> list[int]:
-        done.synchronize()
-        return there.tolist()
-
-    return read
-
-
-def fused(
-    call: _Call, wanted: Sequence[bool], scale: Tensor | float
-) -> tuple[Tensor, Gradients, Tensor, Tensor | None]:
+def fused(call: Call, wanted: Sequence[bool], scale: Tensor | float) -> tuple[Tensor, Gradients, Tensor, Tensor | None]:
     """(loss, gradients, columns, likeliest tokens): forward and backward in one pass over the chunks."""
     objective, context = call.objective, call.context
     assert objective is not None
     with plain(call.hidden.device):
+        replay, call.replay = call.replay, None
+        if replay is not None:
+            return replay.run(call, wanted, scale)
         own_mass = objective.kind == "mass" and context.step is None
         if own_mass:  # this call is the step: unnormalised first, then once by count / mass
             context = replace(context, step="deferred")
@@ -471,7 +255,7 @@ class _FusedLoss(Function):
 
     @staticmethod
     def forward(  # pyright: ignore
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, scale: Tensor | float
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, scale: Tensor | float
     ) -> tuple[Tensor | None, ...]:
         wanted = [call.training and needed for needed in ctx.needs_input_grad[:3]]
         loss, grads, columns, top = fused(call, wanted, scale)
@@ -490,7 +274,7 @@ class _FusedLoss(Function):
         return (*finished(call, grads, grad), None, None)
 
 
-def finished(call: _Call, grads: Gradients, factor: Tensor, *, to_parameters: bool = True) -> tuple[Tensor | None, ...]:
+def finished(call: Call, grads: Gradients, factor: Tensor, *, to_parameters: bool = True) -> tuple[Tensor | None, ...]:
     """The gradients times a scalar, in their parameters' dtypes (or that of d hidden, and as accumulated)."""
     with plain(call.hidden.device):
         if grads.factor is not None:
@@ -524,7 +308,7 @@ class _PerTokenLoss(Function):
 
     @staticmethod
     def forward(  # pyright: ignore
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor | None, ...]:
         objective = call.objective
         assert objective is not None
@@ -554,7 +338,7 @@ class _Statistics(Function):
 
     @staticmethod
     def forward(  # pyright: ignore
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call
     ) -> tuple[Tensor | None, ...]:
         with plain(hidden.device):
             columns, top = call.measure_all()
@@ -582,7 +366,7 @@ class _Statistics(Function):
         return (*finished(call, grads, torch.ones((), device=gate.device)), None)
 
 
-def _recompute(call: _Call, wanted: Sequence[bool], gate: Tensor, grad_entropy: Tensor | None) -> Gradients:
+def _recompute(call: Call, wanted: Sequence[bool], gate: Tensor, grad_entropy: Tensor | None) -> Gradients:
     """Gradients of sum gate * NLL + grad_entropy * entropy, the chunks measured anew.
 
     dH/dz_i = -P_i (log P_i + H) is not gate x error: it is written into the torch backend's float32 E.

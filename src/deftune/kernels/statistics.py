@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deftune.kernels.checks import check_logits, label_error, nan_error
 from deftune.kernels.eager import eager
-from deftune.objectives.stats import IGNORE_INDEX, TokenStats
+from deftune.objectives.stats import IGNORE_INDEX, TokenStats, columns_of
 
 # what fits a core's share of cache is three times faster than what does not; a GPU wants fewer, larger blocks
 BLOCK_BYTES = {"cpu": 1 << 20}
@@ -144,6 +144,18 @@ def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor) -> None:
 def widened_difference(z: Tensor, shift: Tensor, out: Tensor) -> None:
     """z - shift in the precision of ``out``: torch would subtract half precision in half precision."""
     torch.sub(z if z.dtype == out.dtype else out.copy_(z), shift.to(out.dtype), out=out)
+
+
+def stats_of(columns: Tensor | Sequence[Tensor], top: Tensor | None, targets: Tensor, vocab_size: int) -> TokenStats:
+    """Statistics out of columns that begin with log_p, entropy and log_collision, and the likeliest tokens' log p."""
+    return TokenStats(
+        columns[0], columns[1], columns[2], targets, vocab_size, None if top is None else columns_of(top, vocab_size)
+    )
+
+
+def log_p_of(largest: Tensor, columns: Tensor) -> Tensor:
+    """Log-probabilities of logits from the columns [5, M] of their rows: z - log_sum - shift."""
+    return wide(largest) - (columns[3] + columns[4])[:, None]
 
 
 @contextmanager

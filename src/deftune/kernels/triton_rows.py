@@ -76,6 +76,24 @@ def _survey(
     tl.store(facts_ptr + 3, 0)
 
 
+@triton.jit(do_not_specialize=["first"])
+def _take_rows(
+    hidden_ptr, index_ptr, labels_ptr, count_ptr, x_ptr, y_ptr, live_ptr, first, C, D, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    # rows beyond the count become 0, with label 0: whatever stands in the hidden states is not to be seen
+    row = tl.program_id(0)
+    live = tl.load(count_ptr) - first
+    there = row < live
+    if row == 0:
+        tl.store(live_ptr, tl.minimum(tl.maximum(live, 0), C))
+    place = tl.load(index_ptr + first + row, mask=there, other=0)
+    tl.store(y_ptr + row, tl.load(labels_ptr + first + row, mask=there, other=0))
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        x = tl.load(hidden_ptr + place * D + d, mask=there & (d < D), other=0.0)
+        tl.store(x_ptr + row.to(tl.int64) * D + d, x.to(x_ptr.dtype.element_ty), mask=d < D)
+
+
 @triton.jit(do_not_specialize=["C"])
 def _target_logits(
     x_ptr, w_ptr, bias_ptr, index_ptr, y_ptr, z_ptr, ref_ptr, count_ptr, C, D, scale, softcap, headroom,
@@ -304,7 +322,7 @@ def _subtract_targets(
             rows = tl.load(order_ptr + at, mask=same, other=0)
             place = tl.load(index_ptr + rows, mask=same, other=0).to(tl.int64)
             x = tl.load(x_ptr + place[:, None] * D + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
-            t = tl.load(t_ptr + rows, mask=same, other=0.0)
+            t = tl.load(t_ptr + rows, mask=same, other=0.0).to(tl.float32)
             total += tl.sum(x.to(tl.float32) * t[:, None], axis=0)
             start += BLOCK_R
             more = tl.sum(same.to(tl.int32), axis=0) == BLOCK_R
@@ -420,6 +438,20 @@ def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
         EARLIER=earlier is not None, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return places, labels, facts
+
+
+def take_rows(
+    hidden: Tensor, index: Tensor, labels: Tensor, count: Tensor, first: int, x: Tensor, y: Tensor, live: Tensor
+) -> None:  # fmt: skip
+    """hidden[index] and the labels from ``first`` on into x [C, D] and y [C]; rows beyond ``count`` are 0.
+
+    ``count`` and ``live`` [1], how many of the C are there, are on the device.
+    """
+    width = hidden.shape[1]
+    _take_rows[(len(x),)](
+        hidden, index, labels, count, x, y, live, first, len(x), width,
+        BLOCK_D=min(1024, triton.next_power_of_2(width)),
+    )  # fmt: skip
 
 
 def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 import deftune
 from battery import CONTEXT, HalfDeft
 from deftune import IGNORE_INDEX, linear_loss, linear_loss_with_stats, linear_token_stats, token_loss, token_stats
-from deftune.kernels import triton_rows
+from deftune.kernels import call, replay, triton_rows
 from deftune.kernels.backends import Chunk, Gradients, Supervised, TritonBackend, interpreted
 from deftune.kernels.head import Head
 from tolerances import assert_near, tolerance
@@ -404,7 +404,7 @@ def assert_both(results) -> None:
 @pytest.mark.parametrize("objective", SPECS, ids=str)
 def test_linear_loss(monkeypatch, objective, head):
     """Three chunks, the last one ragged: 40 supervised rows in 16, 16 and 8."""
-    monkeypatch.setattr(TritonBackend, "rows", lambda self, total: 16)
+    monkeypatch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: 16))
     hidden, weight, targets = sample(50)
     options = {}
     if head != "plain":
@@ -414,9 +414,31 @@ def test_linear_loss(monkeypatch, objective, head):
     assert_both(both(hidden, weight, targets, objective, **options))
 
 
+@pytest.mark.parametrize("rows", [16, 48])
+@pytest.mark.parametrize("objective", ["nll", "deft", "eaft(k=5)", "deft | eos(nll)", HalfDeft()], ids=str)
+def test_a_program_as_it_is_written(monkeypatch, objective, rows):
+    """What a CUDA graph would be captured from: rows taken, padded to the program's size, in several chunks or one.
+
+    Ignored rows hold NaN, which must not come in with the padding.
+    """
+    monkeypatch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: rows))
+    monkeypatch.setattr(call, "suits", lambda *_: True)
+    monkeypatch.setattr(replay, "PAD", 16)
+    monkeypatch.setattr(replay, "CAPTURE_AT", 100)
+    hidden, weight, targets = sample(50)
+    softcap = None if "eaft" in str(objective) else 6.0
+    dirty = torch.where((targets == IGNORE_INDEX)[:, None], math.nan, hidden)
+    for items in (None, 70):
+        _, expected = both(hidden, weight, targets, objective, softcap=softcap, num_items=items)
+        got, _ = both(dirty, weight, targets, objective, softcap=softcap, num_items=items)
+        assert_both([got, expected])
+    assert {program.rows for program in replay._programs.values()} == {rows}
+    replay.clear()
+
+
 @pytest.mark.parametrize("objective", ["deft", "clip"])
 def test_none_with_a_random_upstream_vector(monkeypatch, objective):
-    monkeypatch.setattr(TritonBackend, "rows", lambda self, total: 16)
+    monkeypatch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: 16))
     hidden, weight, targets = sample(50)
     generator = torch.Generator().manual_seed(3)
     upstream, weights = torch.randn(50, generator=generator), torch.rand(50, generator=generator)
@@ -507,7 +529,7 @@ def test_one_class():
 
 
 def test_bitwise_the_same_again(monkeypatch):
-    monkeypatch.setattr(TritonBackend, "rows", lambda self, total: 16)
+    monkeypatch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: 16))
     hidden, weight, targets = sample(40)
     first, second = (both(hidden, weight, targets, "deft", bias=torch.zeros(37))[0] for _ in range(2))
     assert torch.equal(first[0], second[0])

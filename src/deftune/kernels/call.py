@@ -1,0 +1,228 @@
+"""A call of the fused loss: what it is about, flat, checked and on one dtype, and what is under way for it already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Supervised, TritonBackend, choose_backend
+from deftune.kernels.checks import check_weight_values, label_error, nan_error
+from deftune.kernels.head import Head
+from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
+from deftune.kernels.replay import Replay, suits
+from deftune.kernels.statistics import (
+    compute_dtype,
+    log_p_of,
+    plain,
+    stats_of,
+    supervised_rows,
+    wide_dtype,
+)
+from deftune.objectives import Context, Objective, TokenStats
+from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT, TopK
+
+
+def gemm_dtype(hidden: Tensor) -> torch.dtype:
+    """As a linear layer: autocast's dtype where it is on, but for float64."""
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else hidden.dtype
+
+
+@dataclass
+class Call:
+    """What a call is about, flat, checked and on one dtype."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor  # [M], of the supervised rows
+    index: Tensor  # [M], their places among the N
+    weights: Tensor | None  # [M]
+    objective: Objective | None
+    context: Context
+    softcap: float | None
+    scale: float
+    backend: str
+    top: int
+    dtype: torch.dtype  # of the GEMMs
+    training: bool  # whether gradients will be asked for at all
+    facts: Tensor | None  # of the triton backend's survey: their number, ..., its NaN flag
+    chunk_rows: int | None  # a bound from the caller
+    early: Backend | None  # one that has begun with the first chunk
+    replay: Replay | None  # or the first chunk's rows, taken for a graph
+
+    def __post_init__(self) -> None:
+        self.count = self.index.shape[0]
+
+    def over(self, inputs: Sequence[Tensor]) -> Call:
+        """The same call on the tensors that autograd saved."""
+        hidden, weight, bias = inputs
+        return replace(self, hidden=hidden, weight=weight, bias=bias)
+
+    def make_backend(self) -> Backend:
+        early, self.early = self.early, None
+        if early is not None:
+            return early
+        head = Head(self.weight.detach(), _detached(self.bias), self.scale, self.softcap)
+        rows = Supervised(self.hidden.detach(), self.index, self.targets, self.facts)
+        return BACKENDS[self.backend](head, self.dtype, rows)
+
+    def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
+        """The chunks, measured one after the other into ``columns`` [5, M]."""
+        begun = min(backend.begun, self.count)
+        size = bounded(backend.rows(self.count - begun), self.chunk_rows)
+        starts = [*([0] if begun else []), *range(begun, self.count, size)]
+        for start, stop in zip(starts, [*starts[1:], self.count]):
+            part = slice(start, stop)
+            yield backend.measure(part, columns[:, part], keep, top)
+
+    def new_columns(self) -> Tensor:
+        # each on 128 bytes, so that Triton need not compile for other pointers
+        device, pitch = self.hidden.device, -(-self.count // 16) * 16
+        return torch.empty(5, pitch, dtype=wide_dtype(device), device=device)[:, : self.count]
+
+    def chunk_stats(self, chunk: Chunk) -> TokenStats:
+        return stats_of(chunk.columns, self.top_log_p([chunk.top], chunk.columns), chunk.y, self.weight.shape[0])
+
+    def top_log_p(self, largest: Sequence[Tensor | None], columns: Tensor) -> Tensor | None:
+        """The likeliest tokens' log-probabilities from the chunks' largest logits, where they were asked for."""
+        if not self.top:
+            return None
+        tops = [top for top in largest if top is not None]
+        if not tops:
+            return columns.new_zeros(0, min(self.top, self.weight.shape[0]))
+        return log_p_of(torch.cat(tops), columns)
+
+    def stats(self, columns: Tensor | Sequence[Tensor], top: Tensor | None) -> TokenStats:
+        return stats_of(columns, top, self.targets, self.weight.shape[0])
+
+    def measure_all(self) -> tuple[Tensor, Tensor | None]:
+        """(columns, likeliest tokens) of every supervised row, nothing kept for a backward."""
+        columns = self.new_columns()
+        largest = [chunk.top for chunk in self.chunks(self.make_backend(), columns, False, self.top)]
+        self.check_nan(columns[0])
+        return columns, self.top_log_p(largest, columns)
+
+    def new_gradients(self, wanted: Sequence[bool], rescaled: bool = False) -> Gradients:
+        """Room for the gradients wanted of hidden, weight and bias; what will be rescaled is rounded after that."""
+        hidden, weight = self.hidden, self.weight
+        full = compute_dtype(self.dtype)
+        new = torch.zeros if self.count < hidden.shape[0] else torch.empty
+        # float16 would underflow before the upstream, a loss scale, arrives
+        kept = full if rescaled or hidden.dtype == torch.float16 else hidden.dtype
+        return Gradients(
+            new(hidden.shape, dtype=kept, device=hidden.device) if wanted[0] else None,
+            torch.empty(weight.shape, dtype=full, device=weight.device) if wanted[1] else None,
+            torch.zeros(weight.shape[:1], dtype=full, device=weight.device) if wanted[2] else None,
+        )
+
+    def weighted(self, part: slice, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and value times the external weights."""
+        if self.weights is None:
+            return gate, value
+        factor = self.weights[part].to(gate.dtype)
+        return gate * factor, torch.where(factor == 0, 0.0, value * factor)
+
+    def check_nan(self, log_p: Tensor) -> None:
+        """Name the first row without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
+        if log_p.device.type == "cuda":
+            facts = self.facts if self.backend == "triton" else None
+            flag = log_p.isnan().sum() if facts is None else facts[3:]
+            note_rows(flag, log_p, self.index)
+        elif bool((bad := log_p.isnan()).any()):
+            raise nan_error(int(self.index[bad.nonzero()[0, 0]]), "hidden x weight")
+
+
+def bounded(rows: int, bound: int | None) -> int:
+    return rows if bound is None else min(rows, bound)
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def prepare(
+    hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
+    softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
+    needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
+    keep: bool = False,
+) -> Call:  # fmt: skip
+    """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states').
+
+    ``keep`` says that the first pass over the chunks will ask for gradients.
+    """
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
+    context = context or NO_CONTEXT
+    dtype = dtype or gemm_dtype(hidden)
+    top = max((need.k for need in (objective.needs if objective else needs)), default=0)
+    name, _ = choose_backend(backend, hidden.device, dtype, Head(weight, bias, scale, softcap), top)
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    early = replay = facts = None
+    if name == "triton" and len(targets):
+        head = Head(weight.detach(), _detached(bias), scale, softcap)
+        rows = Survey(hidden.detach(), targets, head.vocab_size)
+        size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
+        with plain(hidden.device):
+            # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
+            if keep and objective and suits(head, objective, context, weights, dtype, size):
+                replay = Replay(rows.all, head, dtype, size)
+            else:
+                # a step objective's first pass is for its statistic, without gradients
+                first = keep and not (objective and objective.kind == "step" and context.step is None)
+                early = TritonBackend(head, dtype, rows.all)
+                early.begin(size, first or top > 0)
+            index, flat, facts = rows.wait()
+            if early is not None:
+                early.settle(len(index))
+    else:
+        index, flat = supervised_rows(targets, weight.shape[0])
+        raise_pending(wait=False)
+    check_weight_values(weights, targets)
+    return Call(
+        hidden, weight, bias, flat, index, None if weights is None else weights.reshape(-1)[index],
+        objective, context, softcap, scale, name, top, dtype, torch.is_grad_enabled(), facts, chunk_rows, early, replay,
+    )  # fmt: skip
+
+
+class Survey:
+    """The supervised tokens, looked for on the device; ``wait`` says how many there are."""
+
+    def __init__(self, hidden: Tensor, targets: Tensor, vocab_size: int):
+        from deftune.kernels.triton_rows import survey
+
+        self.targets, self.vocab_size, device = targets, vocab_size, targets.device
+        self.earlier = latest_note(device) if device.type == "cuda" else None
+        with plain(device):
+            flag = None if self.earlier is None else self.earlier.flag
+            places, labels, self.facts = survey(targets.contiguous(), vocab_size, IGNORE_INDEX, flag)
+            self.read = read_later(self.facts)
+        self.all = Supervised(hidden, places, labels, self.facts, known=False)
+
+    def wait(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(places, labels, facts): the one read of the device. A bad label, or an earlier call's NaN, is raised."""
+        count, bad, was, _ = self.read()
+        if self.earlier is not None:
+            answer(self.earlier, was)
+        if bad < len(self.targets):
+            raise label_error(bad, int(self.targets[bad]), self.vocab_size)
+        return self.all.index[:count], self.all.y[:count], self.facts
+
+
+def read_later(numbers: Tensor) -> Callable[[], list[int]]:
+    """A copy to the host that starts now; the call returned waits for it, not for what is launched in between."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    there = numbers.to("cpu", non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def read() -> list[int]:
+        done.synchronize()
+        return there.tolist()
+
+    return read
