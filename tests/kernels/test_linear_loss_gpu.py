@@ -439,7 +439,7 @@ def test_replayed_calls_are_those_written(monkeypatch, objective):
         assert any(captured) == (graphs and not isinstance(objective, Reading))
         replay.clear()
     for (seed, one, *_), (_, other, *_) in zip(found[:8], found[8:]):
-        assert all(torch.equal(a, b) for a, b in zip(one, other)), seed
+        assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3])), seed
     seed, one, hidden, targets = found[7]
     options = {"num_items": 5007, "upstream": torch.tensor(8.0, device="cuda")}
     theirs, expected = (

@@ -277,9 +277,8 @@ class TritonBackend:
 
     @classmethod
     def rows_of(cls, head: Head, dtype: torch.dtype, total: int) -> int:
-        """Rows of a chunk: E no larger than twice dW in float32, so that small heads take little memory."""
-        row = -(-head.vocab_size // 64) * 64 * dtype.itemsize
-        limit = min(cls.max_rows, cls.max_bytes // row, 8 * head.vocab_size * head.width // row)
+        """Rows of a chunk, alike from chunk to chunk, as many as E's room allows."""
+        limit = min(cls.max_rows, cls.max_bytes // (-(-head.vocab_size // 64) * 64 * dtype.itemsize))
         return balanced(total, max(128, limit // 128 * 128), 128)
 
     def begin(self, rows: int, keep: bool) -> None:

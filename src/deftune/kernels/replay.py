@@ -11,6 +11,7 @@ no statistics of the step. One that looks at its values on the host (`.item()`) 
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -109,13 +110,15 @@ class Program:
     def capture(self, head: Head) -> None:
         """Run once more, refusing reads of the device, then record the launches and replay them."""
         before = torch.cuda.get_sync_debug_mode()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            self.work(head)
-        except RuntimeError:
-            self.capturable = False
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                self.work(head)
+            except RuntimeError:
+                self.capturable = False
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
         if not self.capturable:
             return self.work(head)  # what was more than a read of the device is raised here
         graph, here, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.Stream()
