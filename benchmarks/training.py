@@ -4,17 +4,19 @@
     python benchmarks/training.py MODEL_FOLDER rows.jsonl.gz --steps 3 --length 256 --micro 2    # a try on a CPU
     python benchmarks/training.py CONFIG.json rows.jsonl.gz --tokenizer MODEL_FOLDER   # random weights of that shape
 
-Each contender trains in a process of its own, on the same packed sequences in the same order, with the same optimizer;
-the first steps (--warmup) are left out, and the round is repeated (--rounds) in the same order. Needs deftune[train];
-Liger's row needs liger-kernel.
+Each contender trains its own copy of the model, on the same packed sequences in the same order, with the same
+optimizer; the first steps (--warmup) are left out, and the rounds (--rounds) go over all contenders in turn. Liger's
+layers replace the model's own for good, so those that use them come last. Needs deftune[train]; Liger's rows need
+liger-kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,20 +53,23 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     if args.model.endswith(".json"):
         config = transformers.AutoConfig.for_model(**json.loads(Path(args.model).read_text()))
         torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config).float(), load_tokenizer(args.tokenizer)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = transformers.AutoModelForCausalLM.from_config(config).float()
+        return model.cpu(), load_tokenizer(args.tokenizer)
     return load_model(args.model), load_tokenizer(args.tokenizer or args.model)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One contender, in this process."""
+def measure(contender: str, model: Any, tokenizer: Any, packs: list[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """One contender on a copy of the model."""
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
     from deftune.data.encoding import Collator
+    from deftune.kernels import replay
     from deftune.training.train import Batches, make_dataset, quiet
     from deftune.training.trainer import DeftSFTTrainer, peak_gib
 
-    options: dict[str, Any] = dict(CONTENDERS[args.only])
+    options: dict[str, Any] = dict(CONTENDERS[contender])
     objective = options.pop("objective", None)
     cuda = torch.cuda.is_available()
     times: list[float] = []
@@ -81,9 +86,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    gc.collect()
+    if cuda:
+        replay.clear()  # what deftune keeps between calls is of this contender alone
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        left = torch.cuda.memory_allocated()
+        assert left < 1 << 27, f"{left} bytes of the contender before are still there"
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        model, tokenizer = load(args)
-        packs = sequences(args, tokenizer)
         config = SFTConfig(
             output_dir=folder, per_device_train_batch_size=args.micro, gradient_accumulation_steps=args.accumulation,
             max_steps=args.steps, learning_rate=1e-5, bf16=cuda, use_cpu=not cuda, gradient_checkpointing=False,
@@ -95,15 +105,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "train_dataset": make_dataset(range(len(packs))), "processing_class": tokenizer, "callbacks": [Clock()],
         }  # fmt: skip
         make: Any = SFTTrainer if objective is None else DeftSFTTrainer
-        trainer = make(model, config, **kwargs, **({} if objective is None else {"objective": objective}))
+        extra = {} if objective is None else {"objective": objective}
+        trainer = make(copy.deepcopy(model), config, **kwargs, **extra)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    peak = peak_gib(torch.device("cuda" if cuda else "cpu"))
+    trainer.accelerator.free_memory()
     per_step = args.micro * args.accumulation * args.length
     kept = times[args.warmup :]
     return {
-        "contender": args.only, "seconds": kept, "tokens_per_second": per_step / statistics.median(kept),
-        "peak_gib": peak_gib(torch.device("cuda" if cuda else "cpu")), "first_loss": losses[0], "last_loss": losses[-1],
+        "contender": contender, "seconds": kept, "tokens_per_second": per_step / statistics.median(kept),
+        "peak_gib": peak, "first_loss": losses[0], "last_loss": losses[-1],
     }  # fmt: skip
 
 
@@ -121,27 +134,28 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="which ones, by commas (default: all)")
-    parser.add_argument("--only", choices=CONTENDERS, help="one contender, in this process; prints JSON")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    if args.only:
-        print(json.dumps(measure(args)))
-        return
+    contenders: list[str] = args.contenders.split(",")
+    if unknown := [name for name in contenders if name not in CONTENDERS]:
+        parser.error(f"--contenders: unknown {', '.join(unknown)}; known: {', '.join(CONTENDERS)}")
     shown = " ".join(a if a.isascii() and " " not in a else repr(a) for a in sys.argv)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    model, tokenizer = load(args)
+    packs = sequences(args, tokenizer)
     results: list[dict[str, Any]] = []
-    for round_ in range(args.rounds):
-        for contender in args.contenders.split(","):
-            command = [sys.executable, *sys.argv, "--only", contender]
-            done = subprocess.run(command, capture_output=True, text=True)
-            line = (done.stdout.strip().splitlines() or [""])[-1]
-            result = json.loads(line) if line.startswith("{") and not done.returncode else {"contender": contender}
-            if "seconds" not in result:
-                result["error"] = (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
-            results.append({"round": round_, **result})
-            print(contender, result.get("tokens_per_second", result.get("error")), flush=True)
-    text = render(results, args, f"`python {shown}`\n\n{name}, torch {torch.__version__}", per_step=args)
+    for patched in (False, True):
+        for round_ in range(args.rounds):
+            for contender in contenders:
+                if ("use_liger_kernel" in CONTENDERS[contender]) == patched:
+                    try:
+                        result = measure(contender, model, tokenizer, packs, args)
+                    except ImportError as error:
+                        result = {"contender": contender, "error": str(error)[:200]}
+                    results.append({"round": round_, **result})
+                    print(contender, result.get("tokens_per_second", result.get("error")), flush=True)
+    text = render(results, args, f"`python {shown}`\n\n{name}, torch {torch.__version__}")
     print(text)
     for path, content in ((args.markdown, text), (args.json, json.dumps({"command": shown, "machine": name,
                                                                          "results": results}, indent=1))):  # fmt: skip
@@ -149,7 +163,7 @@ def main() -> None:
             path.write_text(content + "\n")
 
 
-def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str, per_step: Any) -> str:
+def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str) -> str:
     lines = [head, f"\nSequences of {args.length}, {args.micro} x {args.accumulation} a step\n",
              "| | tokens/s | x TRL nll | spread of the steps | peak GiB | loss, first to last step |",
              "|---|---|---|---|---|---|"]  # fmt: skip

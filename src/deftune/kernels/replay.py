@@ -1,6 +1,6 @@
 """Small heads: the work on a chunk as one CUDA graph.
 
-Where the GPU needs less than a few milliseconds for a chunk, the host takes longer than that to launch its two dozen
+Where the GPU needs about a millisecond for a chunk, the host takes longer than that to launch its two dozen
 kernels. A `Program` is that work, from the rows to their gradients, on tensors that stay where they are: it runs as it
 is written the first times, then it is captured, and from there on replayed by a single launch. What a call has that the
 next one has not (its rows, its scale, dW) goes in and out by copies beside it.
@@ -28,7 +28,7 @@ from deftune.objectives import Context, Objective
 if TYPE_CHECKING:
     from deftune.kernels.call import Call
 
-SMALL = 2e12  # operations of a chunk: some 3 ms of an H200's tensor cores
+SMALL = 1e12  # operations of a chunk: 1.5 ms of an H200's tensor cores
 CAPTURE_AT = 3  # the run of a program that captures it: what comes once or twice is not worth it
 MOST = 64  # programs kept
 PAD = 128  # rows of a program are a multiple of this: few programs, little padding
