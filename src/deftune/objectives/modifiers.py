@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
@@ -94,8 +95,11 @@ class Eos(Modifier):
         return super().requires | {"special_ids"}
 
     def chosen(self, stats: TokenStats, context: Context) -> Tensor:
-        ids = torch.tensor(context.need_special_ids(self), device=stats.targets.device, dtype=stats.targets.dtype)
-        return torch.isin(stats.targets, ids)
+        ids = context.need_special_ids(self)
+        if len(ids) > 8:
+            return torch.isin(stats.targets, torch.tensor(ids, device=stats.targets.device, dtype=stats.targets.dtype))
+        # a copy of the ids to a GPU would wait for it, at every call
+        return functools.reduce(torch.logical_or, [stats.targets == i for i in ids])
 
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         chosen = self.chosen(stats, context)
