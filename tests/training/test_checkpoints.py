@@ -304,6 +304,15 @@ def test_rotate_keeps_the_newest_and_the_best(tmp_path, keep, best, left):
         verify(folder)
 
 
+@pytest.mark.parametrize(("best", "left"), [(None, [1, 3, 5]), (2, [1, 2, 3, 5]), (3, [1, 3, 5])])
+def test_rotate_keeps_what_is_pinned(tmp_path, best, left):
+    """Beside the one that is kept, and without taking its room."""
+    for step in (1, 2, 3, 4, 5):
+        write(tmp_path, step)
+    rotate(tmp_path, 1, best, newest=5, pinned=(1, 3))
+    assert steps(tmp_path) == left
+
+
 def test_rotate_never_removes_the_newest_for_a_damaged_later_one(tmp_path):
     write(tmp_path, 40)  # damaged, so that the run was resumed from before it
     (tmp_path / "checkpoint-40" / "optimizer.pt").unlink()

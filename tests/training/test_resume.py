@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from deftune.training import checkpoints
+from deftune.training.config import ConfigError
 from deftune.training.runs import Run
 from deftune.training.train import Outcome, train_run
 
@@ -199,3 +200,15 @@ def test_a_damaged_best_one_is_an_error(tmp_path, make_config, worsened):
     with pytest.raises(checkpoints.CheckpointError, match=r"model\.safetensors: is damaged"):
         train(make_config(copy, WORSE))
     assert not (copy / "model").exists()
+
+
+def test_checkpoints_at_given_steps_stay(make_config, tmp_path):
+    """Beside the newest one; a step that never comes is an error before the model is loaded."""
+    settings = {"train.max_steps": 7, "train.save_steps": 2, "train.keep": 1, "train.save_at": [1, 4]}
+    outcome = train(make_config(tmp_path / "run", settings))
+    assert [folder.name for folder in checkpoints.checkpoints(outcome.run.checkpoints)] == [
+        "checkpoint-1", "checkpoint-4", "checkpoint-7",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="train.save_at: step 8 never comes, the run has 7"):
+        train(make_config(tmp_path / "other", {**settings, "train.save_at": [8]}))
+    assert not (tmp_path / "other").exists()

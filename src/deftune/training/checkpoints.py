@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,8 +214,10 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def rotate(root: Path, keep: int | None, best: int | None, newest: int) -> None:
+def rotate(root: Path, keep: int | None, best: int | None, newest: int, pinned: Collection[int] = ()) -> None:
     """Remove the oldest checkpoints beyond ``keep``; the best one stays, and so does the ``newest``, just written.
+
+    Those of the ``pinned`` steps stay too, and are not counted.
 
     What bears a later step was passed over when the run was resumed, and goes first.
     """
@@ -223,8 +225,10 @@ def rotate(root: Path, keep: int | None, best: int | None, newest: int) -> None:
         return
     found = checkpoints(root)
     late = [folder for folder in found if (step_of(folder) or 0) > newest]
-    spare = [folder for folder in found if folder not in late and step_of(folder) != best]
-    room = max(keep - (1 if best is not None and (root / f"{PREFIX}{best}").is_dir() else 0), 1)
+    staying = {best, *pinned}
+    spare = [folder for folder in found if folder not in late and step_of(folder) not in staying]
+    counted = best is not None and best not in pinned and (root / f"{PREFIX}{best}").is_dir()
+    room = max(keep - (1 if counted else 0), 1)
     for folder in [*late, *spare[: max(0, len(spare) - room)]]:
         with contextlib.suppress(OSError):  # tried again after the next one is written
             remove(folder)

@@ -107,6 +107,7 @@ class Train(Section):
     workers: Annotated[int, Field(ge=0)] = 0
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
     keep: Positive = Field(2, description="checkpoints kept, the best one among them")
+    save_at: list[Positive] = Field(default_factory=list, description="steps with a checkpoint that is always kept")
     eval_steps: Positive | None = Field(None, description="optimizer steps between evaluations (default: at the end)")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default_factory=list)
     push_to_hub: str | None = Field(None, description="a hub id to upload the result to")

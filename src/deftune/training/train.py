@@ -134,7 +134,11 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     train = encode_rows(rows, encoder, skip_bad_rows=data.skip_bad_rows)
     evaluation = encode_rows(held, encoder, skip_bad_rows=data.skip_bad_rows) if held else None
     sequences: list[Any] = pack(train.examples, data.max_length) if data.packing else list(train.examples)
-    return Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+    prepared = Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+    late = [step for step in config.train.save_at if step > prepared.steps]
+    if late and sequences:
+        raise ConfigError(f"train.save_at: step {late[0]} never comes, the run has {prepared.steps}; leave it out")
+    return prepared
 
 
 def make_encoder(data: Data, tokenizer: Any) -> Encoder:
@@ -310,6 +314,7 @@ def make_trainer(prepared: Prepared, run: Run, callbacks: list[Any]) -> Any:
         peft_config=lora_config(config) if config.model.lora else None,
         callbacks=callbacks,
         checkpoint_root=run.checkpoints,
+        pinned=config.train.save_at,
     )
     if config.data.packing:
         check_packing(trainer.model)
@@ -343,6 +348,8 @@ def make_callback(run: Run, display: StepDisplay, stop: StopSignal, get_trainer:
                     os.fsync(file.fileno())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in get_trainer().pinned:
+                control.should_save = True
             if stop.heard_anywhere(args.device):
                 control.should_save = True
                 control.should_training_stop = True
@@ -455,7 +462,8 @@ def _train(prepared: Prepared, run: Run, console: Console, say: Callable[[str], 
         raise
     step = trainer.state.global_step
     if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
-        checkpoints.rotate(run.checkpoints, trainer.args.save_total_limit, trainer.state.best_global_step, newest=step)
+        best, keep = trainer.state.best_global_step, trainer.args.save_total_limit
+        checkpoints.rotate(run.checkpoints, keep, best, newest=step, pinned=config.train.save_at)
     if stop.heard_anywhere(trainer.args.device):
         if is_main():
             run.set_status("stopped", step=step)

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,15 @@ class DeftSFTTrainer(SFTTrainer):
     Everything else is SFTTrainer's: datasets, packing, LoRA, callbacks, distributed launchers. The head never makes
     logits; evaluation reports the objective as ``eval_loss`` and plain NLL as ``eval_nll``. Objectives of a whole step
     cost what `deftune objectives show` says: mass objectives rescale the gradients once, step objectives run one more
-    forward pass. ``checkpoint_root`` makes the trainer write verified checkpoints there.
+    forward pass. ``checkpoint_root`` makes the trainer write verified checkpoints there; those of the
+    steps ``pinned`` are never rotated out.
 
         trainer = DeftSFTTrainer("HuggingFaceTB/SmolLM2-135M", objective="deft", train_dataset=dataset)
     """
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
                  special_ids: tuple[int, ...] | None = None, checkpoint_root: Path | None = None,
-                 **kwargs: Any):  # fmt: skip
+                 pinned: Collection[int] = (), **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
         given = inspect.signature(SFTTrainer.__init__).bind_partial(self, model, args, *positional, **kwargs)
         check_arguments(self.objective, args, given.arguments)
@@ -107,7 +108,7 @@ class DeftSFTTrainer(SFTTrainer):
             check_packing(self.model)
         self.special_ids = special_ids or special_token_ids(self._tokenizer)
         self.records = {mode: StepRecord(self.objective, self.special_ids) for mode in ("train", "eval")}
-        self.checkpoint_root = checkpoint_root
+        self.checkpoint_root, self.pinned = checkpoint_root, frozenset(pinned)
         self.last_record: dict[str, float | list[int]] = {}
         self._staging: Path | None = None
         self._step: StepStats | None = None
@@ -340,7 +341,8 @@ class DeftSFTTrainer(SFTTrainer):
                 self._flatten(staging, root)
         self._clock += time.perf_counter() - clock
         if main:
-            checkpoints.rotate(root, self.args.save_total_limit, self.state.best_global_step, newest=step)
+            best, keep = self.state.best_global_step, self.args.save_total_limit
+            checkpoints.rotate(root, keep, best, newest=step, pinned=self.pinned)
         self.accelerator.wait_for_everyone()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
