@@ -209,6 +209,6 @@ def test_checkpoints_at_given_steps_stay(make_config, tmp_path):
     assert [folder.name for folder in checkpoints.checkpoints(outcome.run.checkpoints)] == [
         "checkpoint-1", "checkpoint-4", "checkpoint-7",
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="train.save_at: step 8 never comes, the run has 7"):
+    with pytest.raises(ConfigError, match=r"train\.save_at: step 8 never comes, the run has 7"):
         train(make_config(tmp_path / "other", {**settings, "train.save_at": [8]}))
     assert not (tmp_path / "other").exists()
