@@ -62,7 +62,8 @@ class LanguageModel:
         """[rows] the tokens, whether each was a close call, and whether its logits are finite."""
         rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
         if len(logits) > rows:
-            parts = [self.choose(*part, settings) for part in zip(*(t.split(rows) for t in (logits, keys, steps)))]
+            split = zip(logits.split(rows), keys.split(rows), steps.split(rows))
+            parts = [self.choose(*part, settings) for part in split]
             tokens, close, finite = (torch.cat(column) for column in zip(*parts))
             return tokens, close, finite
         logits = logits.float()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,7 +59,10 @@ class SlotCache(Cache):
 # Attention -----------------------------------------------------------------------------------------------------------
 
 # what models hand to any attention, and an attention of one query to its whole past does not need
-NOT_NEEDED = {"is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+NOT_NEEDED = {
+    "is_causal", "position_ids", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+    "output_router_logits",
+}  # fmt: skip
 
 
 def slot_attention(
@@ -76,11 +79,10 @@ def slot_attention(
     layer = module.layer_idx
     if layer >= len(slots.keys) or key.shape[1:] != (slots.keys[layer].shape[1], 1, slots.keys[layer].shape[3]):
         raise Unsupported(f"{type(module).__name__} {layer} shares another layer's keys")
-    scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
     attend = kernels().attend if query.is_cuda and has_kernels() else attend_plain
     out = attend(
         query[:, :, 0], key[:, :, 0], value[:, :, 0], slots.keys[layer], slots.values[layer], slots.lengths,
-        scale=scaling, window=sliding_window, softcap=softcap,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap,
     )  # fmt: skip
     return out[:, None], None
 
@@ -103,7 +105,7 @@ def attend_plain(
     if window is not None:
         seen &= place > lengths[:, None] - window
     grouped = query.reshape(rows, heads, -1, width)
-    scores = (grouped @ keys[:rows, :, :end].mT).float() * scale
+    scores = (grouped @ keys[:rows, :, :end].mT).to(torch.promote_types(keys.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
@@ -125,9 +127,9 @@ def kernels() -> Any:
 
 
 @contextmanager
-def attention_in_slots(model: Any) -> Iterator[None]:
+def attention_in_slots(model: Any) -> Generator[None]:
     """The model with `slot_attention` as its attention, and as it was afterwards."""
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values()
+    configs: list[Any] = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:

@@ -63,21 +63,22 @@ def keys_of(number: int) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_tokens_are_those_of_the_plain_draw(temperature, monkeypatch):
     """The same hash, so the same tokens, but where the best two are as close as float32 rounds their scores."""
-    monkeypatch.setattr(triton_decoding, "DRAW_BLOCK", 256)
-    rows, size = 1000, 1003
+    monkeypatch.setattr(triton_decoding, "DRAW_BLOCK", 512)  # two of them, the second ragged
+    rows, size = 150, 1003
     logits = 3 * torch.randn(rows, size, generator=torch.Generator().manual_seed(0))
     keys, steps = keys_of(rows), torch.arange(rows, dtype=torch.int32) * 7919
     token, finite = triton_decoding.draw(logits, keys, steps, temperature)
     noise = exponentials(keys, steps, size) if temperature else None
     expected, close = draw(logits, noise, temperature, 1.0, 1e-5)
-    assert finite.all() and token.unique().numel() > 500
+    assert finite.all() and token.unique().numel() > 75
     assert torch.equal(token[~close], expected[~close])
     assert int((token != expected).sum()) <= int(close.sum()) <= 2
 
 
-def test_the_exponentials_themselves():
-    """Logits that are all alike leave the choice to the noise: 200 draws of 2^16 reach where E is 1e-9 and less."""
-    rows, size = 200, 2**16
+def test_the_exponentials_themselves(monkeypatch):
+    """Logits that are all alike leave the choice to the noise: 60 draws of 2^16 reach where E is 1e-6 and less."""
+    monkeypatch.setattr(triton_decoding, "DRAW_BLOCK", 2**15)
+    rows, size = 60, 2**16
     keys, steps = keys_of(rows), torch.zeros(rows, dtype=torch.int32)
     token, _ = triton_decoding.draw(torch.zeros(rows, size), keys, steps, 1.0)
     noise = exponentials(keys, steps, size)
