@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from deftune.evaluation.decoding import Answer, Decoder, LanguageModel
+from deftune.evaluation.direct import Direct
 from deftune.evaluation.sampler import Settings
 from deftune.evaluation.slots import PREFILL_TOKENS, SlotCache, Survey, has_kernels, kernels, step_logits
 
@@ -46,6 +47,7 @@ class SlotDecoder(Decoder):
         self.is_end[[i for i in sorted(model.end_ids) if i < found.vocab_size]] = True
 
         self.fast = device.type == "cuda" and has_kernels()
+        self.direct = Direct(model.model) if self.fast and Direct.takes(model.model) else None
         self.one_pass = self.fast and model.tie_margin == 0 and settings.top_p == 1  # the draw is part of the graph
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool: Any = None
@@ -101,11 +103,15 @@ class SlotDecoder(Decoder):
         pad = self.model.pad_id
         ids = self._index([one + [pad] * (width - len(one)) for one in distinct.values()])
         which, at = self._index([order[answer.prompt.id] for answer in answers]), self._index(places)
-        read: Any = DynamicCache()
-        self.model.forward(ids, past_key_values=read, use_cache=True)
-        parts = [layer.keys for layer in read.layers] + [layer.values for layer in read.layers]
-        for mine, its in zip(self.cache.tensors(), parts):
-            mine[:, :, :width].index_copy_(0, at, its[which])
+        if self.direct:
+            layers = self.direct.read(ids)
+        else:
+            read: Any = DynamicCache()
+            self.model.forward(ids, past_key_values=read, use_cache=True)
+            layers = ((layer.keys, layer.values) for layer in read.layers)
+        for keys, values, (its_keys, its_values) in zip(self.cache.keys, self.cache.values, layers):
+            keys[:, :, :width].index_copy_(0, at, its_keys[which])
+            values[:, :, :width].index_copy_(0, at, its_values[which])
 
     def _index(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.token.device)
@@ -161,6 +167,8 @@ class SlotDecoder(Decoder):
         self._commit(tokens, finite)
 
     def _logits(self, size: int) -> Tensor:
+        if self.direct:
+            return self.direct.step(self.token[:size], self.cache)
         return step_logits(self.model, self.token[:size], self.cache)
 
     def _whole_step(self, size: int) -> None:
@@ -180,8 +188,10 @@ class SlotDecoder(Decoder):
         steps += goes
         self.cache.lengths[:size] += goes
         self.token[:size] = torch.where(goes, tokens, self.token[:size])
-        ended = torch.where(self.is_end[tokens], STOP, torch.where(steps >= self.limits[:size], LENGTH, RUNNING))
-        state.copy_(torch.where(runs, torch.where(finite, ended, BROKEN), state))
+        # filled in, not chosen by where: its scalars would be copied from the host, which a capture cannot do
+        after = torch.full_like(state, RUNNING).masked_fill_(steps >= self.limits[:size], LENGTH)
+        after.masked_fill_(self.is_end[tokens], STOP).masked_fill_(~finite, BROKEN)
+        state.copy_(torch.where(runs, after, state))
 
     def _replay(self, size: int, function: Callable[[int], Any]) -> Any:
         """``function(size)`` from its graph; the first time as it is, which also makes all that a capture must find."""
