@@ -1,31 +1,23 @@
 """Samplers: the same answers whatever the batch, the right distribution, and servers that misbehave."""
 
-import json
 import math
 import os
 import socket
 import subprocess
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import warnings
 
 import pytest
 import torch
 import transformers
 
-from deftune.evaluation import generation
+from deftune.evaluation import slots
 from deftune.evaluation.generation import (
     EndpointSampler,
     Output,
     Prompt,
-    SamplerError,
     TransformersSampler,
     VllmSampler,
-    _nucleus,
-    derive_key,
-    draw,
-    exponentials,
 )
 
 
@@ -36,6 +28,21 @@ def prompts(number: int) -> list[Prompt]:
         for i in range(number)
     ]
 
+
+@pytest.fixture(params=["slots", "padded"])
+def decoder(request, monkeypatch):
+    """Both ways to decode; a model that can do with slots is told that it cannot."""
+
+    def refuse(model):
+        raise slots.Unsupported("the test asks for it")
+
+    if request.param == "padded":
+        monkeypatch.setattr(slots, "survey", refuse)
+        warnings.filterwarnings("ignore", "decoding with a padded batch")
+    return request.param
+
+
+both = pytest.mark.usefixtures("decoder")
 
 ENDS = range(3, 30)  # as many tokens as make answers end after some ten tokens, at unequal lengths
 
@@ -59,6 +66,7 @@ SETTINGS = {
 }
 
 
+@both
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_answers_do_not_depend_on_the_batch(model, tokenizer, settings):
     asked = prompts(20)
@@ -72,6 +80,7 @@ def test_answers_do_not_depend_on_the_batch(model, tokenizer, settings):
     assert found == {key: alone[key] for key in found}
 
 
+@both
 def test_the_greedy_answers_are_those_of_generate(model, tokenizer):
     asked = prompts(6)
     sampler = make_sampler(model, tokenizer, batch_size=4)
@@ -93,6 +102,10 @@ def noisy(model, size: float):
     class Noisy(torch.nn.Module):
         config, dtype, device, generation_config = model.config, model.dtype, model.device, model.generation_config
 
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
         def forward(self, input_ids, logits_to_keep=0, **more):
             out = model(input_ids=input_ids, logits_to_keep=logits_to_keep, **more)
             generator = torch.Generator().manual_seed(input_ids.shape[0] * 1000 + input_ids.shape[1])
@@ -102,6 +115,7 @@ def noisy(model, size: float):
     return Noisy()
 
 
+@both
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_close_calls_are_decided_alone(model, tokenizer, settings):
     """Rounding made 10,000 times larger: without the margin answers differ between batches, with it they do not."""
@@ -120,10 +134,10 @@ def test_close_calls_are_decided_alone(model, tokenizer, settings):
 
 
 def test_the_margin_is_off_in_half_precision(model, tokenizer, make_model):
-    assert make_sampler(model, tokenizer).tie_margin == 1e-3
+    assert make_sampler(model, tokenizer).network.tie_margin == 1e-3
     half = make_model(tokenizer).to(torch.bfloat16)
     sampler = TransformersSampler(half, tokenizer, batch_size=3)
-    assert sampler.tie_margin == 0
+    assert sampler.network.tie_margin == 0
     assert len(answers(sampler, prompts(5), temperature=1.0)) == 5
 
 
@@ -135,9 +149,10 @@ def test_seeds_samples_and_ids_draw_differently(model, tokenizer):
     assert all(again[key] != found[key] for key in found)
 
 
+@both
 @pytest.mark.parametrize("family", ["gemma3", "qwen3"])
 def test_other_attention(tokenizer, family, make_model):
-    """Gemma's sliding windows cannot be joined, so batches run to their ends; the answers are the same."""
+    """Gemma's sliding windows cannot be joined, so padded batches run to their ends; the answers are the same."""
     if family == "gemma3":
         cls, more = transformers.Gemma3ForCausalLM, {"sliding_window": 8, "head_dim": 8, "num_hidden_layers": 6}
     else:
@@ -148,6 +163,7 @@ def test_other_attention(tokenizer, family, make_model):
         assert answers(make_sampler(model, tokenizer, batch_size=size), prompts(9), temperature=1.0) == alone
 
 
+@both
 def test_answers_stream_out_and_rows_are_replaced(model, tokenizer):
     sampler = make_sampler(model, tokenizer, batch_size=4)
     shapes: list[tuple[int, int]] = []
@@ -162,6 +178,7 @@ def test_answers_stream_out_and_rows_are_replaced(model, tokenizer):
     assert max(rows for rows, _ in shapes) == 4 and sum(steps) > 3 * len(steps)  # most places are taken at most times
 
 
+@both
 def test_a_model_in_training_goes_back_to_it(tokenizer, make_model):
     model = make_model(tokenizer).train()
     stream = make_sampler(model, tokenizer).sample(prompts(3), max_new_tokens=8)
@@ -171,15 +188,19 @@ def test_a_model_in_training_goes_back_to_it(tokenizer, make_model):
     assert model.training
 
 
+@both
 def test_the_samples_of_a_prompt_share_its_prefill(model, tokenizer):
+    sampler = make_sampler(model, tokenizer, tie_margin=0, end_ids=())
+    sampler.survey()  # which also calls the model
     shapes: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         forward = model.forward
         patch.setattr(model, "forward", lambda *a, **k: shapes.append(tuple(k["input_ids"].shape)) or forward(*a, **k))
-        answers(make_sampler(model, tokenizer, tie_margin=0, end_ids=()), prompts(2), temperature=1.0, samples=8)
+        answers(sampler, prompts(2), temperature=1.0, samples=8)
     assert shapes[0][0] == 2 and shapes[1] == (16, 1)
 
 
+@both
 def test_prompts_that_cannot_be_answered_say_why(model, tokenizer, make_model):
     long = Prompt("long", [{"role": "user", "content": "x1" * 300}])
     nearly = Prompt("nearly", [{"role": "user", "content": "?" * (256 - 5 - 14)}])
@@ -195,6 +216,7 @@ def test_prompts_that_cannot_be_answered_say_why(model, tokenizer, make_model):
     assert output.finish == "error" and "the chat template fails" in output.note
 
 
+@both
 def test_logits_that_are_not_finite_are_an_error(tokenizer, make_model):
     model = make_model(tokenizer)
     with torch.no_grad():
@@ -222,287 +244,6 @@ def test_wrong_settings(model, tokenizer, settings, message):
 def test_an_id_twice_is_refused(model, tokenizer):
     with pytest.raises(ValueError, match="two prompts have the id 'q/0'"):
         next(make_sampler(model, tokenizer).sample([*prompts(2), *prompts(1)], max_new_tokens=5))
-
-
-# Chance --------------------------------------------------------------------------------------------------------------
-
-
-def keys_of(number: int) -> torch.Tensor:
-    keys = [derive_key(0, "item", sample) for sample in range(number)]
-    return torch.tensor([[key >> 32, key & 0xFFFFFFFF] for key in keys]).to(torch.int32)
-
-
-def test_keys_are_pinned():
-    """A change of the derivation would change every sampled result."""
-    assert derive_key(0, "gsm8k/0", 0) == 0x2805EAB28A23C0C0
-    noise = exponentials(keys_of(1), torch.tensor([5], dtype=torch.int32), 3)
-    assert noise.tolist() == [[pytest.approx(value, rel=1e-6) for value in PINNED]]
-
-
-PINNED = (0.4083150625228882, 0.673494279384613, 2.0412437915802)
-
-
-def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-@pytest.mark.parametrize("vary", ["sample", "step"])
-def test_tokens_are_drawn_from_the_softmax(vary):
-    number = 40_000
-    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, 0.5, -3.0])
-    keys = keys_of(number) if vary == "sample" else keys_of(1).expand(number, 2)
-    steps = torch.arange(number, dtype=torch.int32) if vary == "step" else torch.zeros(number, dtype=torch.int32)
-    tokens, _ = draw(logits.expand(number, 6), exponentials(keys, steps, 6), 0.8, 1.0, 0.0)
-    counts = torch.bincount(tokens, minlength=6).double()
-    # 5 degrees of freedom: above 20.5 once in a thousand, and the draws are fixed
-    assert chi_square(counts, number * (logits.double() / 0.8).softmax(0)) < 20.5
-    pairs = torch.bincount(tokens[:-1] * 6 + tokens[1:], minlength=36).double()
-    shares = counts / number
-    assert chi_square(pairs, (number - 1) * torch.outer(shares, shares).flatten()) < 57.3  # 25 degrees, 1 in 4000
-
-
-def test_exponentials_are_exponential_over_a_vocabulary():
-    noise = exponentials(keys_of(8), torch.arange(8, dtype=torch.int32), 50_000).double()
-    assert noise.min() > 0 and noise.isfinite().all()
-    u = (-noise).exp()
-    for row in u:  # Kolmogorov-Smirnov: above 1.95 / sqrt(n) once in a thousand
-        ordered = row.sort().values
-        assert (ordered - torch.arange(1, 50_001) / 50_000).abs().max() < 1.95 / math.sqrt(50_000)
-    assert torch.corrcoef(u).fill_diagonal_(0).abs().max() < 0.02
-
-
-def nucleus(z, top_p, slack=0.0) -> list[bool]:
-    [mask] = _nucleus(torch.tensor([z]), top_p, [slack])
-    return mask[0].tolist()
-
-
-def test_the_nucleus():
-    z = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
-    assert nucleus(z, 0.6) == [False, True, False, True]
-    assert nucleus(z, 0.75) == [False, True, True, True]
-    assert nucleus(z, 1e-6) == [False, True, False, False]
-    assert nucleus([1.0, 1.0, 0.0], 0.1) == [True, True, False]  # equals go together
-    for top_p in (0.05, 0.39, 0.5, 0.7, 0.71, 0.9):
-        for slack in (1e-3, 0.1):
-            small, exact, large = (torch.tensor(nucleus(z, top_p, s)) for s in (slack, 0.0, -slack))
-            assert (small <= exact).all() and (exact <= large).all()
-    assert sum(nucleus(z, 0.7001, 1e-3)) < sum(nucleus(z, 0.7001, -1e-3))  # 0.4 + 0.3 are above the third
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0])
-def test_the_nucleus_of_a_large_vocabulary(monkeypatch, spread):
-    """Whether the upper part is enough (a spread of 3) or not, the masks are those of the whole order."""
-    z = spread * torch.randn(4, 2000, generator=torch.Generator().manual_seed(0))
-    slacks = (0.0, -1e-3, 1e-3)
-    monkeypatch.setattr(generation, "NUCLEUS_PART", 2000)
-    whole = _nucleus(z, 0.8, slacks)
-    monkeypatch.setattr(generation, "NUCLEUS_PART", 500)
-    assert all(torch.equal(a, b) for a, b in zip(_nucleus(z, 0.8, slacks), whole))
-    share = z.double().softmax(-1)
-    above = torch.stack([(share * (z > z[:, v : v + 1])).sum(-1) for v in range(2000)], 1)
-    assert torch.equal(whole[0], (above < 0.8) | (z == z.amax(-1, keepdim=True)))
-
-
-def test_a_close_call_is_seen():
-    """Whatever a change of half the margin does to the choice, ``draw`` said that it could."""
-    generator = torch.Generator().manual_seed(0)
-    rows, size, margin = 3000, 20, 0.2
-    logits = 2 * torch.randn(rows, size, generator=generator)
-    noise = exponentials(keys_of(1).expand(rows, 2), torch.arange(rows, dtype=torch.int32), size)
-    for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (0.6, 1.0), (1.0, 0.7), (0.6, 0.9)):
-        part = None if temperature == 0 else noise
-        token, close = draw(logits, part, temperature, top_p, margin)
-        changed = torch.zeros(rows, dtype=torch.bool)
-        for _ in range(40):
-            moved = logits + margin / 2 * (2 * torch.rand(rows, size, generator=generator) - 1)
-            changed |= draw(moved, part, temperature, top_p, 0.0)[0] != token
-        assert changed.sum() > 20 and not (changed & ~close).any()
-        assert close.float().mean() < 0.5
-
-
-def test_equal_logits_go_to_the_lowest_token():
-    token, close = draw(torch.zeros(2, 1000), None, 0.0, 1.0, 1e-3)
-    assert token.tolist() == [0, 0] and close.all()
-
-
-# Servers -------------------------------------------------------------------------------------------------------------
-
-
-class Server:
-    """A server on the loopback whose answers a test scripts: ``respond(number, body)`` is (status, content)."""
-
-    def __init__(self, respond):
-        self.requests: list[dict] = []
-        self.headers: list[dict] = []
-        outer, lock = self, threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    number = len(outer.requests)
-                    outer.requests.append({**body, "path": self.path})
-                    outer.headers.append(dict(self.headers))
-                status, content = respond(number, body)
-                if status is None and content is None:  # dies before its answer
-                    self.close_connection = True
-                    return
-                if status is None:  # dies in the middle of it
-                    self.send_response(200)
-                    self.send_header("Content-Length", "1000")
-                    self.end_headers()
-                    self.wfile.write(content)
-                    self.close_connection = True
-                    return
-                self.send_response(status)
-                if status in (301, 307):
-                    self.send_header("Location", "http://127.0.0.1:9/elsewhere")
-                self.end_headers()
-                self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
-
-            def log_message(self, *arguments):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def completion(text="42", reason="stop", tokens=7):
-    message = {"role": "assistant", "content": text}
-    return {"choices": [{"message": message, "finish_reason": reason}], "usage": {"completion_tokens": tokens}}
-
-
-def ask(server, number=3, retries=2, **settings):
-    sampler = EndpointSampler(server.url, "m", retries=retries, backoff=0.01, timeout=5)
-    return sampler.sample(prompts(number), max_new_tokens=9, **settings)
-
-
-def test_an_endpoint_is_asked_once_per_sample_with_its_own_seed():
-    with Server(lambda number, body: (200, completion(str(body["seed"]), "length"))) as server:
-        outputs = list(ask(server, 5, samples=3, temperature=0.5, top_p=0.9, seed=1))
-    assert {(o.id, o.sample) for o in outputs} == {(f"q/{i}", k) for i in range(5) for k in range(3)}
-    assert len({o.text for o in outputs}) == 15 and {o.tokens for o in outputs} == {7}
-    assert all(o.text == str(derive_key(1, o.id, o.sample) >> 33) and o.finish == "length" for o in outputs)
-    request = server.requests[0]
-    assert request["path"] == "/v1/chat/completions" and request["model"] == "m" and request["max_tokens"] == 9
-    assert (request["temperature"], request["top_p"]) == (0.5, 0.9) and request["messages"][0]["role"] == "user"
-    assert all(0 <= r["seed"] < 2**31 for r in server.requests)
-
-
-FAULTS = {
-    "not JSON": (200, b"<html>gateway</html>"),
-    "'choices' is not a list of one": (200, {"object": "error"}),
-    "'choices' is not a list of one ": (200, {"choices": []}),
-    "'choices' is not a list of one  ": (200, [1]),
-    "no message in its choice": (200, {"choices": ["42"]}),
-    "no message in its choice ": (200, {"choices": [{"text": "42"}]}),
-    "'content' is not text": (200, completion(text=42)),
-    "'completion_tokens' is not a count": (200, completion(tokens="7")),
-    "HTTP 500": (500, b"oh no"),
-    "HTTP 429": (429, b"slow down"),
-    "connection lost": (None, None),
-    "not JSON ": (None, b'{"choi'),
-}
-
-
-@pytest.mark.parametrize("message", FAULTS)
-def test_a_fault_that_stays_is_an_error_that_counts(message):
-    with (
-        Server(lambda number, body: FAULTS[message]) as server,
-        pytest.raises(SamplerError, match=message.strip()) as caught,
-    ):
-        list(ask(server, 1))
-    assert "after 3 attempts" in str(caught.value) and "q/0" in str(caught.value) and caught.value.done == 0
-    assert len(server.requests) == 3
-
-
-@pytest.mark.parametrize("message", FAULTS)
-def test_a_fault_that_passes_is_tried_again(message):
-    with Server(lambda number, body: FAULTS[message] if number < 2 else (200, completion())) as server:
-        [output] = ask(server, 1)
-    assert output == Output("q/0", 0, "42", 7, "stop") and len(server.requests) == 3
-
-
-@pytest.mark.parametrize("status", [400, 401, 404, 307])
-def test_a_refusal_is_not_tried_again(status):
-    with Server(lambda number, body: (status, b"no such model")) as server:
-        with pytest.raises(SamplerError, match=f"HTTP {status}.*no such model"):
-            list(ask(server, 1))
-    assert len(server.requests) == 1
-
-
-def test_a_server_that_dies_leaves_the_answers_before_it():
-    with Server(lambda number, body: (200, completion()) if number < 6 else (503, b"")) as server:
-        sampler = EndpointSampler(server.url, "m", retries=1, backoff=0.01, concurrency=2)
-        outputs = []
-        with pytest.raises(SamplerError, match="after 2 attempts") as caught:
-            for output in sampler.sample(prompts(20), max_new_tokens=9):
-                outputs.append(output)
-    assert len(outputs) == caught.value.done == 6 and "6 answers were finished before" in str(caught.value)
-    assert len(server.requests) < 20  # the rest was not asked
-
-
-def test_no_server_at_all():
-    with Server(lambda number, body: (200, completion())) as server:
-        url = server.url
-    with pytest.raises(SamplerError, match=r"no connection.*after 2 attempts"):
-        list(EndpointSampler(url, "m", retries=1, backoff=0.0).sample(prompts(1), max_new_tokens=1))
-
-
-def test_a_slow_server_times_out():
-    def respond(number, body):
-        time.sleep(1.0)
-        return 200, completion()
-
-    with Server(respond) as server, pytest.raises(SamplerError, match=r"no answer in 0\.1 seconds|timed out"):
-        list(EndpointSampler(server.url, "m", retries=0, timeout=0.1).sample(prompts(1), max_new_tokens=1))
-
-
-def test_requests_run_beside_each_other():
-    together, most, lock = 0, 0, threading.Lock()
-
-    def respond(number, body):
-        nonlocal together, most
-        with lock:
-            together += 1
-            most = max(most, together)
-        time.sleep(0.05)
-        with lock:
-            together -= 1
-        return 200, completion()
-
-    with Server(respond) as server:
-        assert len(list(EndpointSampler(server.url, "m", concurrency=4).sample(prompts(12), max_new_tokens=1))) == 12
-    assert 2 <= most <= 4
-
-
-def test_other_ends_and_missing_counts():
-    said = {"choices": [{"message": {"content": None}, "finish_reason": "content_filter"}]}
-    with Server(lambda number, body: (200, said)) as server:
-        [output] = ask(server, 1)
-    assert output == Output("q/0", 0, "", None, "error", "the server ended it with 'content_filter'")
-
-
-def test_the_key_is_sent_and_never_said(monkeypatch):
-    monkeypatch.setenv("SOME_KEY", "sk-secret")
-    with Server(lambda number, body: (401, b"bad key")) as server:
-        sampler = EndpointSampler(server.url + "/v1/", "m", api_key_env="SOME_KEY")
-        with pytest.raises(SamplerError) as caught:
-            list(sampler.sample(prompts(1), max_new_tokens=1))
-    assert server.headers[0]["Authorization"] == "Bearer sk-secret" and "sk-secret" not in str(caught.value)
-    assert server.requests[0]["path"] == "/v1/chat/completions"
-    with pytest.raises(ValueError, match="the environment has no OTHER_KEY"):
-        EndpointSampler("http://localhost", "m", api_key_env="OTHER_KEY")
-    with pytest.raises(ValueError, match="base_url"):
-        EndpointSampler("file:///etc/passwd", "m")
 
 
 @pytest.mark.slow

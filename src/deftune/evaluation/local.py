@@ -1,0 +1,156 @@
+"""Answers from a transformers model in this process."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from deftune.data.rows import Row
+from deftune.evaluation.chance import derive_key, signed
+from deftune.evaluation.sampler import Output, Prompt, Sampler, Settings
+
+if TYPE_CHECKING:
+    from deftune.evaluation.decoding import Answer, Decoder
+    from deftune.evaluation.slots import Survey
+
+TIE_MARGIN = 1e-3  # of float32 logits: ten times what batches were seen to move them
+BATCH_SIZE, BATCH_SIZE_CUDA = 16, 2048
+
+
+class TransformersSampler(Sampler):
+    """A transformers model, its tokenizer, and a loop that keeps ``batch_size`` answers going at once.
+
+    ``template`` and the rest of ``encoder_options`` are the training `Encoder`'s, so a prompt is what training showed.
+    ``end_ids`` end an answer, beside those that the encoder knows and the model's generation config names.
+    ``batch_size`` None is 2048 on a GPU, or as many as its memory has room for, and 16 elsewhere. Answers that finish
+    make room for waiting prompts, longest first. The samples of a prompt that start together share its reading.
+    ``tie_margin``: see `generation`; None is `TIE_MARGIN` for float32 and wider, 0 (off) below.
+
+    Models decode in slots (`slots`), those that cannot by a padded batch (`decoding.PaddedDecoder`), with a warning.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        template: str | None = None,
+        batch_size: int | None = None,
+        end_ids: Iterable[int] = (),
+        tie_margin: float | None = None,
+        encoder_options: Mapping[str, Any] | None = None,
+    ):
+        import torch
+
+        from deftune.data.encoding import Encoder
+        from deftune.evaluation.decoding import LanguageModel
+
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size: at least 1, got {batch_size}")
+        if tie_margin is not None and not tie_margin >= 0:
+            raise ValueError(f"tie_margin: a number from 0 (off), got {tie_margin}")
+        self.model, self.tokenizer = model, tokenizer
+        self.batch_size = batch_size or (BATCH_SIZE_CUDA if model.device.type == "cuda" else BATCH_SIZE)
+        # no prompt is cut to fit: one that is too long for the model is an answer with an error
+        self.encoder = Encoder(tokenizer, template=template, max_length=2**31 - 1, **dict(encoder_options or {}))
+        own: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        own = own if isinstance(own, list) else [own]
+        named = {int(i) for i in own if i is not None}
+        wide = model.dtype in (torch.float32, torch.float64)
+        self.network = LanguageModel(
+            model,
+            end_ids={*self.encoder.end_ids.values(), *named, *end_ids},
+            pad_id=tokenizer.pad_token_id or 0,
+            tie_margin=tie_margin if tie_margin is not None else TIE_MARGIN if wide else 0.0,
+        )
+        limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_length = limit if limit is not None else math.inf
+        self.num_tokens = 0  # in finished answers
+        self._survey: Survey | str | None = None
+
+    @property
+    def num_retried(self) -> int:
+        """How many tokens were close calls, and asked for again alone."""
+        return self.network.num_retried
+
+    def answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield from self._answers(prompts, settings)
+        finally:
+            self.model.train(was_training)
+
+    def _answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]:
+        from deftune.evaluation.decoding import Answer
+
+        waiting: list[Answer] = []
+        for prompt in prompts:
+            try:
+                ids = self.encode(prompt)
+                room = self.max_length - len(ids)
+                if room < 1:
+                    raise ValueError(f"{len(ids)} tokens of prompt leave no room in the model's {self.max_length}")
+            except ValueError as error:
+                for sample in range(settings.samples):
+                    yield Output(prompt.id, sample, "", 0, "error", str(error))
+                continue
+            limit = int(min(room, settings.max_new_tokens))
+            for sample in range(settings.samples):
+                key = derive_key(settings.seed, prompt.id, sample)
+                waiting.append(Answer(prompt, sample, ids, limit, (signed(key >> 32), signed(key))))
+        if not waiting:
+            return
+        # the longest first: what does not fit in memory is known at once, and neighbours need little padding
+        queue = deque(sorted(waiting, key=lambda answer: -len(answer.ids)))
+        decoder = self._decoder(waiting, settings)
+        finished: list[Answer] = []
+        while queue or decoder.num_live:
+            # reading prompts takes as long as some steps, so it waits until a quarter of the places are free
+            if queue and (not decoder.num_live or 4 * decoder.free >= decoder.places):
+                decoder.admit([queue.popleft() for _ in range(min(decoder.free, len(queue)))])
+            decoder.start()
+            yield from map(self._output, finished)  # beside the device's work
+            finished = decoder.collect()
+        yield from map(self._output, finished)
+
+    def _decoder(self, waiting: list[Answer], settings: Settings) -> Decoder:
+        from deftune.evaluation.decoding import PaddedDecoder
+
+        places = min(self.batch_size, len(waiting))
+        found = self.survey()
+        if isinstance(found, str):
+            return PaddedDecoder(self.network, settings, places=places)
+        from deftune.evaluation.slot_decoding import SlotDecoder
+        from deftune.evaluation.slots import affordable_slots
+
+        room = max(len(answer.ids) + answer.limit for answer in waiting)
+        places = affordable_slots(self.network, found, room, places)
+        return SlotDecoder(self.network, settings, found, places=places, room=room)
+
+    def survey(self) -> Survey | str:
+        """What the model needs in a slot, or why it cannot decode in slots."""
+        from deftune.evaluation.slots import Unsupported, survey
+
+        if self._survey is None:
+            try:
+                self._survey = survey(self.network)
+            except Unsupported as reason:
+                self._survey = str(reason)
+                warnings.warn(f"decoding with a padded batch, which is slower: {reason}", stacklevel=2)
+        return self._survey
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's tokens, through the template that training uses."""
+        messages = tuple(dict(message) for message in prompt.messages)
+        return self.encoder.encode_prompt(Row(messages, None, prompt.id, "prompt"))
+
+    def _output(self, answer: Answer) -> Output:
+        self.num_tokens += len(answer.made)
+        said = answer.made[:-1] if answer.finish == "stop" else answer.made
+        text = self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert answer.finish is not None
+        return Output(answer.prompt.id, answer.sample, text, len(answer.made), answer.finish, answer.note)

@@ -1,0 +1,97 @@
+"""What samplers share: a prompt, its answers, and what is asked of whoever answers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Finish = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked. ``id`` names it, in the results and in the hash that its chance comes from."""
+
+    id: str
+    messages: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One answer. ``tokens`` counts what was generated, its end token too; None where a server does not say.
+
+    ``finish``: the model ended it, the limit did, or it could not be made; ``note`` then says why.
+    """
+
+    id: str
+    sample: int
+    text: str
+    tokens: int | None
+    finish: Finish
+    note: str = ""
+
+
+class SamplerError(RuntimeError):
+    """Sampling had to stop. Answers that were yielded before remain valid; ``done`` is their number."""
+
+    def __init__(self, message: str, done: int = 0):
+        super().__init__(message, done)
+        self.message, self.done = message, done
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.done} answers were finished before"
+
+
+class Settings(NamedTuple):
+    """How prompts are answered, checked."""
+
+    samples: int
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    seed: int
+
+    def checked(self, prompts: Sequence[Prompt]) -> Settings:
+        """Themselves; what cannot be asked is a ValueError."""
+        if self.samples < 1:
+            raise ValueError(f"samples: at least 1, got {self.samples}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: a number from 0 (greedy), got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: above 0 and at most 1, got {self.top_p}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: at least 1, got {self.max_new_tokens}")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"samples: greedy answers are all the same, got {self.samples}; pass a temperature")
+        seen: set[str] = set()
+        for prompt in prompts:
+            if prompt.id in seen:
+                raise ValueError(f"two prompts have the id {prompt.id!r}; their answers could not be told apart")
+            seen.add(prompt.id)
+        return self
+
+
+class Sampler(ABC):
+    """Whoever answers prompts: ``samples`` answers each, in whatever order they are finished.
+
+    A sampler supplies `answers`; what it is given there has been checked.
+    """
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int = 1,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_new_tokens: int,
+        seed: int = 0,
+    ) -> Iterator[Output]:
+        settings = Settings(samples, temperature, top_p, max_new_tokens, seed)
+        return self.answers(prompts, settings.checked(prompts))
+
+    @abstractmethod
+    def answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]: ...
