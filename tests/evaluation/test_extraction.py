@@ -36,7 +36,13 @@ BOXES = [
     (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (r"\boxed {3}", "3"),
     (r"\fbox{4}", "4"),
-    (r"\boxed{5} and \fbox{6}", "6"),
+    (r"\boxed{5} and \fbox{6}", "5, 6"),  # a list
+    (r"$\boxed{2}$, $\boxed{3}$ \text{ and } \(\boxed{5}\)", "2, 3, 5"),
+    (r"\boxed{4} \quad \text{or} \quad \boxed{4}", "4"),
+    (r"\boxed{4} \boxed{5}", "5"),  # nothing says that both are meant
+    (r"\boxed{1}, no: \boxed{2}", "2"),
+    (r"\boxed{\boxed{1}, \boxed{2}}", "1, 2"),
+    (r"\boxed{1} and and \boxed{2}", "2"),
     (r"\boxed{\{1,2\}}", r"\{1,2\}"),  # escaped braces do not count
     (r"\boxed{a \} b}", r"a \} b"),
     (r"\boxed{\boxed{7}}", "7"),  # nested: the inner one opens last
@@ -70,6 +76,10 @@ def test_the_box_of_every_math_solution_is_its_answer():
             if (box or "").replace(" ", "") != row["answer"].replace(" ", ""):
                 differing.append((box, row["answer"]))
     assert seen == 12_500
+    # two solutions box two answers, of which the data keeps the last; we keep both
+    lists = [pair for pair in differing if (pair[0] or "").endswith(f", {pair[1]}")]
+    assert len(lists) == 2, lists
+    differing = [pair for pair in differing if pair not in lists]
     # the data's own: "\boxed 2" without braces (TeX boxes one token of it), and a few answers edited after the fact
     assert len(differing) <= 20, differing
 

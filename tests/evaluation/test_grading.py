@@ -413,7 +413,7 @@ def test_a_timeout_is_counted_and_the_next_answer_is_graded(leaves_nothing):
             Verdict(True, "exact"),
             Verdict(False, "unparsed", "no answer"),
         ]
-        assert grader.counts == {"exact": 1, "math_verify": 2, "timeout": 1, "crash": 0, "unparsed": 1}
+        assert grader.counts == {"exact": 1, "math_verify": 2, "tolerance": 0, "timeout": 1, "crash": 0, "unparsed": 1}
 
 
 def test_the_wall_clock_is_the_backstop(leaves_nothing):

@@ -52,28 +52,44 @@ def extract_boxed(text: str) -> str | None:
         balanced = ("\" any | "{" balanced "}" | box | any but "\{}")*
 
     "Last" is by where the box opens, so of two nested boxes it is the inner one. A box that is never closed (the text
-    was cut off) is no box. One pass with a stack: linear in the text.
+    was cut off) is no box. Boxes that only a comma, "and" or "or" parts are one list. One pass with a stack: linear in
+    the text.
 
     >>> extract_boxed(r"so \boxed{1}, or rather \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     >>> extract_boxed(r"\boxed{\{1, 2\}} and the unfinished \boxed{3")
     '\\{1, 2\\}'
+    >>> extract_boxed(r"$x = \boxed{2}$ or $x = \boxed{3}$"), extract_boxed(r"\boxed{2} and $\boxed{3}$")
+    ('3', '2, 3')
     """
     opened: list[int | None] = []  # per open brace: where its box's content starts, None for a plain brace
-    last: tuple[int, int] | None = None
+    found: list[tuple[int, int]] = []  # contents, in the order in which the boxes close
     for token in _BRACES.finditer(text):
         piece = token.group()
         if piece == "{":
             opened.append(None)
         elif piece == "}":
             start = opened.pop() if opened else None
-            if start is not None and (last is None or start > last[0]) and not _blank(text, start, token.start()):
-                last = (start, token.start())
+            if start is not None and not _blank(text, start, token.start()):
+                found.append((start, token.start()))
         elif piece[-1] == "{" and len(piece) > 2:  # \boxed{; the escaped brace \{ has two characters
             opened.append(token.end())
-    return text[last[0] : last[1]].strip() if last else None
+    if not found:
+        return None
+    row = [max(found)]
+    for start, end in sorted(found, reverse=True)[1:]:
+        if not _LISTED.fullmatch(text, end + 1, row[-1][0]):
+            break
+        row.append((start, end))
+    return ", ".join(dict.fromkeys(text[start:end].strip() for start, end in reversed(row)))
 
 
+# between two boxes of a list: a comma or a word, with spacing and dollars around it, up to where the next one opens
+_SPACING = r"(?:\s|\$|\\[(),;!\[\] ]|\\quad|\\qquad)*+"
+_LISTED = re.compile(
+    rf"{_SPACING}(?:,{_SPACING}|(?=and|or|\\text))(?:(?:and|or)\b|\\text\s*\{{\s*(?:and|or)\s*\}})?"
+    rf"{_SPACING}\\(?:boxed|fbox)\s*\{{"
+)
 _NOT_SPACE = re.compile(r"\S")
 
 

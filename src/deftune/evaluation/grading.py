@@ -79,7 +79,7 @@ _SHORT_FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])(?![0-9])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\s+")
 _SPACE_TO_DROP = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
-_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+")
 _DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
 
 
@@ -100,12 +100,13 @@ def normalize_answer(answer: str) -> str:
         if len(answer) > len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
             answer = answer[len(opening) : -len(closing)].strip().removesuffix(".")
     answer = answer.replace("{,}", ",").replace(r"\$", "").replace("\N{MINUS SIGN}", "-")
+    listed = re.search(r",\s", answer)  # "32, 349" is two numbers, "32,349" is one
     answer = _DEGREES.sub("", _SPACING.sub(" ", answer.replace(r"\!", "")))
     answer = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _FRACTION.sub(r"\\frac", answer))
     answer = _TEXT.sub(r" \1 ", answer)
     answer = _SPACE_TO_DROP.sub("", _SPACES.sub(" ", answer)).strip()
-    if _THOUSANDS.fullmatch(answer.lstrip("+-")):
-        answer = answer.replace(",", "")
+    if _THOUSANDS.fullmatch(answer.lstrip("+-")) and not listed:
+        answer = answer.replace(",", "").replace(" ", "")
     return answer
 
 
@@ -140,6 +141,7 @@ def _balanced(text: str) -> bool:
 
 _IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
 _MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
+_UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
 _AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\w.])")
 
@@ -147,10 +149,12 @@ _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\
 def _for_math_verify(answer: str) -> str:
     r"""The answer as math-verify reads it: one \boxed{...}, a list with commas, and 4.5e33 as a power of ten.
 
-    It would read 4.5e33 as 4.5 e 33 and 1 1/2 as 11/2, and give up on a \text{ and } between two answers.
+    It would read 4.5e33 as 4.5 e 33 and 1 1/2 as 11/2, and give up on a \text{ and } between two answers, on an upright
+    e or i, and on >=.
     """
     answer = answer.strip().removesuffix(".").strip()
-    answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", answer))
+    answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", _UPRIGHT.sub(r"\1", answer)))
+    answer = answer.replace(">=", r"\geq ").replace("<=", r"\leq ").replace("!=", r"\neq ")
     if mixed := _MIXED.fullmatch(answer):
         answer = rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     return rf"\boxed{{{answer}}}"
