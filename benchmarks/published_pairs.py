@@ -4,8 +4,8 @@
     python benchmarks/published_pairs.py FILE.tar.gz  # or reads one
 
 The pairs stand in the tests of the sdist. They are read as text (`ast.literal_eval` of the parametrisations): nothing
-of it is run, and nothing is kept. Only pairs that the package's tests parametrise by gold, pred and a label are taken; two
-of its options are not ours and such pairs are left out: strict=False, and relations taken as sets.
+of it is run, and nothing is kept. Only pairs that the package's tests parametrise by gold, pred and a label are taken;
+two of its options are not ours and such pairs are left out: strict=False, and relations taken as sets.
 """
 
 from __future__ import annotations
@@ -79,29 +79,28 @@ def _pairs_of(name: str, source: str) -> Iterator[Pair]:
                     except ValueError:  # not literals
                         continue
                     if isinstance(gold, str) and isinstance(text, str):
-                        yield Pair(
-                            f"{name}:{row.lineno}", taken(gold) or "", taken(text), text, bool(label), in_prose(text)
-                        )
+                        yield make_pair(f"{name}:{row.lineno}", gold, text, bool(label))
 
 
-def taken(text: str) -> str | None:
-    """The answer that a text of these tests states: a box, else all of it if it is a formula, else what we extract."""
-    boxed = extract_boxed(text)
+def make_pair(where: str, gold: str, text: str, label: bool) -> Pair:
+    """A pair with its answers taken out: a box or a formula that is all there is, else by `extract_final`."""
+    wanted = whole(gold, several=True) or gold
+    answer = whole(text, several="," in wanted)
+    prose = answer is None
+    return Pair(where, wanted, extract_final(text).answer if prose else answer, text, label, prose)
+
+
+def whole(text: str, *, several: bool) -> str | None:
+    """What a text states without words around it; None where words stand there, outside of commands."""
+    boxed = extract_boxed(text, several=several)
     if boxed is not None:
         return boxed
-    if in_prose(text):
-        return extract_final(text).answer
     inner = text.strip().removesuffix(".")
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)")):
-        if inner.startswith(opening) and inner.endswith(closing) and len(inner) > len(opening + closing):
+        if inner.startswith(opening) and inner.endswith(closing) and inner.count("$") <= 2 * len(opening):
             return inner[len(opening) : -len(closing)]
-    return text
-
-
-def in_prose(text: str) -> bool:
-    """Whether words stand around the answer, outside of commands and of what \\text holds, and no box."""
     words = re.sub(r"\\[A-Za-z]+(?:\{[A-Za-z ,]+\})?", " ", text)
-    return extract_boxed(text) is None and re.search(r"[A-Za-z]{3}", words) is not None
+    return None if re.search(r"[A-Za-z]{3}", words) else text
 
 
 def agreement(pairs: list[Pair], workers: int = 2) -> tuple[int, list[tuple[Pair, Verdict]]]:
@@ -127,10 +126,8 @@ def main() -> None:
         mine = [pair for pair in pairs if pair.prose == prose]
         wrong = [pair for pair, _ in misses if pair.prose == prose]
         credited = sum(not pair.label for pair in wrong)
-        print(
-            f"{title}: {len(mine) - len(wrong)} of {len(mine)} agree; {len(wrong) - credited} equal pairs not credited, "
-            f"{credited} different pairs credited"
-        )
+        print(f"{title}: {len(mine) - len(wrong)} of {len(mine)} agree;", end=" ")
+        print(f"{len(wrong) - credited} equal pairs not credited, {credited} different pairs credited")
     print(f"{sdist.name}: {agreed} of {len(pairs)} agree")
 
 

@@ -30,6 +30,7 @@ OPTIONS = {
     "list": {"data"},
     "export-tasks": _PROMPTED,
 }  # fmt: skip
+COUNTS = ("samples", "limit", "rows", "batch_size", "workers", "max_new_tokens")
 
 
 def add_to(commands: Any) -> None:
@@ -96,8 +97,12 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def check_options(args: argparse.Namespace, way: str) -> None:
     """An option that this way of calling cannot honour is an error."""
-    given = [name for name, value in vars(args).items() if value not in (None, [], False)]
-    for name in given:
+    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    for name, value in given.items():
+        if name in COUNTS and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: at least 1, got {value}")
+        if value == []:
+            continue
         if name not in OPTIONS[way] | {"what", "run", "command"}:
             what = {"sampled": "a suite of questions", "heldout": "--suite heldout"}.get(way, f"eval {way}")
             use = ", ".join(sorted(way for way, names in OPTIONS.items() if name in names))

@@ -55,12 +55,13 @@ class Rule:
         |answer - gold| <= max(relative |gold|, absolute)
 
     For numbers, and for lists of them in any order. ``unit`` is the gold's, which a benchmark writes outside the box:
-    an answer that ends in it loses it.
+    an answer that ends in it loses it. ``several``: the gold is a list, and an answer may come in several boxes.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
     unit: str = ""
+    several: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("relative", self.relative), ("absolute", self.absolute)):

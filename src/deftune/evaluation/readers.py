@@ -176,9 +176,9 @@ def read_olympiad(row: Fields) -> Question:
     if not answers or not all(isinstance(answer, str) and answer.strip(" $") for answer in answers):
         raise Fault("no gold answer", "'final_answer' holds no text")
     gold = ", ".join(answers).replace("$", "").strip()  # they stand around each answer, around all, or around half
-    error, unit = row.get("error") or 0, row.get("unit") or ""
+    error, unit, several = row.get("error") or 0, row.get("unit") or "", row.get("is_multiple_answer") is True
     try:
-        rule = Rule(absolute=OLYMPIAD_SLACK * float(error), unit=str(unit))
+        rule = Rule(absolute=OLYMPIAD_SLACK * float(error), unit=str(unit), several=several)
     except ValueError:
         raise Fault("'error' is no tolerance", repr(error)[:40]) from None
     context = row.get("context")

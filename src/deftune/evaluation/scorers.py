@@ -16,7 +16,7 @@ Record = dict[str, Any]
 def take_answer(kind: Kind, item: Item, text: str, choice_rule: str) -> Record:
     """The answer in a text and how it was found; its score too, unless that takes a `Grader` (maths)."""
     if kind == "math":
-        final = extract_final(text)
+        final = extract_final(text, several=item.rule.several)
         return {"answer": final.answer, "how": final.how}
     if kind == "figfont":
         exact = normalize_text(text) == normalize_text(item.gold)
