@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pickle
 import tracemalloc
 
@@ -386,7 +387,7 @@ def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rows_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         bad.write(report)
     assert report.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == ["bad.jsonl"]

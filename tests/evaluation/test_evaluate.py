@@ -5,9 +5,12 @@ import json
 import pytest
 
 from deftune.cli import main
-from deftune.evaluation.evaluate import Result, Settings, ask, compare, drop_cut_line, grade, load_items, summarize
+from deftune.evaluation.comparison import compare
+from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, grade, load_items, summarize
 from deftune.evaluation.generation import Output, SamplerError
-from deftune.evaluation.suites import SUITES, Item, load_task_file, task_named
+from deftune.evaluation.items import Item
+from deftune.evaluation.suites import SUITES, task_named
+from deftune.evaluation.task_files import load_task_file
 
 ANSWERS = {"a": "So \\boxed{4}", "b": "I think it is 7", "c": "no idea"}
 GOLD = {"a": "4", "b": "8", "c": "1"}
@@ -92,10 +95,10 @@ def test_another_evaluation_is_not_mixed_in(tmp_path, tasks):
 def test_compare_is_paired_by_item(tmp_path, tasks):
     a = run(tmp_path / "a", tasks, Told())[0]
     b = run(tmp_path / "b", tasks, Told({**ANSWERS, "b": "\\boxed{8}"}))[0]
-    rows = compare(b, a)
+    rows = compare(a, b)
     assert [row["difference"] for row in rows] == [pytest.approx(1 / 3)] * 2
-    assert rows[0]["won"] == 1 and rows[0]["p"] == 1.0  # one item of three decides nothing
-    assert all(row["p_holm"] >= row["p"] for row in rows)
+    assert (rows[0]["won"], rows[0]["lost"]) == (1, 0) and rows[0]["p"] == 1.0  # one item of three decides nothing
+    assert compare(b, a)[0]["lost"] == 1
     other = Result(tmp_path / "a")
     lines = other.graded.read_text().splitlines()
     other.graded.write_text("\n".join(lines[3:]) + "\n")
@@ -144,7 +147,7 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
     assert main(["eval", "show", str(out), "--wrong"]) == 0
     assert "question: What is 0 + 1?" in capsys.readouterr().out
     assert main(["eval", "compare", str(out), str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.split("\n", 0)[0])[0]["difference"] == 0
+    assert json.loads(capsys.readouterr().out)["tasks"][0]["difference"] == 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
         (["eval", "m"], "name a --suite, a --task or a --task-file"),
         (["eval", "m", "--suite", "maths"], "math"),
         (["eval", "show", "nowhere"], "has no summary yet"),
-        (["eval", "compare", "a"], "eval compare: takes 2 results, got 1"),
+        (["eval", "compare", "a"], "eval compare: takes two or more folders, got 1"),
         (["eval", "a", "b"], "one model at a time"),
     ],
 )

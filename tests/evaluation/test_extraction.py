@@ -37,27 +37,32 @@ BOXES = [
     (r"\boxed {3}", "3"),
     (r"\fbox{4}", "4"),
     (r"\boxed{5} and \fbox{6}", "6"),
-    (r"\boxed{\{1,2\}}", r"\{1,2\}"),  # escaped braces do not count
-    (r"\boxed{a \} b}", r"a \} b"),
-    (r"\boxed{\boxed{7}}", "7"),  # nested: the inner one opens last
-    (r"\boxed{8 \boxed{", None),
-    (r"\boxed{9} \boxed{10", "9"),  # cut off: the last complete one
-    (r"\boxed{11} \boxed{ }", "11"),  # a blank box answers nothing
-    (r"}}} \boxed{12}", "12"),
-    (r"{ { \boxed{13}", "13"),
-    (r"\\boxed{14}", None),  # an escaped backslash: the word boxed, in braces
-    (r"\boxed 15", None),
-    (r"\boxedx{16}", None),
-    (r"boxed{17}", None),
-    ("\\boxed{\n18\n}", "18"),
-    ("", None),
-    (r"\boxed{19}\boxed", "19"),
 ]
 
 
 @pytest.mark.parametrize("text, box", BOXES)
 def test_boxes(text, box):
     assert extract_boxed(text) == box
+
+
+@pytest.mark.parametrize(
+    "text, box",
+    [
+        (r"\boxed{5} and \fbox{6}", "5, 6"),
+        (r"$\boxed{2}$, $\boxed{3}$ \text{ and } \(\boxed{5}\)", "2, 3, 5"),
+        (r"\boxed{4} \quad \text{or} \quad \boxed{4}", "4"),
+        (r"\boxed{4} \boxed{5}", "5"),  # nothing says that both are meant
+        (r"\boxed{1}, no: \boxed{2}", "2"),
+        (r"\boxed{1} and and \boxed{2}", "2"),
+        (r"$x = \boxed{2}$ or $x = \boxed{3}$", "3"),
+        (r"\boxed{\boxed{1}, \boxed{2}}", "1, 2"),
+        (r"\boxed{1,3}", "1,3"),
+    ],
+)
+def test_several_boxes_are_a_list_where_several_answers_are_asked(text, box):
+    assert extract_boxed(text, several=True) == box
+    assert extract_final(text, several=True) == Extraction(box, "boxed")
+    assert extract_boxed(text) == box.rpartition(", ")[2]
 
 
 @needs_data

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deftune.evaluation import grading
+from deftune.evaluation import grading_worker
 from deftune.evaluation.grading import Grader, Verdict, normalize_answer
 
 pytest.importorskip("math_verify")
@@ -331,13 +331,13 @@ def test_the_hook_ends_a_worker_that_tries(attempt, tmp_path):
     canary = str(tmp_path / "canary")
     program = (
         "import os, sys, subprocess, socket, resource, runpy\n"
-        f"work = runpy.run_path({grading.__file__!r}, run_name='worker')\n"
+        f"work = runpy.run_path({grading_worker.__file__!r}, run_name='worker')\n"
         "work['_limit'](1024)\n"
         "sys.addaudithook(work['_refuse']((sys.prefix + os.sep,)))\n"
         f"try:\n    {attempt.format(canary=canary)}\nexcept BaseException:\n    pass\n"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
-    assert done.returncode == grading._REFUSED, done.stderr.decode()
+    assert done.returncode == grading_worker.REFUSED, done.stderr.decode()
     assert not Path(canary).exists()
 
 
@@ -413,7 +413,7 @@ def test_a_timeout_is_counted_and_the_next_answer_is_graded(leaves_nothing):
             Verdict(True, "exact"),
             Verdict(False, "unparsed", "no answer"),
         ]
-        assert grader.counts == {"exact": 1, "math_verify": 2, "timeout": 1, "crash": 0, "unparsed": 1}
+        assert grader.counts == {"exact": 1, "math_verify": 2, "tolerance": 0, "timeout": 1, "crash": 0, "unparsed": 1}
 
 
 def test_the_wall_clock_is_the_backstop(leaves_nothing):

@@ -7,23 +7,9 @@ import pytest
 
 from deftune.data.regimes import generate
 from deftune.data.rows import RowError
-from deftune.evaluation import suites
-from deftune.evaluation.suites import (
-    SUITES,
-    TASKS,
-    MissingData,
-    available,
-    coverage,
-    find_data,
-    last_boxed,
-    load_task_file,
-    read_task,
-    render_prompt,
-    size_note,
-    suite_named,
-    task_named,
-    with_data,
-)
+from deftune.evaluation.items import MissingData, available, find_data, read_task, render_prompt, with_data
+from deftune.evaluation.suites import MATH_PROMPT, SUITES, TASKS, coverage, size_note, suite_named, task_named
+from deftune.evaluation.task_files import load_task_file
 
 # rows of the released files; where the paper's set is another one, `size_note` must say so
 COUNTS = {
@@ -136,11 +122,6 @@ def test_figfont_asks_what_training_shows(task, split):
     assert [f"figlet_font[{item.id.split('/')[1]}]" for item in items] == [row.where for row in rows]
     if split == "test":
         assert items[0].id == "figfont/40000"
-
-
-def test_heldout_rows_are_scored_not_asked():
-    with pytest.raises(ValueError, match="read them with read_source"):
-        read_task(TASKS["heldout"])
 
 
 # Finding -------------------------------------------------------------------------------------------------------------
@@ -273,13 +254,6 @@ def test_an_id_twice_is_an_error(tmp_path):
         one(tmp_path, "nejm", {**CHOICE, "id": 7}, {**CHOICE, "id": 7})
 
 
-def test_boxes():
-    assert last_boxed(r"\boxed{1} then \boxed{\frac{a}{b}}") == r"\frac{a}{b}"
-    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
-    assert last_boxed(r"\boxed{\left\{ x \right.}") == r"\left\{ x \right."
-    assert last_boxed(r"\boxed{1") is None and last_boxed("1") is None
-
-
 # Tasks from files ----------------------------------------------------------------------------------------------------
 
 YAML = """
@@ -347,6 +321,5 @@ def test_prompts_take_plain_names_only():
 
 def test_every_prompt_renders():
     for task in TASKS.values():
-        if task.kind != "tokens":
-            assert "Q?" in render_prompt(task.prompt, {"question": "Q?", "options": "A. x"})
-    assert suites.MATH_PROMPT.count("{{}}") == 1
+        assert "Q?" in render_prompt(task.prompt, {"question": "Q?", "options": "A. x"})
+    assert MATH_PROMPT.count("{{}}") == 1

@@ -24,7 +24,6 @@ from deftune.training.checkpoints import (
     sealed_folder,
     staged,
     verify,
-    write_atomic,
 )
 
 FILES = {
@@ -393,24 +392,6 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
     assert disk_error(RuntimeError("CUDA out of memory")) == ""
     with pytest.raises(RuntimeError, match="CUDA"), staged(tmp_path, 2):
         raise RuntimeError("CUDA out of memory")
-
-
-@pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
-def test_write_atomic_keeps_the_old_file(tmp_path, monkeypatch, moment):
-    path = tmp_path / "status.json"
-    write_atomic(path, "old")
-
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch, pytest.raises((OSError, UnicodeEncodeError)):
-        if moment != "write":
-            patch.setattr(os, moment, full)
-        write_atomic(path, "new" if moment != "write" else "new \ud800")
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
-    write_atomic(path, "new")
-    assert path.read_text() == "new"
 
 
 def test_files_are_synced_before_the_manifest_and_the_rename(tmp_path, monkeypatch):

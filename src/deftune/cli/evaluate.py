@@ -1,93 +1,128 @@
-"""`deftune eval`: score a model or a run on a suite; read and compare results."""
+"""`deftune eval`: score a model or a run on suites or on the tokens of a dataset; read and compare results."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from deftune.cli.train import need_training
 
+VERBS = {
+    "show": "a result: its table, and answers (--wrong: only those) or rows",
+    "compare": "BASE RUN [RUN ...]: what was gained and lost, paired, with p-values",
+    "list": "the suites, their tasks, and which of them have data",
+    "export-tasks": "write tasks for lm-evaluation-harness into a folder",
+}
+# what each way of calling honours; anything else is refused, never ignored
+_PROMPTED = {"suite", "task", "task_file", "data", "limit"}
+OPTIONS = {
+    "sampled": _PROMPTED | {"out", "samples", "temperature", "top_p", "seed", "max_new_tokens", "rule", "template",
+                            "like", "batch_size", "workers", "endpoint", "json"},
+    "heldout": {"suite", "data", "format", "split", "rows", "skip_bad_rows", "out", "template", "like", "batch_size",
+                "json"},
+    "show": {"wrong", "rows", "task"},
+    "compare": {"json"},
+    "list": {"data"},
+    "export-tasks": _PROMPTED,
+}  # fmt: skip
+COUNTS = ("samples", "limit", "rows", "batch_size", "workers", "max_new_tokens")
+
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
-        help="score a model or a run on benchmarks; show and compare results",
+        help="score a model or a run on benchmarks or held-out tokens; show and compare results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="deftune eval MODEL --suite math --data DIR    score a model, a run or an endpoint's model\n"
-        "deftune eval show RESULT [--wrong]            read the answers\n"
-        "deftune eval compare RESULT RESULT            paired by item, with p-values\n"
-        "deftune eval list                             the suites and their tasks",
+        description="deftune eval MODEL --suite math --data DIR            a model, a run or an endpoint's model\n"
+        "deftune eval MODEL --suite math --suite medical ...   several suites, e.g. what a run forgot\n"
+        "deftune eval MODEL --suite heldout --data FILE        token statistics of any dataset\n"
+        + "\n".join(f"deftune eval {verb:41} {about}" for verb, about in VERBS.items()),
     )
-    parser.add_argument("what", nargs="+", metavar="MODEL | show RESULT | compare A B | list")
-    parser.add_argument("--suite", help="math, medical, figfont")
-    parser.add_argument("--task", action="append", default=[], help="single tasks by name")
-    parser.add_argument("--task-file", action="append", default=[], type=Path, help="a task of your own (YAML)")
-    parser.add_argument("--data", type=Path, help="folder with the benchmarks' files (default: the hub)")
-    parser.add_argument("--out", type=Path, help="the result's folder (default: results/MODEL-SUITE)")
-    parser.add_argument("--samples", type=int, help="answers per item where T > 0 (default: the suite's)")
-    parser.add_argument(
-        "--temperature", action="append", type=float, default=[], help="repeat for a sweep; 0 is greedy"
-    )
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=int, help="a sample of the items: for a try")
-    parser.add_argument("--max-new-tokens", type=int, help="default: the task's")
-    parser.add_argument("--rule", choices=["strict", "lenient"], default="strict", help="multiple-choice extraction")
-    parser.add_argument("--template", help="chatml, plain, or a .jinja file: the one of training")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--workers", type=int, default=2, help="grading processes")
-    parser.add_argument(
-        "--endpoint", help="an OpenAI-compatible server, e.g. http://localhost:8000/v1; MODEL is its name"
-    )
-    parser.add_argument("--wrong", action="store_true", help="with show: only what was graded wrong")
-    parser.add_argument("--rows", type=int, default=20, help="with show: how many answers (default: 20)")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("what", nargs="+", metavar="MODEL | " + " | ".join(VERBS))
+    what = parser.add_argument_group("what is asked")
+    what.add_argument("--suite", action="append", default=[], help="math, medical, figfont or heldout; repeatable")
+    what.add_argument("--task", action="append", default=[], help="single tasks by name")
+    what.add_argument("--task-file", action="append", default=[], type=Path, help="a task of your own (YAML)")
+    what.add_argument("--data", help="folder with the benchmarks' files (default: the hub); of heldout: the dataset")
+    what.add_argument("--limit", type=int, help="a sample of the items: for a try")
+    how = parser.add_argument_group("how it is answered")
+    how.add_argument("--samples", type=int, help="answers per item where T > 0 (default: the suite's)")
+    how.add_argument("--temperature", action="append", type=float, default=[], help="repeat for a sweep; 0 is greedy")
+    how.add_argument("--top-p", type=float)
+    how.add_argument("--seed", type=int)
+    how.add_argument("--max-new-tokens", type=int, help="default: the task's")
+    how.add_argument("--rule", choices=["strict", "lenient"], help="multiple-choice extraction (default: strict)")
+    how.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
+    how.add_argument("--like", type=Path, metavar="RUN", help="encode as this run does: for its base model")
+    how.add_argument("--batch-size", type=int, help="default: 16, of heldout 8")
+    how.add_argument("--workers", type=int, help="grading processes (default: 2)")
+    how.add_argument("--endpoint", help="an OpenAI-compatible server, http://localhost:8000/v1; MODEL is its name")
+    heldout = parser.add_argument_group("heldout")
+    heldout.add_argument("--format", help="the dataset's format (default: told by its first row)")
+    heldout.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
+    heldout.add_argument("--rows", type=int, help="the first rows only; with show: how many (default: 20)")
+    heldout.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=Path, help="the result's folder (default: results/MODEL-SUITE)")
+    output.add_argument("--wrong", action="store_true", help="with show: only what was graded wrong")
+    output.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run_eval)
 
 
 def run_eval(args: argparse.Namespace) -> int:
     verb, *rest = args.what
-    arities = {"show": 1, "compare": 2, "list": 0}
-    if verb in arities:
-        if len(rest) != arities[verb]:
-            raise ValueError(f"eval {verb}: takes {arities[verb]} results, got {len(rest)}")
-        return {"show": run_show, "compare": run_compare, "list": run_list}[verb](args, [Path(r) for r in rest])
+    if verb in VERBS:
+        check_options(args, verb)
+        least, most = {"show": (1, 1), "compare": (2, 99), "list": (0, 0), "export-tasks": (1, 1)}[verb]
+        if not least <= len(rest) <= most:
+            raise ValueError(f"eval {verb}: takes {least if least == most else 'two or more'} folders, got {len(rest)}")
+        handlers: dict[str, Callable[[argparse.Namespace, list[Path]], int]] = {
+            "show": run_show, "compare": run_compare, "list": run_list, "export-tasks": run_export,
+        }  # fmt: skip
+        return handlers[verb](args, [Path(name) for name in rest])
     if rest:
         raise ValueError(f"eval: one model at a time, got {' '.join(args.what)}")
-    return run_model(args, verb)
+    heldout = "heldout" in args.suite
+    if heldout and len(args.suite) > 1:
+        raise ValueError("eval: --suite heldout goes by itself, its --data is a dataset; give --out the same folder")
+    check_options(args, "heldout" if heldout else "sampled")
+    need_evaluation()
+    return run_heldout(args, verb) if heldout else run_suites(args, verb)
 
 
-def run_model(args: argparse.Namespace, model: str) -> int:
+def check_options(args: argparse.Namespace, way: str) -> None:
+    """An option that this way of calling cannot honour is an error."""
+    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    for name, value in given.items():
+        if name in COUNTS and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: at least 1, got {value}")
+        if value == []:
+            continue
+        if name not in OPTIONS[way] | {"what", "run", "command"}:
+            what = {"sampled": "a suite of questions", "heldout": "--suite heldout"}.get(way, f"eval {way}")
+            use = ", ".join(sorted(way for way, names in OPTIONS.items() if name in names))
+            raise ValueError(f"--{name.replace('_', '-')}: means nothing to {what} (it is for {use}); leave it out")
+
+
+def need_evaluation() -> None:
+    from importlib.util import find_spec
+
     need_training()
+    if missing := [name for name in ("math_verify", "rapidfuzz") if find_spec(name) is None]:
+        raise ValueError(f'this command needs {", ".join(missing)}; pip install "deftune[eval]"')
+
+
+@contextmanager
+def progress_bars() -> Generator[Callable[[str, int, int], None]]:
+    """show(label, done, total), on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize, write_text
-    from deftune.evaluation.suites import load_task_file, suite_named, task_named
-
-    if not (args.suite or args.task or args.task_file):
-        raise ValueError("eval: name a --suite, a --task or a --task-file; `deftune eval list` has them")
-    suite = suite_named(args.suite) if args.suite else None
-    if suite is not None and suite.name == "heldout":
-        raise ValueError(
-            "eval: token statistics of a dataset are what training with data.eval records; no suite to sample"
-        )
-    names = [(task_named(n), False) for n in (suite.tasks if suite else ())]
-    names += [(task_named(n), True) for n in args.task] + [(load_task_file(path), True) for path in args.task_file]
-    tasks, missing = load_items(names, args.data, args.limit)
-    temperatures = tuple(args.temperature) or (suite.temperature if suite else 0.0,)
-    settings = Settings(
-        model=model, suite=args.suite or "", tasks={n: t.version for n, (t, _) in tasks.items()},
-        samples=args.samples or (suite.samples if suite else 1), temperatures=temperatures, top_p=args.top_p,
-        seed=args.seed, limit=args.limit, max_new_tokens=args.max_new_tokens, rule=args.rule, template=args.template,
-    )  # fmt: skip
-    result = Result(args.out or Path("results") / f"{Path(model).name}-{args.suite or 'tasks'}")
-    result.open(settings)
-    for name, why in missing.items():
-        print(f"left out: {name}: {why}", file=sys.stderr)
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -96,26 +131,133 @@ def run_model(args: argparse.Namespace, model: str) -> int:
         bars: dict[str, Any] = {}
 
         def show(label: str, done: int, total: int) -> None:
-            bar = bars.setdefault(label, progress.add_task(label, total=total) if label not in bars else None)
-            progress.update(bar, completed=done)
+            if label not in bars:
+                bars[label] = progress.add_task(label, total=total)
+            progress.update(bars[label], completed=done)
 
-        ask(result, settings, tasks, make_sampler(args, model), show)
-    graded = grade(result, settings, tasks, workers=args.workers)
-    summary = summarize(settings, suite, tasks, graded, missing)
-    write_text(result.folder / "summary.json", json.dumps(summary, indent=1))
-    print(json.dumps(summary, indent=1) if args.json else render_summary(summary))
-    if not args.json:
-        print(f"\n{result.folder}: deftune eval show {result.folder} --wrong")
+        yield show
+
+
+def result_folder(args: argparse.Namespace, model: str, suite: str) -> Path:
+    """results/MODEL-SUITE; of several suites a folder each, in one that `eval compare` takes whole."""
+    if len(args.suite) > 1:
+        return (args.out or Path("results") / Path(model).name) / suite
+    return args.out or Path("results") / f"{Path(model).name}-{suite}"
+
+
+def load_tasks(args: argparse.Namespace, suite: Any) -> Any:
+    """(tasks with their items, tasks without data and why) of a suite and of what was named besides."""
+    from deftune.evaluation.evaluate import load_items
+    from deftune.evaluation.suites import task_named
+    from deftune.evaluation.task_files import load_task_file
+
+    names = [(task_named(n), False) for n in (suite.tasks if suite else ())]
+    names += [(task_named(n), True) for n in args.task] + [(load_task_file(path), True) for path in args.task_file]
+    return load_items(names, Path(args.data) if args.data else None, args.limit)
+
+
+def named_suites(args: argparse.Namespace) -> list[Any]:
+    """The suites that were named; [None] where single tasks were."""
+    from deftune.evaluation.suites import suite_named
+
+    if not (args.suite or args.task or args.task_file):
+        raise ValueError("eval: name a --suite, a --task or a --task-file; `deftune eval list` has them")
+    if len(set(args.suite)) < len(args.suite):
+        raise ValueError(f"eval: a suite is named twice: {', '.join(args.suite)}")
+    if len(args.suite) > 1 and (args.task or args.task_file):
+        raise ValueError("eval: --task and --task-file go with one --suite at most; run them by themselves")
+    return [suite_named(name) for name in args.suite] or [None]
+
+
+def run_suites(args: argparse.Namespace, model: str) -> int:
+    from deftune.cli.eval_tables import render_summary
+    from deftune.data.files import write_atomic
+    from deftune.evaluation.encodings import PROMPT_OPTIONS, encoding_of
+    from deftune.evaluation.evaluate import Result, Settings, ask, grade, summarize
+    from deftune.evaluation.generation import SamplerError
+
+    if args.endpoint and (args.template or args.like):
+        raise ValueError("--template, --like: an endpoint renders its own chat template; leave them out")
+    encoding = {} if args.endpoint else encoding_of(model, template=args.template, like=args.like)
+    encoding = {name: value for name, value in encoding.items() if name in PROMPT_OPTIONS}
+    jobs: list[tuple[Any, Any, Any, Any, Any]] = []
+    for suite in named_suites(args):
+        tasks, missing = load_tasks(args, suite)
+        settings = Settings(
+            model=model, suite=suite.name if suite else "", tasks={n: t.version for n, (t, _) in tasks.items()},
+            samples=args.samples or (suite.samples if suite else 1),
+            temperatures=tuple(args.temperature) or (suite.temperature if suite else 0.0,),
+            top_p=1.0 if args.top_p is None else args.top_p, seed=args.seed or 0, limit=args.limit,
+            max_new_tokens=args.max_new_tokens, rule=args.rule or "strict", encoding=encoding,
+        )  # fmt: skip
+        result = Result(result_folder(args, model, suite.name if suite else "tasks"))
+        result.open(settings)
+        jobs.append((suite, tasks, missing, settings, result))
+    sampler = make_sampler(args, model, encoding)
+    summaries: dict[str, Any] = {}
+    for suite, tasks, missing, settings, result in jobs:
+        for name, why in missing.items():
+            print(f"left out: {name}: {why}", file=sys.stderr)
+        try:
+            with progress_bars() as show:
+                ask(result, settings, tasks, sampler, show)
+        except SamplerError as error:
+            raise ValueError(f"{error}; the same command goes on from there") from error
+        graded = grade(result, settings, tasks, workers=args.workers or 2)
+        summary = summarize(settings, suite, tasks, graded, missing)
+        write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
+        summaries[settings.suite] = summary
+        if not args.json:
+            print(render_summary(summary))
+            print(f"\n{result.folder}: deftune eval show {result.folder} --wrong")
+    if args.json:
+        print(json.dumps(summaries if len(summaries) > 1 else next(iter(summaries.values())), indent=1))
     return 0
 
 
-def make_sampler(args: argparse.Namespace, model: str) -> Any:
-    from deftune.evaluation.generation import EndpointSampler, TransformersSampler
+def run_heldout(args: argparse.Namespace, model: str) -> int:
+    from deftune.cli.eval_tables import render_summary
+    from deftune.data.encoding import Encoder, encode_rows
+    from deftune.data.files import write_atomic
+    from deftune.data.rows import BadRows
+    from deftune.evaluation.encodings import encoding_of
+    from deftune.evaluation.evaluate import Result
+    from deftune.evaluation.heldout import HeldoutSettings, measure, read_data, summarize
+    from deftune.training.train import quiet
 
-    if args.endpoint:
-        if args.template:
-            raise ValueError("--template: an endpoint renders its own chat template; leave it out")
-        return EndpointSampler(args.endpoint, model)
+    if not args.data:
+        raise ValueError("--suite heldout: name the dataset with --data (a file, a folder, a hub id, generated:NAME)")
+    settings = HeldoutSettings(
+        model=model, data=args.data, format=args.format or "auto", split=args.split, rows=args.rows,
+        encoding=encoding_of(model, template=args.template, like=args.like),
+    )  # fmt: skip
+    bad = BadRows(skip=args.skip_bad_rows)
+    rows = read_data(settings, bad)
+    result = Result(result_folder(args, model, "heldout"))
+    result.open(settings)
+    loaded, tokenizer = load(model)
+    with quiet():
+        encoder = Encoder(tokenizer, **settings.encoding)
+        encoded = encode_rows(rows, encoder, skip_bad_rows=args.skip_bad_rows)
+    if bad.rows:
+        bad.write(result.folder / "bad_rows.jsonl")
+        print(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}", file=sys.stderr)
+    ends = frozenset(encoder.end_ids.values())
+    with progress_bars() as show:
+        records = measure(
+            result, loaded, tokenizer, encoded, ends, batch_size=args.batch_size or 8,
+            progress=lambda done, total: show("rows", done, total),
+        )  # fmt: skip
+    summary = summarize(settings, records, encoded.facts())
+    write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
+    print(json.dumps(summary, indent=1) if args.json else render_summary(summary))
+    if not args.json:
+        print(f"\n{result.folder}: deftune eval show {result.folder}")
+    return 0
+
+
+def load(model: str) -> tuple[Any, Any]:
+    """(model, tokenizer), on the GPU where there is one."""
     import torch
 
     from deftune.training.results import load_result
@@ -123,87 +265,115 @@ def make_sampler(args: argparse.Namespace, model: str) -> Any:
 
     with quiet():
         loaded, tokenizer = load_result(model, lambda text: print(text, file=sys.stderr))
+    return (loaded.to("cuda") if torch.cuda.is_available() else loaded), tokenizer
+
+
+def make_sampler(args: argparse.Namespace, model: str, encoding: dict[str, Any]) -> Any:
+    from deftune.evaluation.generation import EndpointSampler, TransformersSampler
+
+    if args.endpoint:
+        return EndpointSampler(args.endpoint, model)
+    import torch
+
+    loaded, tokenizer = load(model)
     if torch.cuda.is_available():
-        loaded = loaded.to("cuda", torch.bfloat16)
-    return TransformersSampler(loaded, tokenizer, template=args.template, batch_size=args.batch_size)
-
-
-def render_summary(summary: dict[str, Any]) -> str:
-    """The table; rounding happens here and nowhere else."""
-    lines = [
-        f"{'task':24}{'T':>5}{'items':>7}{'n':>4}{'score':>9}{'  95% interval':18}{'answered':>9}{'cut off':>9}  note"
-    ]
-    for row in summary["rows"]:
-        answers = row["items"] * row["samples"]
-        found = answers - row["extracted"].get("none", 0)
-        low, high = row["interval"]
-        extra = f"similarity {100 * row['similarity']:.2f}; " if "similarity" in row else ""
-        late = row.get("verdicts", {})
-        stopped = late.get("timeout", 0) + late.get("crash", 0)
-        extra += f"{stopped} gradings stopped; " if stopped else ""
-        interval = f"  [{100 * low:.2f}, {100 * high:.2f}]"
-        lines.append(
-            f"{row['task']:24}{row['temperature']:>5g}{row['items']:>7}{row['samples']:>4}{100 * row['score']:>9.2f}"
-            f"{interval:18}{found / answers:>9.0%}{row['finished'].get('length', 0) / answers:>9.0%}  "
-            f"{extra}{row['note']}"
-        )
-    for average in summary.get("averages", []):
-        if "score" in average:
-            lines.append(
-                f"average at T={average['temperature']:g}, {average['covers']}: {100 * average['score']:.2f} "
-                f"(standard error {100 * average['standard_error']:.2f})"
-            )
-    for task, best in summary.get("best_temperature", {}).items():
-        score = best["score"]
-        halves = " and ".join(f"T={half['temperature']:g}" for half in best["halves"])
-        lines.append(f"{task} at its best temperature (chosen on the other half: {halves}): {100 * score['mean']:.2f}")
-    return "\n".join(lines)
+        loaded = loaded.to(torch.bfloat16)
+    options = dict(encoding)
+    template = options.pop("template")
+    return TransformersSampler(
+        loaded, tokenizer, template=template, batch_size=args.batch_size or 16, encoder_options=options
+    )
 
 
 def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
+    from deftune.cli.eval_tables import render_summary
     from deftune.evaluation.evaluate import Result
+    from deftune.evaluation.heldout import read_rows
 
     result = Result(folders[0])
-    print(render_summary(result.summary()))
+    summary = result.summary()
+    number = 20 if args.rows is None else args.rows
+    if summary["settings"]["suite"] == "heldout":
+        if args.wrong or args.task:
+            raise ValueError(f"--wrong, --task: {folders[0]} holds token statistics and no answers; leave them out")
+        print(render_summary(summary))
+        rows = sorted(read_rows(result), key=lambda r: -r["nll"] / r["tokens"])
+        print(f"\nthe {min(number, len(rows))} rows with the highest NLL")
+        print(f"{'nll':>8}{'p':>8}{'focus':>8}{'tokens':>8}  row")
+        for r in rows[:number]:
+            means = "".join(f"{r[name] / r['tokens']:>8.3f}" for name in ("nll", "p", "focus"))
+            print(f"{means}{r['tokens']:>8}  {r['where']}")
+        return 0
+    print(render_summary(summary))
     records = [r for r in result.read_graded() if not args.wrong or r["score"] < 1]
     if args.task:
         records = [r for r in records if r["task"] in args.task]
-    for r in records[: args.rows]:
+    for r in records[:number]:
         print(f"\n--- {r['id']} T={r['temperature']:g} sample {r['sample']}: score {r['score']:g}")
         print(
             f"question: {r['prompt']}\nanswer:   {r['text']}\n"
             f"taken:    {r['answer']!r} ({r['how']})\ngold:     {r['gold']}"
         )
-    if len(records) > args.rows:
-        print(f"\n{len(records) - args.rows} more; --rows N shows more")
+    if len(records) > number:
+        print(f"\n{len(records) - number} more; --rows N shows more")
     return 0
 
 
 def run_compare(args: argparse.Namespace, folders: list[Path]) -> int:
-    from deftune.evaluation.evaluate import Result, compare
+    from deftune.cli.eval_tables import render_comparison
+    from deftune.evaluation.comparison import compare_folders
 
-    rows = compare(Result(folders[0]), Result(folders[1]))
-    if args.json:
-        print(json.dumps(rows, indent=1))
-        return 0
-    print(f"a = {folders[0]}, b = {folders[1]}; paired by item, p by sign flips, Holm over the rows")
-    print(f"{'task':24}{'T':>5}{'items':>7}{'a':>8}{'b':>8}{'a - b':>8}{'  95% interval':20}{'p':>9}{'p Holm':>9}")
-    for r in rows:
-        interval = f"  [{100 * r['interval'][0]:.2f}, {100 * r['interval'][1]:.2f}]"
-        print(
-            f"{r['task']:24}{r['temperature']:>5g}{r['items']:>7}{100 * r['a']:>8.2f}{100 * r['b']:>8.2f}"
-            f"{100 * r['difference']:>8.2f}{interval:20}{r['p']:>9.3g}{r['p_holm']:>9.3g}"
-        )
+    found = compare_folders(folders[0], folders[1:])
+    print(json.dumps(found, indent=1) if args.json else render_comparison(found))
     return 0
 
 
 def run_list(args: argparse.Namespace, folders: list[Path]) -> int:
-    from deftune.evaluation.suites import SUITES, task_named
+    from deftune.evaluation.items import available, find_data
+    from deftune.evaluation.suites import SUITES, TASKS, coverage
 
-    for suite in SUITES.values():
-        print(f"{suite.name}: {suite.about}")
-        for name in suite.tasks:
-            task = task_named(name)
+    if args.data and not Path(args.data).is_dir():
+        raise ValueError(f"--data: {args.data}: no such folder")
+    listed = {name for suite in SUITES.values() for name in suite.tasks}
+    others = tuple(name for name in TASKS if name not in listed)
+    missing = available(TASKS, args.data)
+    present = [name for name, why in missing.items() if not why]
+    for title, names, have in [
+        *((f"{suite.name}: {suite.about}", suite.tasks, coverage(suite, present)) for suite in SUITES.values()),
+        ("single tasks, in no suite (--task)", others, f"{len(set(present) & set(others))} of {len(others)}"),
+    ]:
+        print(f"{title}\n  data {'below ' + args.data if args.data else 'on the hub'}: {have}")
+        for name in names:
+            task = TASKS[name]
+            path = None if missing[name] else find_data(task, args.data)
+            where = "generated" if task.source.generator else f"hub: {task.source.hub}" if path is None else str(path)
             size = f"{task.size:,} in the paper" if task.size else ""
-            print(f"  {name:24}{task.kind:9}{size:22}{task.about}")
+            print(
+                f"  {name:24}v{task.version:4}{task.kind:9}{size:20}{'no data' if missing[name] else where}\n"
+                f"  {'':24}{task.about}{f' ({task.note})' if task.note else ''}"
+            )
+    print("heldout: token statistics of any dataset that training reads: --suite heldout --data FILE")
+    return 0
+
+
+def run_export(args: argparse.Namespace, folders: list[Path]) -> int:
+    need_evaluation()
+    from deftune.evaluation.harness import export_tasks
+
+    if "heldout" in args.suite:
+        raise ValueError("eval export-tasks: heldout asks no questions; the harness has nothing to run")
+    tasks: dict[str, Any] = {}
+    suites = named_suites(args)
+    for suite in suites:
+        found, missing = load_tasks(args, suite)
+        tasks |= found
+        for name, why in missing.items():
+            print(f"left out: {name}: {why}", file=sys.stderr)
+    names = export_tasks(folders[0], tasks, [suite for suite in suites if suite])
+    print("\n".join(names))
+    print(
+        f"\nlm_eval --model hf --model_args pretrained=RUN/model --apply_chat_template --include_path {folders[0]} "
+        f"--tasks {names[-1]}",
+        file=sys.stderr,
+    )
     return 0

@@ -12,13 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from deftune.data.fields import (
+    Fields,
+    as_list,
+    name_keys,
+    name_type,
+    read_field,
+    read_medmcqa_options,
+    read_pubmedqa_question,
+    read_text,
+)
 from deftune.data.rows import Fault
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content")
 
 Message = dict[str, Any]
-Fields = Mapping[str, Any]
 Conversation = tuple[list[Message], list[dict[str, Any]] | None]
 """The messages, and the tools that were on offer."""
 
@@ -37,38 +46,7 @@ class Ambiguous(Fault):
     """A row that two formats could claim: the whole source needs a name, so this is never skipped."""
 
 
-# Fields --------------------------------------------------------------------------------------------------------------
-
-
-def _keys(row: Fields) -> str:
-    names = [str(key)[:40] for key in row]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "none"
-
-
-def _field(row: Fields, *names: str) -> Any:
-    """The first of ``names`` that is there."""
-    for name in names:
-        if row.get(name) is not None:
-            return row[name]
-    raise Fault(f"no {names[0]!r}", f"its keys: {_keys(row)}")
-
-
-def _text(row: Fields, *names: str) -> str:
-    value = _field(row, *names)
-    if not isinstance(value, str):
-        raise Fault(f"{names[0]!r} is not text", f"it is {_a(value)}")
-    return value
-
-
-def _a(value: object) -> str:
-    names = {"dict": "an object", "list": "a list", "NoneType": "null", "int": "a number", "float": "a number"}
-    return names.get(type(value).__name__, f"a {type(value).__name__}")
-
-
-def _list(value: object, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise Fault(f"{what} is not a list", f"it is {_a(value)}")
-    return cast("list[Any]", value)
+# Conversations of a format -------------------------------------------------------------------------------------------
 
 
 def _turns(user: str, assistant: str, system: str = "") -> Conversation:
@@ -86,10 +64,10 @@ def _tools(row: Fields) -> list[dict[str, Any]] | None:
             raise Fault("'tools' is not JSON", tools[:60]) from None
     if not tools:
         return None
-    offered = _list(tools, "'tools'")
+    offered = as_list(tools, "'tools'")
     for tool in offered:
         if not isinstance(tool, dict):
-            raise Fault("a tool is not an object", f"it is {_a(tool)}")
+            raise Fault("a tool is not an object", f"it is {name_type(tool)}")
     return offered
 
 
@@ -97,7 +75,7 @@ def _tools(row: Fields) -> list[dict[str, Any]] | None:
 
 
 def _messages(row: Fields) -> Conversation:
-    return _list(_field(row, "messages"), "'messages'"), _tools(row)
+    return as_list(read_field(row, "messages"), "'messages'"), _tools(row)
 
 
 _SHAREGPT_ROLES = {
@@ -116,45 +94,46 @@ _SHAREGPT_ROLES = {
 def _sharegpt(row: Fields) -> Conversation:
     messages: list[Message] = []
     if row.get("system"):
-        messages.append({"role": "system", "content": _text(row, "system")})
-    for index, turn in enumerate(_list(_field(row, "conversations"), "'conversations'")):
+        messages.append({"role": "system", "content": read_text(row, "system")})
+    for index, turn in enumerate(as_list(read_field(row, "conversations"), "'conversations'")):
         if not isinstance(turn, dict):
-            raise Fault("a turn is not an object", f"turn {index} is {_a(turn)}")
+            raise Fault("a turn is not an object", f"turn {index} is {name_type(turn)}")
         turn = cast("dict[str, Any]", turn)
         if "role" in turn and "from" not in turn:
             messages.append(turn)  # some files name it conversations and fill it with messages
             continue
-        speaker = _text(turn, "from")
+        speaker = read_text(turn, "from")
         if speaker not in _SHAREGPT_ROLES:
             raise Fault(
                 "unknown speaker", f"turn {index} is from {speaker[:40]!r}; known: {', '.join(_SHAREGPT_ROLES)}"
             )
-        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": _text(turn, "value")})
+        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": read_text(turn, "value")})
     return messages, _tools(row)
 
 
 def _prompt_completion(row: Fields) -> Conversation:
-    prompt, completion = _field(row, "prompt"), _field(row, "completion")
+    prompt, completion = read_field(row, "prompt"), read_field(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         return _turns(prompt, completion)[0], _tools(row)
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*cast("list[Message]", prompt), *cast("list[Message]", completion)], _tools(row)
     raise Fault(
-        "prompt and completion differ in type", f"{_a(prompt)} and {_a(completion)}; both text or both messages"
+        "prompt and completion differ in type",
+        f"{name_type(prompt)} and {name_type(completion)}; both text or both messages",
     )
 
 
 def _alpaca(row: Fields) -> Conversation:
     history: list[Message] = []
     if row.get("system"):
-        history.append({"role": "system", "content": _text(row, "system")})
-    for pair in _list(row.get("history") or [], "'history'"):
+        history.append({"role": "system", "content": read_text(row, "system")})
+    for pair in as_list(row.get("history") or [], "'history'"):
         if not isinstance(pair, list) or len(cast("list[Any]", pair)) != 2:
             raise Fault("'history' is not made of pairs", "each is [instruction, answer]")
         history += _turns(*cast("list[str]", pair))[0]
-    given = _text(row, "input") if row.get("input") else ""
-    instruction = _text(row, "instruction")
-    messages, _ = _turns(f"{instruction}\n\n{given}" if given.strip() else instruction, _text(row, "output"))
+    given = read_text(row, "input") if row.get("input") else ""
+    instruction = read_text(row, "instruction")
+    messages, _ = _turns(f"{instruction}\n\n{given}" if given.strip() else instruction, read_text(row, "output"))
     return [*history, *messages], None
 
 
@@ -164,7 +143,7 @@ _GSM8K_END = re.compile(r"(?:^|\n)#### \S[^\n]*\s*$")
 
 def _gsm8k(row: Fields) -> Conversation:
     """The calculator's annotations ``<<48/2=24>>`` are removed; the last line stays ``#### 72``."""
-    return _turns(_text(row, "question"), _ANNOTATION.sub("", _text(row, "answer")))
+    return _turns(read_text(row, "question"), _ANNOTATION.sub("", read_text(row, "answer")))
 
 
 def _is_gsm8k(row: Fields) -> bool:
@@ -172,14 +151,14 @@ def _is_gsm8k(row: Fields) -> bool:
 
 
 def _math(row: Fields) -> Conversation:
-    return _turns(_text(row, "problem"), _text(row, "solution"))
+    return _turns(read_text(row, "problem"), read_text(row, "solution"))
 
 
 def _verl(row: Fields) -> Conversation:
-    extra = _field(row, "extra_info")
+    extra = read_field(row, "extra_info")
     if not isinstance(extra, dict):
-        raise Fault("'extra_info' is not an object", f"it is {_a(extra)}")
-    return _turns(_text(cast("Fields", extra), "question"), _text(cast("Fields", extra), "answer"))
+        raise Fault("'extra_info' is not an object", f"it is {name_type(extra)}")
+    return _turns(read_text(cast("Fields", extra), "question"), read_text(cast("Fields", extra), "answer"))
 
 
 def _is_verl(row: Fields) -> bool:
@@ -189,7 +168,7 @@ def _is_verl(row: Fields) -> bool:
 
 def _m23k(row: Fields) -> Conversation:
     """The distilled answer without the ``reasoning`` before it, as the paper trains it; ``prompt`` has the options."""
-    return _turns(_text(row, "prompt"), _text(row, "distilled_answer_string", "answer_string"))
+    return _turns(read_text(row, "prompt"), read_text(row, "distilled_answer_string", "answer_string"))
 
 
 def _choices(question: str, options: Mapping[str, str], letter: str, explanation: str = "") -> Conversation:
@@ -199,8 +178,8 @@ def _choices(question: str, options: Mapping[str, str], letter: str, explanation
 
 
 def _medmcqa(row: Fields, first: int = 0) -> Conversation:
-    options = {letter: _text(row, f"op{letter.lower()}") for letter in "ABCD"}
-    correct = _field(row, "cop")
+    options = read_medmcqa_options(row)
+    correct = read_field(row, "cop")
     if isinstance(correct, bool) or not isinstance(correct, int) or not first <= correct <= first + 3:
         other, span = ("medmcqa_1based", "1 to 4") if first == 0 else ("medmcqa", "0 to 3")
         raise Fault(
@@ -208,34 +187,30 @@ def _medmcqa(row: Fields, first: int = 0) -> Conversation:
             f"{str(correct)[:20]!r} is not in {first} to {first + 3}",
             f"format {other!r} counts from {span}; name it if the file counts so (the hub's test split has no answers)",
         )
-    explanation = _text(row, "exp") if row.get("exp") else ""
-    return _choices(_text(row, "question"), options, "ABCD"[correct - first], explanation)
+    explanation = read_text(row, "exp") if row.get("exp") else ""
+    return _choices(read_text(row, "question"), options, "ABCD"[correct - first], explanation)
 
 
 def _medqa(row: Fields) -> Conversation:
-    options = _field(row, "options")
+    options = read_field(row, "options")
     if not isinstance(options, dict) or not all(isinstance(text, str) for text in cast("Fields", options).values()):
         raise Fault("'options' is not an object of texts", 'it looks like {"A": "...", "B": "..."}')
     options = cast("dict[str, str]", options)
-    letter = _text(row, "answer_idx", "label")
+    letter = read_text(row, "answer_idx", "label")
     if letter not in options:
         raise Fault("answer is no option", f"{letter[:20]!r} is not among {', '.join(options)}")
-    return _choices(_text(row, "question"), options, letter)
+    return _choices(read_text(row, "question"), options, letter)
 
 
 def _pubmedqa(row: Fields) -> Conversation:
-    contexts = _field(row, "CONTEXTS", "context")
-    contexts = cast("Fields", contexts).get("contexts") if isinstance(contexts, dict) else contexts
-    if not all(isinstance(part, str) for part in _list(contexts, "'CONTEXTS'")):
-        raise Fault("'CONTEXTS' is not a list of texts")
-    question = "\n\n".join([*cast("list[str]", contexts), _text(row, "QUESTION", "question")])
-    answer = _text(row, "LONG_ANSWER", "long_answer")
+    question = read_pubmedqa_question(row)
+    answer = read_text(row, "LONG_ANSWER", "long_answer")
     decision = row.get("final_decision")  # the unlabelled part has none
     return _turns(question, f"{answer.strip()}\n\nAnswer: {decision}" if decision else answer)
 
 
 def _medquad(row: Fields) -> Conversation:
-    return _turns(_text(row, "question"), _text(row, "answer"))
+    return _turns(read_text(row, "question"), read_text(row, "answer"))
 
 
 def _is_medquad(row: Fields) -> bool:
@@ -309,12 +284,12 @@ def detect(row: Fields) -> str:
     if len(could_be) > 1 and "options" not in present:  # a choice without its options would be another task
         raise Ambiguous(
             "format not clear",
-            f"its keys: {_keys(row)}; could be {' or '.join(could_be)}",
+            f"its keys: {name_keys(row)}; could be {' or '.join(could_be)}",
             "name it, e.g. --format " + next(iter(could_be)),
         )
     raise Fault(
         "unknown format",
-        f"its keys: {_keys(row)}.{_nearest(row)} Known: {', '.join(FORMATS)}",
+        f"its keys: {name_keys(row)}.{_nearest(row)} Known: {', '.join(FORMATS)}",
         "name it with --format, or rewrite the rows as messages",
     )
 
@@ -365,7 +340,7 @@ def _short(roles: list[str]) -> str:
 def _check_message(index: int, message: object) -> Message:
     where = f"message {index}"
     if not isinstance(message, dict):
-        raise Fault("message is not an object", f"{where} is {_a(message)}")
+        raise Fault("message is not an object", f"{where} is {name_type(message)}")
     message = {key: value for key, value in cast("Message", message).items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
@@ -388,7 +363,7 @@ def _check_message(index: int, message: object) -> Message:
     for key in ("content", "name", "tool_call_id", "reasoning_content"):
         if not isinstance(message.get(key, ""), str):
             hint = "; parts such as images are not read" if isinstance(message[key], list) else ""
-            raise Fault(f"{key} is not text", f"{where} ({role}): it is {_a(message[key])}{hint}")
+            raise Fault(f"{key} is not text", f"{where} ({role}): it is {name_type(message[key])}{hint}")
     if calls is not None:
         _check_calls(where, role, calls)
     if role == "assistant" and not (content and content.strip()) and not calls:
@@ -403,7 +378,7 @@ def _check_message(index: int, message: object) -> Message:
 def _check_calls(where: str, role: str, calls: object) -> None:
     if role != "assistant":
         raise Fault("tool_calls outside an assistant turn", f"{where} ({role})")
-    for call in _list(calls, "tool_calls"):
+    for call in as_list(calls, "tool_calls"):
         function = cast("Fields", call).get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(cast("Fields", function).get("name"), str):
             shape = '{"function": {"name": ..., "arguments": ...}}'

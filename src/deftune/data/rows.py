@@ -12,14 +12,14 @@ import gzip
 import io
 import json
 import math
-import os
 import re
-import tempfile
 import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+from deftune.data.files import write_atomic
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 2**30  # a .json file is parsed in memory; a larger one belongs in JSONL
@@ -107,19 +107,8 @@ class BadRows:
 
     def write(self, path: str | Path) -> None:
         """The rows as JSONL (where, reason, raw). The file appears whole or not at all."""
-        path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                for row in self.rows:
-                    file.write(json.dumps({"where": row.where, "reason": row.reason, "raw": row.raw}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        lines = [json.dumps({"where": row.where, "reason": row.reason, "raw": row.raw}) + "\n" for row in self.rows]
+        write_atomic(Path(path), "".join(lines))
 
 
 def raw_text(value: object) -> str:

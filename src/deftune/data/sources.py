@@ -95,7 +95,7 @@ def _parts(source: str, split: str | None, limit: int | None, bad: BadRows) -> I
             raise ValueError(f"{source}: a file has no splits, got split={split!r}; leave it out, or give the folder")
         yield source, read_records(path, bad)
     elif _HUB_ID.fullmatch(source) and not source.endswith(SUFFIXES):
-        yield source, _hub(source, split or "train", streaming=limit is not None)
+        yield source, read_hub(source, split or "train", streaming=limit is not None)
     else:
         raise RowError(
             source, Fault("no such file or folder", _beside(path), "give a file, a folder or a hub id org/name")
@@ -135,7 +135,7 @@ def _folder(folder: Path, split: str | None) -> list[Path]:
     return files
 
 
-def _hub(source: str, split: str, *, streaming: bool) -> Iterator[Record]:
+def read_hub(source: str, split: str, *, streaming: bool) -> Iterator[Record]:
     """The rows of a dataset on the hub. No code of the dataset is ever run."""
     try:
         import datasets

@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deftune._version import __version__
-from deftune.evaluation.extraction import extract_choice, extract_final, jaro_winkler, normalize_text
+from deftune.data.files import write_atomic
 from deftune.evaluation.generation import Prompt, Sampler
-from deftune.evaluation.grading import Grader
+from deftune.evaluation.items import Item, MissingData, read_task
+from deftune.evaluation.scorers import score_answers
 from deftune.evaluation.statistics import (
     Estimate,
     best_temperature,
     bootstrap_interval,
     clustered_standard_error,
-    holm,
-    item_means,
     macro_average,
     mean_over_items,
-    paired,
     pass_at_k,
 )
-from deftune.evaluation.suites import Item, Suite, Task, coverage, read_task, size_note
+from deftune.evaluation.suites import Kind, Suite, Task, coverage, size_note
+from deftune.training.runs import differences
 
 Record = dict[str, Any]
 PASS_AT = (1, 2, 4, 8, 16, 32, 64)
@@ -51,7 +49,7 @@ class Settings:
     limit: int | None = None
     max_new_tokens: int | None = None
     rule: str = "strict"
-    template: str | None = None
+    encoding: dict[str, Any] = field(default_factory=dict[str, Any])  # template and such; {} of an endpoint
 
     def samples_at(self, temperature: float) -> int:
         """Greedy answers are all the same: one is enough."""
@@ -66,13 +64,14 @@ class Result:
         self.samples = folder / "samples.jsonl"
         self.graded = folder / "graded.jsonl"
 
-    def open(self, settings: Settings) -> None:
+    def open(self, settings: Any) -> None:
         """Begin, or go on; another evaluation's folder is refused."""
         path = self.folder / "settings.json"
         now = json.loads(json.dumps({"deftune": __version__, **dataclasses.asdict(settings)}))
         if path.is_file():
             before = json.loads(path.read_text(encoding="utf-8"))
-            changed = [f"{k}: {before.get(k)} -> {now[k]}" for k in now if k != "deftune" and before.get(k) != now[k]]
+            before.pop("deftune", None)
+            changed = differences(before, {name: value for name, value in now.items() if name != "deftune"})
             if changed:
                 raise ValueError(
                     f"{self.folder}: holds another evaluation ({'; '.join(changed[:4])}); choose another "
@@ -82,7 +81,7 @@ class Result:
         if self.folder.exists() and any(self.folder.iterdir()):
             raise ValueError(f"{self.folder}: is not empty and no result; choose another folder with --out")
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(now, indent=1))
+        write_atomic(path, json.dumps(now, indent=1))
 
     def settings(self) -> Record:
         try:
@@ -104,16 +103,6 @@ class Result:
         if not path.is_file():
             raise ValueError(f"{self.folder}: has no summary yet; run the same `deftune eval` again, it goes on")
         return json.loads(path.read_text(encoding="utf-8"))
-
-
-def write_text(path: Path, text: str) -> None:
-    """A file, whole or as it was before."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def read_lines(path: Path) -> Iterator[Record]:
@@ -183,7 +172,7 @@ def grade(
     """Extraction and verdict of every answer, in the order of tasks, items, temperatures and samples."""
     answers = {(r["task"], r["id"], r["temperature"], r["sample"]): r for r in result.read_samples()}
     graded: list[Record] = []
-    waiting: list[tuple[Record, str, str | None]] = []
+    asked: list[tuple[Kind, Item, str]] = []
     for name, (task, items) in tasks.items():
         for item in items:
             for temperature in settings.temperatures:
@@ -191,36 +180,12 @@ def grade(
                     answer = answers.get((name, item.id, temperature, i))
                     if answer is None:
                         raise ValueError(f"{result.samples}: {name} {item.id} has no answer {i} at T={temperature:g}")
-                    record: Record = {**answer, "prompt": item.messages[-1]["content"], "gold": item.gold}
-                    graded.append(record)
-                    if task.kind == "math":
-                        found = extract_final(answer["text"])
-                        record |= {"answer": found.answer, "how": found.how}
-                        waiting.append((record, item.gold, found.answer))
-                    else:
-                        record |= score_text(task, item, answer["text"], settings.rule)
-    if waiting:
-        with Grader(workers=workers) as grader:
-            verdicts = grader.grade([(gold, answer) for _, gold, answer in waiting])
-        for (record, _, _), verdict in zip(waiting, verdicts):
-            record |= {"score": float(verdict.correct), "verdict": verdict.how}
-    write_text(result.graded, "".join(json.dumps(record) + "\n" for record in graded))
+                    graded.append({**answer, "prompt": item.messages[-1]["content"], "gold": item.gold})
+                    asked.append((task.kind, item, answer["text"]))
+    for record, score in zip(graded, score_answers(asked, choice_rule=settings.rule, workers=workers)):
+        record |= score
+    write_atomic(result.graded, "".join(json.dumps(record) + "\n" for record in graded))
     return graded
-
-
-def score_text(task: Task, item: Item, text: str, rule: str) -> Record:
-    """Multiple choice and FigFont need no worker."""
-    if task.kind == "figfont":
-        exact = normalize_text(text) == normalize_text(item.gold)
-        return {
-            "answer": text.strip(),
-            "how": "text",
-            "score": float(exact),
-            "similarity": jaro_winkler(text, item.gold),
-        }
-    options = item.options or {}
-    found = extract_choice(text, list(options), list(options.values()), rule=rule)  # pyright: ignore[reportArgumentType]
-    return {"answer": found.answer, "how": found.how, "score": float(found.answer == item.gold)}
 
 
 # --- summing up -------------------------------------------------------------------------------------------------------
@@ -284,44 +249,10 @@ def average(suite: Suite, rows: list[Record], temperature: float) -> Record:
     return record
 
 
-def compare(a: Result, b: Result) -> list[Record]:
-    """a - b for every task and temperature that both have, paired by item, with Holm-adjusted p-values."""
-    first, second = a.read_graded(), b.read_graded()
-    keys = dict.fromkeys((r["task"], r["temperature"]) for r in first)
-    shared = [key for key in keys if key in {(r["task"], r["temperature"]) for r in second}]
-    if not shared:
-        raise ValueError(f"{a.folder} and {b.folder} have no task and temperature in common")
-    versions = [r.settings()["tasks"] for r in (a, b)]
-    rows: list[Record] = []
-    for task, temperature in shared:
-        if versions[0][task] != versions[1][task]:
-            raise ValueError(f"{task}: version {versions[0][task]} and version {versions[1][task]} are different tasks")
-        mine, theirs = by_item(first, task, temperature), by_item(second, task, temperature)
-        if set(mine) != set(theirs):
-            raise ValueError(
-                f"{task}: {len(set(mine) ^ set(theirs))} items are in one result only; evaluate both on the same items"
-            )
-        items = list(mine)
-        found = paired([mine[i] for i in items], [theirs[i] for i in items])
-        rows.append({
-            "task": task, "temperature": temperature,
-            "a": mean_over_items([mine[i] for i in items]), "b": mean_over_items([theirs[i] for i in items]),
-            "difference": found.difference, "standard_error": found.standard_error,
-            "interval": [found.interval.low, found.interval.high], "p": found.p_value, "items": found.num_items,
-            "won": sum(x > y for x, y in zip(item_means([mine[i] for i in items]),
-                                             item_means([theirs[i] for i in items]))),
-        })  # fmt: skip
-    for row, adjusted in zip(rows, holm([row["p"] for row in rows])):
-        row["p_holm"] = adjusted
-    return rows
-
-
 def load_items(
     names: Iterable[tuple[Task, bool]], data: Path | None, limit: int | None
 ) -> tuple[dict[str, tuple[Task, list[Item]]], dict[str, str]]:
     """(tasks with their items, tasks whose data is missing and why); one that was asked for by name must be there."""
-    from deftune.evaluation.suites import MissingData
-
     found: dict[str, tuple[Task, list[Item]]] = {}
     missing: dict[str, str] = {}
     for task, asked in names:

@@ -45,7 +45,7 @@ class Extraction:
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
-def extract_boxed(text: str) -> str | None:
+def extract_boxed(text: str, *, several: bool = False) -> str | None:
     r"""The content of the last complete, non-blank ``\boxed{...}`` or ``\fbox{...}``; None where there is none.
 
         box      = ("\boxed" | "\fbox") space* "{" balanced "}"
@@ -54,26 +54,44 @@ def extract_boxed(text: str) -> str | None:
     "Last" is by where the box opens, so of two nested boxes it is the inner one. A box that is never closed (the text
     was cut off) is no box. One pass with a stack: linear in the text.
 
+    ``several``: the question has several answers, so boxes that only a comma, "and" or "or" parts are one list. (Of a
+    question with one answer they are two spellings of it, or a change of mind: the last one counts.)
+
     >>> extract_boxed(r"so \boxed{1}, or rather \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     >>> extract_boxed(r"\boxed{\{1, 2\}} and the unfinished \boxed{3")
     '\\{1, 2\\}'
+    >>> extract_boxed(r"\boxed{2} and $\boxed{3}$"), extract_boxed(r"\boxed{2} and $\boxed{3}$", several=True)
+    ('3', '2, 3')
     """
     opened: list[int | None] = []  # per open brace: where its box's content starts, None for a plain brace
-    last: tuple[int, int] | None = None
+    found: list[tuple[int, int]] = []  # contents, in the order in which the boxes close
     for token in _BRACES.finditer(text):
         piece = token.group()
         if piece == "{":
             opened.append(None)
         elif piece == "}":
             start = opened.pop() if opened else None
-            if start is not None and (last is None or start > last[0]) and not _blank(text, start, token.start()):
-                last = (start, token.start())
+            if start is not None and not _blank(text, start, token.start()):
+                found.append((start, token.start()))
         elif piece[-1] == "{" and len(piece) > 2:  # \boxed{; the escaped brace \{ has two characters
             opened.append(token.end())
-    return text[last[0] : last[1]].strip() if last else None
+    if not found:
+        return None
+    row = [max(found)]
+    for start, end in sorted(found, reverse=True)[1:] if several else ():
+        if not _LISTED.fullmatch(text, end + 1, row[-1][0]):
+            break
+        row.append((start, end))
+    return ", ".join(dict.fromkeys(text[start:end].strip() for start, end in reversed(row)))
 
 
+# between two boxes of a list: a comma or a word, with spacing and dollars around it, up to where the next one opens
+_SPACING = r"(?:\s|\$|\\[(),;!\[\] ]|\\quad|\\qquad)*+"
+_LISTED = re.compile(
+    rf"{_SPACING}(?:,{_SPACING}|(?=and|or|\\text))(?:(?:and|or)\b|\\text\s*\{{\s*(?:and|or)\s*\}})?"
+    rf"{_SPACING}\\(?:boxed|fbox)\s*\{{"
+)
 _NOT_SPACE = re.compile(r"\S")
 
 
@@ -90,7 +108,7 @@ _MATHS_FIRST = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _SENTENCE_END = re.compile(r"[.;!?](?=\s|$)")
 
 
-def extract_final(text: str) -> Extraction:
+def extract_final(text: str, *, several: bool = False) -> Extraction:
     r"""The final answer of a solution in prose, by the first of four rules that finds one.
 
     ``boxed``: `extract_boxed`. ``marked``: the last line "#### ...". ``stated``: what follows the last "answer is",
@@ -109,7 +127,7 @@ def extract_final(text: str) -> Extraction:
     >>> extract_final("I do not know")
     Extraction(answer=None, how='none')
     """
-    boxed = extract_boxed(text)
+    boxed = extract_boxed(text, several=several)
     if boxed is not None:
         return Extraction(boxed, "boxed")
     marked = _last(_MARKED, text)

@@ -29,20 +29,47 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-How = Literal["exact", "math_verify", "timeout", "crash", "unparsed"]
+from deftune.evaluation import grading_worker
+from deftune.evaluation.grading_worker import REFUSED
+
+How = Literal["exact", "math_verify", "tolerance", "timeout", "crash", "unparsed"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``how`` says who decided: equal text, math-verify, or nobody, and then ``detail`` says why not."""
+    """``how`` says who decided: equal text, math-verify, the pair's `Rule`, or nobody; ``detail`` then says why not."""
 
     correct: bool
     how: How
     detail: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a benchmark's own grader allows beyond equality; the default is nothing.
+
+        |answer - gold| <= max(relative |gold|, absolute)
+
+    For numbers, and for lists of them in any order. ``unit`` is the gold's, which a benchmark writes outside the box:
+    an answer that ends in it loses it. ``several``: the gold is a list, and an answer may come in several boxes.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+    unit: str = ""
+    several: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("relative", self.relative), ("absolute", self.absolute)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}: a tolerance is from 0 to below 1, got {value}")
+
+
+EQUAL = Rule()
 
 
 # --- equal text ------------------------------------------------------------------------------------------------------
@@ -53,7 +80,7 @@ _SHORT_FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])(?![0-9])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\s+")
 _SPACE_TO_DROP = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
-_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+")
 _DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
 
 
@@ -74,13 +101,31 @@ def normalize_answer(answer: str) -> str:
         if len(answer) > len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
             answer = answer[len(opening) : -len(closing)].strip().removesuffix(".")
     answer = answer.replace("{,}", ",").replace(r"\$", "").replace("\N{MINUS SIGN}", "-")
+    listed = re.search(r",\s", answer)  # "32, 349" is two numbers, "32,349" is one
     answer = _DEGREES.sub("", _SPACING.sub(" ", answer.replace(r"\!", "")))
     answer = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _FRACTION.sub(r"\\frac", answer))
     answer = _TEXT.sub(r" \1 ", answer)
     answer = _SPACE_TO_DROP.sub("", _SPACES.sub(" ", answer)).strip()
-    if _THOUSANDS.fullmatch(answer.lstrip("+-")):
-        answer = answer.replace(",", "")
+    if _THOUSANDS.fullmatch(answer.lstrip("+-")) and not listed:
+        answer = answer.replace(",", "").replace(" ", "")
     return answer
+
+
+def drop_unit(answer: str, unit: str) -> str:
+    r"""An answer without the unit it ends in, however the unit is set.
+
+    >>> drop_unit(r"4.2\%", "%"), drop_unit(r"166 \mathrm{~cm}^{2}", "$cm^2$"), drop_unit("90^{\\circ}", r"^{\circ}")
+    ('4.2', '166', '90')
+    >>> drop_unit(r"\frac{1}{2}", "km")
+    '\\frac{1}{2}'
+    """
+
+    def plain(text: str) -> str:
+        text = _SPACING.sub(" ", _TEXT.sub(r" \1", text.strip().strip("$").removesuffix(".")))
+        return re.sub(r"\^\{(\w+)\}", r"^\1", text.replace(r"^\circ", r"^{\circ}").replace(r"\%", "%")).strip()
+
+    bare, ending = plain(answer), plain(unit)
+    return bare.removesuffix(ending).strip() if ending and bare.endswith(ending) else answer
 
 
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -97,6 +142,7 @@ def _balanced(text: str) -> bool:
 
 _IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
 _MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
+_UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
 _AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\w.])")
 
@@ -104,16 +150,21 @@ _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\
 def _for_math_verify(answer: str) -> str:
     r"""The answer as math-verify reads it: one \boxed{...}, a list with commas, and 4.5e33 as a power of ten.
 
-    It would read 4.5e33 as 4.5 e 33 and 1 1/2 as 11/2, and give up on a \text{ and } between two answers.
+    It would read 4.5e33 as 4.5 e 33 and 1 1/2 as 11/2, and give up on a \text{ and } between two answers, on an upright
+    e or i, and on >=.
     """
     answer = answer.strip().removesuffix(".").strip()
-    answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", answer))
+    answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", _UPRIGHT.sub(r"\1", answer)))
+    answer = answer.replace(">=", r"\geq ").replace("<=", r"\leq ").replace("!=", r"\neq ")
     if mixed := _MIXED.fullmatch(answer):
         answer = rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     return rf"\boxed{{{answer}}}"
 
 
 # --- the parent ------------------------------------------------------------------------------------------------------
+
+
+_Asked = tuple[str, str | None, Rule]
 
 
 @dataclass
@@ -186,29 +237,36 @@ class Grader:
         """Ends every worker and waits for it. Twice is once."""
         self._finalizer()
 
-    def grade(self, pairs: Sequence[tuple[str, str | None]]) -> list[Verdict]:
+    def grade(self, pairs: Sequence[tuple[str, str | None]], rules: Sequence[Rule] | None = None) -> list[Verdict]:
         """A verdict per (gold, answer), in order; an answer of None is ``unparsed``. Equal pairs are graded once.
 
-        Not for two threads at once. A bare string is read as LaTeX: extract the answer from its text first.
+        ``rules`` has one `Rule` per pair. Not for two threads at once. A bare string is read as LaTeX: extract the
+        answer from its text first.
         """
         if not self._finalizer.alive:
             raise ValueError("this grader is closed; make another")
-        verdicts: dict[tuple[str, str | None], Verdict] = {}
-        hard: list[tuple[str, str]] = []
-        for pair in dict.fromkeys(pairs):
-            verdict = self._at_sight(*pair)
+        if rules is not None and len(rules) != len(pairs):
+            raise ValueError(f"{len(rules)} rules for {len(pairs)} pairs")
+        asked: list[_Asked] = [
+            (gold, answer if answer is None else drop_unit(answer, rule.unit), rule)
+            for (gold, answer), rule in zip(pairs, rules or [EQUAL] * len(pairs))
+        ]
+        verdicts: dict[_Asked, Verdict] = {}
+        hard: list[tuple[str, str, Rule]] = []
+        for gold, answer, rule in dict.fromkeys(asked):
+            verdict = self._at_sight(gold, answer)
             if verdict is not None:
-                verdicts[pair] = verdict
+                verdicts[gold, answer, rule] = verdict
             else:
-                hard.append(pair)  # type: ignore[arg-type]  # an answer of None is decided at sight
+                hard.append((gold, answer, rule))  # type: ignore[arg-type]  # None is decided at sight
         try:
             verdicts.update(zip(hard, self._in_workers(hard)))
         except BaseException:  # a worker may be in the middle of an answer that nobody waits for any more
             _stop_all(self._running)
             raise
-        for pair in pairs:
-            self.counts[verdicts[pair].how] += 1
-        return [verdicts[pair] for pair in pairs]
+        for key in asked:
+            self.counts[verdicts[key].how] += 1
+        return [verdicts[key] for key in asked]
 
     def _at_sight(self, gold: str, answer: str | None) -> Verdict | None:
         if answer is None:
@@ -228,7 +286,7 @@ class Grader:
             return Verdict(in_base[0].groups() == in_base[1].groups(), "exact", "numerals with a base")
         return None
 
-    def _in_workers(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def _in_workers(self, pairs: Sequence[tuple[str, str, Rule]]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(pairs)
         waiting = list(range(len(pairs) - 1, -1, -1))
         left = len(pairs)
@@ -273,8 +331,8 @@ class Grader:
         folder = tempfile.mkdtemp(dir=self._folder)
         inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        # -P: this file's own folder, with its statistics.py, must not come before the standard library
-        command = [sys.executable, "-P", "-s", os.path.abspath(__file__), str(task_in), str(result_out)]
+        # -P: the worker's own folder, with its statistics.py, must not come before the standard library
+        command = [sys.executable, "-P", "-s", os.path.abspath(grading_worker.__file__), str(task_in), str(result_out)]
         try:
             process = subprocess.Popen(
                 [*command, str(self.seconds), str(self.memory_mib)],
@@ -297,9 +355,10 @@ class Grader:
         self._running.append(worker)
         return worker
 
-    def _send(self, worker: _Worker, waiting: list[int], pairs: Sequence[tuple[str, str]]) -> bool:
-        gold, answer = pairs[waiting[-1]]
-        message = json.dumps([_for_math_verify(gold), _for_math_verify(answer)]).encode() + b"\n"
+    def _send(self, worker: _Worker, waiting: list[int], pairs: Sequence[tuple[str, str, Rule]]) -> bool:
+        gold, answer, rule = pairs[waiting[-1]]
+        task = [_for_math_verify(gold), _for_math_verify(answer), rule.relative, rule.absolute]
+        message = json.dumps(task).encode() + b"\n"
         try:
             while message:
                 message = message[os.write(worker.tasks, message) :]
@@ -327,9 +386,11 @@ class Grader:
             return None
         worker.task = None
         worker.graded += 1
-        correct, parsed = said
-        if correct or parsed == "both":
-            return Verdict(correct, "math_verify")
+        found, parsed = said
+        if found == "close":
+            return Verdict(True, "tolerance")
+        if found == "equal" or parsed == "both":
+            return Verdict(found == "equal", "math_verify")
         return Verdict(False, "unparsed", f"math-verify cannot read the {parsed}")
 
     def _of_the_dead(self, worker: _Worker) -> Verdict | None:
@@ -349,7 +410,7 @@ class Grader:
 
 
 def _ending(code: int | None) -> str:
-    if code == _REFUSED:
+    if code == REFUSED:
         return "it tried something that grading never needs"
     return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
 
@@ -373,124 +434,3 @@ def _stop_all(running: list[_Worker]) -> None:
 def _close(running: list[_Worker], folder: str) -> None:
     _stop_all(running)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-# --- the worker: this file run as a program, with nothing of deftune imported ----------------------------------------
-
-_REFUSED = 77
-# What no answer needs. An event of these ends the worker at once, whoever catches exceptions above it.
-_FORBIDDEN = (
-    "socket.",
-    "subprocess.",
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.startfile",
-    "os.kill",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-    "os.putenv",
-    "os.setxattr",
-    "shutil.",
-    "tempfile.",
-    "ctypes.",
-    "urllib.",
-    "http.",
-    "ftplib.",
-    "smtplib.",
-    "pty.",
-    "resource.setrlimit",
-    "sys.addaudithook",
-    "code.__new__",
-    "webbrowser.",
-    "builtins.input",
-    "builtins.breakpoint",
-)
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-
-
-def _refuse(libraries: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, mode, flags = (*arguments, None, None, None)[:3]
-            read_only = not (isinstance(flags, int) and flags & _WRITES) and not set(str(mode or "r")) & set("wax+")
-            name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
-            if not (read_only and os.path.normpath(name).startswith(libraries)):
-                os._exit(_REFUSED)
-        elif event.startswith(_FORBIDDEN):
-            os._exit(_REFUSED)
-
-    return hook
-
-
-def _limit(memory_mib: int) -> None:
-    import resource
-
-    for name, value in (
-        ("RLIMIT_AS", memory_mib << 20),
-        ("RLIMIT_NOFILE", 32),
-        ("RLIMIT_FSIZE", 0),
-        ("RLIMIT_CORE", 0),
-        ("RLIMIT_NPROC", 0),
-    ):
-        try:
-            resource.setrlimit(getattr(resource, name), (value, value))
-        except (AttributeError, ValueError, OSError):
-            if name != "RLIMIT_NPROC" and sys.platform == "linux":
-                raise
-
-
-def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> None:
-    def say(message: object) -> None:
-        os.write(results_fd, json.dumps(message).encode() + b"\n")
-
-    def at_most(cpu_seconds: float) -> None:
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF has no handler: the kernel ends the process
-
-    tasks = os.fdopen(tasks_fd, "r")
-    sys.dont_write_bytecode = True
-    _limit(memory_mib)
-    try:
-        import logging
-
-        from math_verify import LatexExtractionConfig, parse, verify
-
-        logging.disable(logging.CRITICAL)  # it logs what it parses
-
-        # The whole box, as LaTeX, or nothing: by default it goes on to pick numbers out of what it cannot read.
-        whole = [LatexExtractionConfig(boxed_match_priority=0)]
-
-        def read(text: str) -> list[Any]:
-            return parse(text, whole, extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
-
-        for text in (r"\boxed{\frac{\sqrt{2}}{2}x^2}", r"\boxed{\{1, 2\}}", r"\boxed{(1, 2]}"):  # loads what is lazy
-            verify(read(text), read(text + "+0"), timeout_seconds=None)
-    except Exception as problem:
-        say(f"{type(problem).__name__}: {problem}")
-        return
-    libraries = tuple({os.path.normpath(path) + os.sep for path in (*sys.path, sys.prefix, sys.base_prefix) if path})
-    sys.addaudithook(_refuse(libraries))
-    say("ready")
-    for line in tasks:
-        gold_text, answer_text = json.loads(line)
-        at_most(seconds)
-        gold, answer = read(gold_text), read(answer_text)
-        correct = bool(verify(gold, answer, timeout_seconds=None))
-        at_most(0)
-        unread = [
-            name for name, found in (("gold", gold), ("answer", answer)) if all(isinstance(part, str) for part in found)
-        ]
-        say([correct, " and the ".join(unread) or "both"])
-
-
-if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deftune.kernels import linear_loss_with_stats, linear_token_stats
 from deftune.kernels.eager import eager
 from deftune.objectives import IGNORE_INDEX, Context, Objective, TokenStats
+from deftune.objectives.stats import TopK
 
 # The loss is made while all activations are alive: smaller chunks than the fastest, which a step does not notice.
 CHUNK_ROWS = 1024
@@ -183,10 +184,17 @@ class ObjectiveCall:
     """What the head does with the hidden states: the loss and its statistics, or the statistics alone."""
 
     def __init__(
-        self, objective: Objective, context: Context, num_items: float | None, *, statistics_only: bool = False
+        self,
+        objective: Objective,
+        context: Context,
+        num_items: float | None,
+        *,
+        statistics_only: bool = False,
+        needs: frozenset[TopK] = frozenset(),
     ):
         self.objective, self.context = objective, context
         self.num_items, self.statistics_only = num_items, statistics_only
+        self.needs = objective.needs | needs  # of the statistics alone: a loss needs what its objective does
 
     @eager
     def __call__(self, head: Any, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
@@ -197,7 +205,7 @@ class ObjectiveCall:
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(head.weight.dtype)
         if self.statistics_only:
-            stats = linear_token_stats(hidden, head.weight, targets, needs=self.objective.needs, **keywords)
+            stats = linear_token_stats(hidden, head.weight, targets, needs=self.needs, **keywords)
             return ObjectiveOutput(None, stats.detach())
         loss, stats = linear_loss_with_stats(
             hidden, head.weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords

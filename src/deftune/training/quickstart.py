@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.files import write_atomic
 from deftune.data.regimes import generate
-from deftune.training.checkpoints import write_atomic
 from deftune.training.config import RunConfig, load_config
 from deftune.training.results import complete, load_result
 from deftune.training.runs import Run

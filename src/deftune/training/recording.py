@@ -6,7 +6,6 @@ beside the objective, and what the gate let through.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -82,7 +81,3 @@ def means(sums: list[float]) -> dict[str, float | list[int]]:
 def scalars(record: dict[str, float | list[int]]) -> dict[str, float]:
     """What a tracker can draw as a line."""
     return {name: float(value) for name, value in record.items() if not isinstance(value, list)}
-
-
-def is_finite(record: dict[str, float | list[int]]) -> bool:
-    return all(math.isfinite(value) for value in scalars(record).values())

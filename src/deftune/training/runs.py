@@ -21,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from deftune.training.checkpoints import checkpoints, write_atomic
+from deftune.data.files import write_atomic
+from deftune.training.checkpoints import checkpoints
 from deftune.training.config import ConfigError, RunConfig, render_yaml
 
 PACKAGES = ("deftune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton", "reasoning-gym")

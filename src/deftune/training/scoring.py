@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from deftune.data.encoding import Collator, Encoded
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives import objective as parse_objective
+from deftune.objectives.stats import TopK, columns_of
 from deftune.training.head import ObjectiveCall, attach_objective, base_of, shifted
 
 
@@ -28,42 +29,53 @@ class Scores:
         return {"nll": s.nll, "p": s.p, "focus": s.concentration, "entropy": s.entropy}
 
 
-@torch.no_grad()
 def score(
     model: Any, tokenizer: Any, examples: Sequence[Encoded], *, batch_size: int = 8,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Scores:  # fmt: skip
-    """Run a model over encoded rows; rows of similar length go together, the result is in the rows' order."""
-    base = base_of(model)
-    attach_objective(base)
-    model.eval()
-    call = ObjectiveCall(parse_objective("nll"), Context(), None, statistics_only=True)
-    collator = Collator(tokenizer.pad_token_id, padding_free=False)
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
+    """Run a model over encoded rows; the result is in the rows' order."""
     parts: list[tuple[int, TokenStats]] = []
-    for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        batch = {name: value.to(model.device) for name, value in collator([examples[i] for i in places]).items()}
-        targets = shifted(batch.pop("labels"))
-        stats = model(**batch, deft_targets=targets, deft_call=call).stats
-        counts = (targets != IGNORE_INDEX).sum(1).tolist()
-        first = 0
-        for place, count in zip(places, counts):
-            part = slice(first, first + count)
-            parts.append((place, taken(stats, part)))
-            first += count
-        progress(len(places))
+    for part in score_batches(model, tokenizer, examples, batch_size=batch_size):
+        parts.append(part)
+        progress(1)
     parts.sort(key=lambda part: part[0])
     rows = torch.cat([torch.full((len(part),), place) for place, part in parts])
     return Scores(TokenStats.cat([part for _, part in parts]), rows)
 
 
-def taken(stats: TokenStats, part: slice) -> TokenStats:
+def score_batches(
+    model: Any, tokenizer: Any, examples: Sequence[Encoded], *, batch_size: int = 8,
+    needs: frozenset[TopK] = frozenset(),
+) -> Iterator[tuple[int, TokenStats]]:  # fmt: skip
+    """(place, its tokens' statistics) of each row as it is scored; rows of similar length go together.
+
+    ``needs`` asks for the likeliest tokens too, e.g. ``{topk(1)}``.
+    """
+    attach_objective(base_of(model))
+    model.eval()
+    call = ObjectiveCall(parse_objective("nll"), Context(), None, statistics_only=True, needs=needs)
+    collator = Collator(tokenizer.pad_token_id, padding_free=False)
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
+    for start in range(0, len(order), batch_size):
+        places = order[start : start + batch_size]
+        batch = {name: value.to(model.device) for name, value in collator([examples[i] for i in places]).items()}
+        targets = shifted(batch.pop("labels"))
+        with torch.no_grad():  # not around a yield: it would hold for the caller too
+            stats = model(**batch, deft_targets=targets, deft_call=call).stats
+        first = 0
+        for place, count in zip(places, (targets != IGNORE_INDEX).sum(1).tolist()):
+            yield place, taken(stats, slice(first, first + count), needs)
+            first += count
+
+
+def taken(stats: TokenStats, part: slice, needs: frozenset[TopK] = frozenset()) -> TokenStats:
     """Some of the tokens, on the host."""
     log_p, entropy, collision, targets = (
         column[part].cpu() for column in (stats.log_p, stats.entropy, stats.log_collision, stats.targets)
     )
-    return TokenStats(log_p, entropy, collision, targets, stats.vocab_size)
+    k = max((need.k for need in needs), default=0)
+    top = columns_of(stats.top_log_p(k)[part].cpu(), stats.vocab_size) if k else None
+    return TokenStats(log_p, entropy, collision, targets, stats.vocab_size, top)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from deftune.data.encoding import Collator, EncodedRows, Encoder, encode_rows, pack
+from deftune.data.files import write_atomic
 from deftune.data.regimes import generate
 from deftune.data.rows import BadRows, Row
 from deftune.data.sources import mix, read_source, split_rows
@@ -493,7 +494,7 @@ def record_data(prepared: Prepared, run: Run) -> None:
             f"{run.folder}: the data is not what the run began with (tokens or masks differ); restore it, or start "
             f"another run with --set run=..."
         )
-    checkpoints.write_atomic(path, json.dumps(now, indent=1))
+    write_atomic(path, json.dumps(now, indent=1))
     if prepared.bad.skip and prepared.bad.rows:
         prepared.bad.write(run.folder / "bad_rows.jsonl")
 

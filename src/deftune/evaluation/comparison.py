@@ -1,0 +1,130 @@
+"""Results beside a base: what a model gained and what it lost, paired by item.
+
+The first result is the base (the model before tuning, or another method), and every difference is *other - base*: after
+tuning on maths, a medical suite with a negative difference is what was forgotten. ``won`` and ``lost`` count the items
+that score higher and lower than the base's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deftune.evaluation import heldout
+from deftune.evaluation.evaluate import Record, Result, by_item
+from deftune.evaluation.statistics import Estimate, holm, item_means, macro_average, mean_over_items, paired
+from deftune.evaluation.suites import SUITES, coverage
+
+ALIKE = ("top_p", "max_new_tokens", "rule")  # settings without which two scores are not of the same thing
+
+
+def results_in(folder: Path) -> list[Result]:
+    """The result that a folder is, or the results that lie in it, one for each suite."""
+    if (folder / "settings.json").is_file():
+        return [Result(folder)]
+    found = sorted(path.parent for path in folder.glob("*/settings.json"))
+    if not found:
+        raise ValueError(f"{folder}: is no result and holds none (no settings.json); `deftune eval MODEL` makes one")
+    return [Result(path) for path in found]
+
+
+def results_by_kind(folder: Path) -> dict[str, Result]:
+    """What was evaluated -> its result: a suite's name, the names of single tasks, or "heldout" and the data's."""
+    named: dict[str, Result] = {}
+    for result in results_in(folder):
+        settings = result.settings()
+        suite = settings["suite"] or ", ".join(settings["tasks"])
+        name = f"heldout {settings['data']}" if suite == "heldout" else suite
+        if name in named:
+            raise ValueError(f"{named[name].folder} and {result.folder} are both of {name}; name one of them")
+        named[name] = result
+    return named
+
+
+def compare(base: Result, other: Result) -> list[Record]:
+    """other - base for every task and temperature that both have, paired by item; p-values are not adjusted yet."""
+    before, after = base.read_graded(), other.read_graded()
+    old, new = base.settings(), other.settings()
+    for name in ALIKE:
+        if old.get(name) != new.get(name):
+            raise ValueError(
+                f"{base.folder} and {other.folder}: {name} was {old.get(name)} and {new.get(name)}; evaluate both alike"
+            )
+    have = {(r["task"], r["temperature"]) for r in after}
+    shared = [key for key in dict.fromkeys((r["task"], r["temperature"]) for r in before) if key in have]
+    if not shared:
+        raise ValueError(f"{base.folder} and {other.folder} have no task and temperature in common")
+    return [_compare_task(before, after, task, temperature, old, new) for task, temperature in shared]
+
+
+def _compare_task(
+    before: Sequence[Record], after: Sequence[Record], task: str, temperature: float, old: Record, new: Record
+) -> Record:
+    if old["tasks"][task] != new["tasks"][task]:
+        raise ValueError(f"{task}: version {old['tasks'][task]} and version {new['tasks'][task]} are different tasks")
+    theirs, mine = by_item(before, task, temperature), by_item(after, task, temperature)
+    if set(mine) != set(theirs):
+        raise ValueError(
+            f"{task}: {len(set(mine) ^ set(theirs))} items are in one result only; evaluate both on the same items"
+        )
+    a, b = [theirs[i] for i in mine], list(mine.values())
+    found = paired(b, a)
+    changes = [y - x for x, y in zip(item_means(a), item_means(b))]
+    return {
+        "suite": old["suite"], "task": task, "temperature": temperature, "items": found.num_items,
+        "base": mean_over_items(a), "score": mean_over_items(b), "difference": found.difference,
+        "standard_error": found.standard_error, "interval": [found.interval.low, found.interval.high],
+        "won": sum(change > 0 for change in changes), "lost": sum(change < 0 for change in changes),
+        "p": found.p_value,
+    }  # fmt: skip
+
+
+def average_changes(rows: Sequence[Record]) -> list[Record]:
+    """The macro average of the differences for each suite, run and temperature, with how much of the suite it is."""
+    averages: list[Record] = []
+    for name, run, temperature in dict.fromkeys((r["suite"], r["run"], r["temperature"]) for r in rows):
+        if name not in SUITES:
+            continue
+        suite = SUITES[name]
+        mine = [
+            r
+            for r in rows
+            if (r["suite"], r["run"], r["temperature"]) == (name, run, temperature) and r["task"] in suite.averaged
+        ]
+        if mine:
+            change = macro_average([Estimate(r["difference"], r["standard_error"]) for r in mine])
+            averages.append({
+                "suite": name, "run": run, "temperature": temperature,
+                "covers": coverage(suite, [r["task"] for r in mine]),
+                "base": sum(r["base"] for r in mine) / len(mine), "score": sum(r["score"] for r in mine) / len(mine),
+                "difference": change.mean, "standard_error": change.standard_error,
+            })  # fmt: skip
+    return averages
+
+
+def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
+    """Everything that ``base`` and each of ``others`` share: tasks, averages of suites, and token statistics.
+
+    p-values are adjusted by Holm's rule over all tasks of all runs. A result that has no partner is named.
+    """
+    tasks: list[Record] = []
+    tokens: list[Record] = []
+    alone: list[str] = []
+    bases = results_by_kind(base)
+    for folder in others:
+        mine = results_by_kind(folder)
+        if not bases.keys() & mine.keys():
+            raise ValueError(f"{base} has {'; '.join(bases)} and {folder} has {'; '.join(mine)}: nothing in common")
+        alone += [f"{folder if name in mine else base}: {name}" for name in sorted(bases.keys() ^ mine.keys())]
+        for name in [name for name in bases if name in mine]:
+            if name.startswith("heldout "):
+                rows = heldout.compare(bases[name], mine[name])
+                tokens += [{"run": str(folder), "data": name.removeprefix("heldout "), **row} for row in rows]
+            else:
+                tasks += [{"run": str(folder), **row} for row in compare(bases[name], mine[name])]
+    for row, adjusted in zip(tasks, holm([row["p"] for row in tasks])):
+        row["p_holm"] = adjusted
+    return {
+        "base": str(base), "tasks": tasks, "averages": average_changes(tasks), "heldout": tokens, "alone": alone,
+    }  # fmt: skip

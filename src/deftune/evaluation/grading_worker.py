@@ -1,0 +1,152 @@
+"""The process that a `Grader` hands hard pairs to: this file run as a program, with nothing of deftune imported.
+
+It reads a line of JSON per pair, [gold, answer, relative, absolute], and answers ["equal" | "close" | "different", what
+math-verify could read]. Its limits and its audit hook are described in `deftune.evaluation.grading`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+REFUSED = 77
+# What no answer needs. An event of these ends the worker at once, whoever catches exceptions above it.
+_FORBIDDEN = (
+    "socket.",
+    "subprocess.",
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.startfile",
+    "os.kill",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+    "os.chown",
+    "os.putenv",
+    "os.setxattr",
+    "shutil.",
+    "tempfile.",
+    "ctypes.",
+    "urllib.",
+    "http.",
+    "ftplib.",
+    "smtplib.",
+    "pty.",
+    "resource.setrlimit",
+    "sys.addaudithook",
+    "code.__new__",
+    "webbrowser.",
+    "builtins.input",
+    "builtins.breakpoint",
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def _refuse(libraries: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = (*arguments, None, None, None)[:3]
+            read_only = not (isinstance(flags, int) and flags & _WRITES) and not set(str(mode or "r")) & set("wax+")
+            name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
+            if not (read_only and os.path.normpath(name).startswith(libraries)):
+                os._exit(REFUSED)
+        elif event.startswith(_FORBIDDEN):
+            os._exit(REFUSED)
+
+    return hook
+
+
+def _limit(memory_mib: int) -> None:
+    import resource
+
+    for name, value in (
+        ("RLIMIT_AS", memory_mib << 20),
+        ("RLIMIT_NOFILE", 32),
+        ("RLIMIT_FSIZE", 0),
+        ("RLIMIT_CORE", 0),
+        ("RLIMIT_NPROC", 0),
+    ):
+        try:
+            resource.setrlimit(getattr(resource, name), (value, value))
+        except (AttributeError, ValueError, OSError):
+            if name != "RLIMIT_NPROC" and sys.platform == "linux":
+                raise
+
+
+def _close(gold: list[Any], answer: list[Any], relative: float, absolute: float) -> bool:
+    """Whether two parsed answers are as many numbers, each within the tolerance of its gold one."""
+    golds, answers = _numbers(gold), _numbers(answer)
+    return len(golds) == len(answers) > 0 and all(
+        abs(a - g) <= max(relative * abs(g), absolute) for g, a in zip(golds, answers)
+    )
+
+
+def _numbers(parsed: list[Any]) -> list[float]:
+    """The real numbers that a parsed answer is, sorted; of x = 3 the 3. [] where it is anything else."""
+    expression: Any = next((part for part in parsed if not isinstance(part, str)), None)
+    parts: list[Any] = list(expression.args) if type(expression).__name__ == "FiniteSet" else [expression]
+    try:
+        return sorted(float(getattr(part, "rhs", part).evalf(17)) for part in parts)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        return []
+
+
+def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> None:
+    def say(message: object) -> None:
+        os.write(results_fd, json.dumps(message).encode() + b"\n")
+
+    def at_most(cpu_seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF has no handler: the kernel ends the process
+
+    tasks = os.fdopen(tasks_fd, "r")
+    sys.dont_write_bytecode = True
+    _limit(memory_mib)
+    try:
+        import logging
+
+        from math_verify import LatexExtractionConfig, parse, verify
+
+        logging.disable(logging.CRITICAL)  # it logs what it parses
+
+        # The whole box, as LaTeX, or nothing: by default it goes on to pick numbers out of what it cannot read.
+        whole = [LatexExtractionConfig(boxed_match_priority=0)]
+
+        def read(text: str) -> list[Any]:
+            return parse(text, whole, extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
+
+        for text in (r"\boxed{\frac{\sqrt{2}}{2}x^2}", r"\boxed{\{1, 2\}}", r"\boxed{(1, 2]}"):  # loads what is lazy
+            verify(read(text), read(text + "+0"), timeout_seconds=None)
+    except Exception as problem:
+        say(f"{type(problem).__name__}: {problem}")
+        return
+    libraries = tuple({os.path.normpath(path) + os.sep for path in (*sys.path, sys.prefix, sys.base_prefix) if path})
+    sys.addaudithook(_refuse(libraries))
+    say("ready")
+    for line in tasks:
+        gold_text, answer_text, relative, absolute = json.loads(line)
+        at_most(seconds)
+        gold, answer = read(gold_text), read(answer_text)
+        found = "equal" if verify(gold, answer, timeout_seconds=None) else "different"
+        if found == "different" and (relative or absolute) and _close(gold, answer, relative, absolute):
+            found = "close"
+        at_most(0)
+        unread = [
+            name for name, found in (("gold", gold), ("answer", answer)) if all(isinstance(part, str) for part in found)
+        ]
+        say([found, " and the ".join(unread) or "both"])
+
+
+if __name__ == "__main__":
+    _work(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,107 @@
+"""Our tasks for EleutherAI's lm-evaluation-harness: the same prompts, golds and verdicts, run by `lm_eval`.
+
+`export_tasks` writes, for every task, its items (JSONL) and a task file (YAML), a group for each suite, and one small
+Python file that hands answers to `process_results`. The harness then generates, and our extraction and grading score.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from deftune.data.files import write_atomic
+from deftune.evaluation.grading import Grader, Rule
+from deftune.evaluation.items import Item
+from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.suites import Kind, Suite, Task
+
+MODULE = "deftune_scoring"
+PREFIX = "deftune_"
+_SHIM = '''"""Scores the answers to the tasks beside this file; written by `deftune eval export-tasks`."""
+
+from deftune.evaluation.harness import process_results
+
+__all__ = ["process_results"]
+'''
+
+
+def export_tasks(folder: Path, tasks: Mapping[str, tuple[Task, list[Item]]], suites: Sequence[Suite] = ()) -> list[str]:
+    """Write the tasks into a new or empty folder; the names under which the harness knows them."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder}: is not empty; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    (folder / "data").mkdir()
+    write_atomic(folder / f"{MODULE}.py", _SHIM)
+    for name, (task, items) in tasks.items():
+        lines = [json.dumps(_document(task, item)) + "\n" for item in items]
+        path = folder / "data" / f"{name}.jsonl"
+        write_atomic(path, "".join(lines))
+        write_atomic(folder / f"{name}.yaml", _task_file(task, path))
+    names = [PREFIX + name for name in tasks]
+    for suite in suites:
+        have = [PREFIX + name for name in suite.averaged if name in tasks]
+        group = {
+            "group": PREFIX + suite.name,
+            "task": have,
+            "aggregate_metric_list": [{"metric": "score", "aggregation": "mean", "weight_by_size": False}],
+            "metadata": {"version": 1},
+        }
+        write_atomic(folder / f"group_{suite.name}.yaml", yaml.safe_dump(group, sort_keys=False))
+        names.append(PREFIX + suite.name)
+    return names
+
+
+def _document(task: Task, item: Item) -> dict[str, Any]:
+    """An item as the harness holds it; options and rule as JSON, so that every row has the same columns."""
+    return {
+        "id": item.id, "kind": task.kind, "prompt": item.messages[-1]["content"], "gold": item.gold,
+        "options": json.dumps(item.options), "rule": json.dumps(asdict(item.rule)),
+    }  # fmt: skip
+
+
+def _task_file(task: Task, path: Path) -> str:
+    metrics = ["score", *(["similarity"] if task.kind == "figfont" else [])]
+    content = {
+        "task": PREFIX + task.name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{gold}}",
+        "process_results": "FUNCTION",
+        "generation_kwargs": {
+            "until": [],
+            "do_sample": False,
+            "temperature": 0.0,
+            "max_gen_toks": task.max_new_tokens,
+        },
+        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
+        "metadata": {"version": task.version},
+    }
+    # the harness's own tag, which no plain YAML writer knows
+    return re.sub(r"\bFUNCTION\b", f"!function {MODULE}.process_results", yaml.safe_dump(content, sort_keys=False))
+
+
+def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The score of one answer, as the harness asks for it: its document and the text that was generated."""
+    rule = Rule(**json.loads(doc["rule"]))
+    item = Item(doc["id"], ({"role": "user", "content": doc["prompt"]},), doc["gold"], json.loads(doc["options"]),
+                rule=rule)  # fmt: skip
+    kind = cast("Kind", doc["kind"])
+    [scored] = score_answers([(kind, item, results[0])], grader=_grader() if kind == "math" else None)
+    return {name: scored[name] for name in ("score", "similarity") if name in scored}
+
+
+@functools.cache
+def _grader() -> Grader:
+    """One for the process: the harness asks answer by answer, and a worker takes a second to start."""
+    return Grader(workers=1)

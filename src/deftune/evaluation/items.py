@@ -1,0 +1,183 @@
+"""A task's items: its data found below a folder or on the hub, read strictly, and put as prompts.
+
+The prompt is one user message; it goes through the same chat template as training. Nothing is generated or graded here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from deftune.data.rows import SUFFIXES, BadRows, Record, read_records
+from deftune.evaluation.grading import EQUAL, Rule
+from deftune.evaluation.suites import Task, task_named
+
+GENERATED_SIZE = 1000  # of the held-out FigFont splits, which have no end
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question. ``messages`` is what the model is given; ``gold`` the answer: a letter where there are options."""
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    gold: str
+    options: dict[str, str] | None = None
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    rule: Rule = EQUAL
+
+
+class MissingData(ValueError):
+    """A task whose data is not to be had here: which, where it was looked for, and what to do."""
+
+
+def find_data(task: Task, data_dir: str | Path | None = None) -> Path | None:
+    """The file of a task's data, searched by name below ``data_dir``; None says that it comes from the hub.
+
+    With a data folder the hub is never asked: a file that is missing there is an error, not another source.
+    """
+    source = task.source
+    if source.generator is not None:
+        return None
+    given = source.path if source.path is not None else data_dir
+    if given is None:
+        if source.hub is None:
+            raise MissingData(f"{task.name}: no data: {_looked_for(task)}; pass a folder that holds one (--data DIR)")
+        return None
+    given = Path(given)
+    if given.is_file() and given == source.path:
+        return given
+    if not given.is_dir():
+        raise MissingData(f"{task.name}: {given}: no such {'file' if given == source.path else 'folder'}")
+    for name in source.files:
+        found = _named_files(given, name)
+        if len(found) > 1:
+            raise MissingData(f"{task.name}: {found[0]} and {found[1]} could both be it; leave one in the data folder")
+        if found:
+            return found[0]
+    instead = f", or leave --data out to read {source.hub} from the hub" if source.hub else ""
+    raise MissingData(f"{task.name}: not below {given}: {_looked_for(task)}; put it there{instead}")
+
+
+def _looked_for(task: Task) -> str:
+    names = ", ".join(f"{name}.jsonl" for name in task.source.files) or "a file of its own"
+    hub = f"on the hub it is {task.source.hub}" if task.source.hub else "the hub is not known to have it"
+    return f"looked for {names} (or {', '.join(suffix for suffix in SUFFIXES if suffix != '.jsonl')}); {hub}"
+
+
+def _named_files(folder: Path, name: str) -> list[Path]:
+    """Files below ``folder`` whose path ends in ``name`` and a known suffix, whatever the case; hidden ones aside."""
+    wanted = name.lower().split("/")
+    found: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        lower = path.name.lower()
+        suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if lower.endswith(suffix)), None)
+        if suffix is None or lower.removesuffix(suffix) != wanted[-1] or not path.is_file():
+            continue
+        parents = [part.lower() for part in path.resolve().parent.parts]
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and (len(wanted) == 1 or parents[-len(wanted) + 1 :] == wanted[:-1]):
+            found.append(path)
+    return found
+
+
+def available(tasks: Iterable[str], data_dir: str | Path | None = None) -> dict[str, str]:
+    """Task name -> why its data is missing; "" where it is there (of the hub: where it would be asked)."""
+    reasons: dict[str, str] = {}
+    for name in tasks:
+        try:
+            find_data(task_named(name), data_dir)
+        except MissingData as error:
+            reasons[name] = str(error)
+        else:
+            reasons[name] = ""
+    return reasons
+
+
+def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | None = None) -> list[Item]:
+    """A task's items, in the order of its data. Two with the same id are an error.
+
+    ``limit`` takes that many: of a file those whose ids have the smallest hashes, so that it is a fair sample, and a
+    larger limit contains a smaller one; of a generated set the first.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: at least 1 item, got {limit}; leave it out to take all")
+    items: list[Item] = []
+    for index, question in enumerate(task.read(_records(task, data_dir, limit))):
+        options = question.options
+        lines = "\n".join(f"{letter}. {text.strip()}" for letter, text in (options or {}).items())
+        content = render_prompt(task.prompt, {"question": question.question, "options": lines})
+        key = question.key or str(index)
+        items.append(
+            Item(
+                f"{task.name}/{key}",
+                ({"role": "user", "content": content},),
+                question.gold,
+                options,
+                question.meta,
+                question.rule,
+            )
+        )
+    if not items:
+        raise MissingData(f"{task.name}: its data has no row of this task")
+    seen: set[str] = set()
+    for item in items:
+        if item.id in seen:
+            raise ValueError(f"{item.id}: two rows have this id; fix the file, an answer could not be told to be whose")
+        seen.add(item.id)
+    if limit is None or len(items) <= limit:
+        return items
+    chosen = sorted(items, key=lambda item: hashlib.sha256(item.id.encode()).digest())[:limit]
+    kept = {item.id for item in chosen}
+    return [item for item in items if item.id in kept]
+
+
+def _records(task: Task, data_dir: str | Path | None, limit: int | None) -> Iterable[Record]:
+    source = task.source
+    if source.generator is not None:
+        from deftune.data.regimes import generate
+
+        size = min(limit or (task.size or GENERATED_SIZE), task.size or limit or GENERATED_SIZE)
+        rows = generate(source.generator, split=source.split, size=size)
+        return (
+            (row.where, {"question": row.messages[0]["content"], "answer": row.messages[1]["content"],
+                         "index": row.where.partition("[")[2].rstrip("]")})
+            for row in rows
+        )  # fmt: skip
+    path = find_data(task, data_dir)
+    if path is not None:
+        return read_records(path, BadRows())
+    from deftune.data.sources import read_hub
+
+    return read_hub(cast("str", source.hub), source.split, streaming=False)
+
+
+def render_prompt(template: str, fields: Mapping[str, str]) -> str:
+    """``template`` with {name} replaced; doubled braces are braces. Nothing but plain names is understood.
+
+    >>> render_prompt("{question} Box it: \\\\boxed{{}}", {"question": "2 + 2?"})
+    '2 + 2? Box it: \\\\boxed{}'
+    """
+    parts: list[str] = []
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"prompt: {error}; a brace that is meant is written twice, {{{{ or }}}}") from None
+    for text, name, spec, conversion in pieces:
+        parts.append(text)
+        if name is None:
+            continue
+        if name not in fields or spec or conversion:
+            known = ", ".join(f"{{{key}}}" for key in fields)
+            raise ValueError(f"prompt: unknown {{{name}}}; known: {known}; a brace that is meant is written twice")
+        parts.append(fields[name])
+    return "".join(parts)
+
+
+def with_data(task: Task, path: str | Path) -> Task:
+    """The same task on a file of the user's: ``path`` is used whatever a data folder holds."""
+    return replace(task, source=replace(task.source, path=Path(path), generator=None))

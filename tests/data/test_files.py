@@ -1,0 +1,26 @@
+"""A file is whole or as it was before."""
+
+import errno
+import os
+
+import pytest
+
+from deftune.data.files import write_atomic
+
+
+@pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
+def test_write_atomic_keeps_the_old_file(tmp_path, monkeypatch, moment):
+    path = tmp_path / "status.json"
+    write_atomic(path, "old")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises((OSError, UnicodeEncodeError)):
+        if moment != "write":
+            patch.setattr(os, moment, full)
+        write_atomic(path, "new" if moment != "write" else "new \ud800")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+    write_atomic(path, "new")
+    assert path.read_text() == "new"

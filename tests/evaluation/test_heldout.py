@@ -1,0 +1,234 @@
+"""Held-out token statistics: against the model's own logits, stopped and resumed, and compared row by row."""
+
+import json
+
+import pytest
+import torch
+
+from deftune.cli import main
+from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.rows import Row
+from deftune.evaluation import heldout
+from deftune.evaluation.evaluate import Result
+from deftune.evaluation.heldout import HeldoutSettings, compare, measure, row_record, summarize, sums_of
+from deftune.evaluation.statistics import ece
+from deftune.objectives import IGNORE_INDEX
+from deftune.training.scoring import score
+
+SETTINGS = HeldoutSettings(model="m", data="d")
+
+
+def row(index: int) -> Row:
+    answer = f"The answer is {12 + index}. " + "What is it? " * (index % 4)
+    messages = ({"role": "user", "content": f"What is {index} plus 12?"}, {"role": "assistant", "content": answer})
+    return Row(messages, None, f"rows[{index}]", "rows")
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return Encoder(tokenizer, max_length=40)
+
+
+@pytest.fixture(scope="module")
+def encoded(encoder):
+    return encode_rows([row(i) for i in range(9)], encoder)
+
+
+def ends(encoder):
+    return frozenset(encoder.end_ids.values())
+
+
+def result_in(folder, settings=SETTINGS) -> Result:
+    result = Result(folder)
+    result.open(settings)
+    return result
+
+
+def finish(folder, model, tokenizer, encoded, encoder, **options) -> Result:
+    result = result_in(folder)
+    records = measure(result, model, tokenizer, encoded, ends(encoder), **options)
+    (folder / "summary.json").write_text(json.dumps(summarize(SETTINGS, records, [])))
+    return result
+
+
+def by_hand(model, example):
+    """(P of each supervised target's place [tokens, V], the targets)"""
+    logits = model(input_ids=torch.tensor([example.input_ids])).logits[0, :-1].double()
+    targets = torch.tensor(example.labels[1:])
+    kept = targets != IGNORE_INDEX
+    return logits[kept].softmax(-1), targets[kept]
+
+
+@torch.no_grad()
+def test_every_metric_is_what_its_definition_says(tmp_path, model, tokenizer, encoded, encoder):
+    assert any(example.truncated for example in encoded.examples) and encoded.num_ended > 2  # some rows have no end
+    result = result_in(tmp_path / "r")
+    records = measure(result, model, tokenizer, encoded, ends(encoder), batch_size=4)
+    summary = summarize(SETTINGS, records, [])
+    found = {r["metric"]: r["score"] for r in summary["rows"]}
+    p, top, right, focus, entropy, at_end, end_right = [], [], [], [], [], [], []
+    for example in encoded.examples:
+        P, y = by_hand(model, example)
+        mine = P.gather(1, y[:, None])[:, 0]
+        p += mine.tolist()
+        top += P.amax(1).tolist()
+        right += (P.argmax(1) == y).tolist()
+        focus += P.square().sum(1).tolist()
+        entropy += torch.special.entr(P).sum(1).tolist()
+        if int(y[-1]) in ends(encoder):
+            at_end.append(float(mine[-1]))
+            end_right.append(bool(P[-1].argmax() == y[-1]))
+    assert summary["ends"] == len(at_end) < len(encoded.examples)
+    expected = {
+        "nll": -torch.tensor(p, dtype=torch.float64).log().mean(), "p": sum(p) / len(p), "focus": sum(focus) / len(p),
+        "entropy": sum(entropy) / len(p), "top1": sum(right) / len(p), "ece": ece(top, right),
+        "end_p": sum(at_end) / len(at_end), "end_top1": sum(end_right) / len(at_end),
+    }  # fmt: skip
+    assert found == {name: pytest.approx(float(value), rel=1e-4) for name, value in expected.items()}
+    for r in summary["rows"]:
+        assert r["interval"][0] <= r["score"] <= r["interval"][1] or r["metric"] == "ece"  # its bootstrap is biased up
+
+
+def test_it_agrees_with_the_scores_of_the_quickstart(tmp_path, model, tokenizer, encoded, encoder):
+    records = measure(result_in(tmp_path / "r"), model, tokenizer, encoded, ends(encoder), batch_size=3)
+    columns = score(model, tokenizer, encoded.examples).columns()
+    sums = sums_of(records).sum(0)
+    for i, name in enumerate(("nll", "p", "focus", "entropy"), 1):
+        assert float(sums[i]) == pytest.approx(float(columns[name].sum()), rel=1e-5)
+    assert int(sums[0]) == len(columns["nll"]) == encoded.num_supervised
+
+
+def test_stopped_and_resumed_is_the_same(tmp_path, model, tokenizer, encoded, encoder):
+    whole = finish(tmp_path / "whole", model, tokenizer, encoded, encoder)
+    result = result_in(tmp_path / "r")
+    path = result.folder / "rows.jsonl"
+
+    class Stop(Exception):
+        pass
+
+    def stop(done, total):
+        if done == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        measure(result, model, tokenizer, encoded, ends(encoder), batch_size=2, progress=stop)
+    with path.open("a") as file:
+        file.write('{"row": 8, "wh')  # and a kill in the middle of a line
+    seen = []
+    records = measure(result, model, tokenizer, encoded, ends(encoder), progress=lambda done, total: seen.append(done))
+    assert seen[0] == 4 and len(path.read_text().splitlines()) == 9  # nothing is scored twice
+    expected = heldout.read_rows(whole)
+    assert [r["targets"] for r in records] == [r["targets"] for r in expected]
+    assert sums_of(records) == pytest.approx(sums_of(expected), rel=1e-4, abs=1e-5)
+    other = encode_rows([row(i + 1) for i in range(9)], encoder)
+    with pytest.raises(ValueError, match=r"rows\[\d\] has other tokens now; the data changed"):
+        measure(result, model, tokenizer, other, ends(encoder))
+
+
+def test_no_end_is_said_and_not_a_number(tmp_path, model, tokenizer):
+    short = Encoder(tokenizer, max_length=40)
+    encoded = encode_rows([row(3), row(7)], short)
+    summary = summarize(SETTINGS, measure(result_in(tmp_path / "r"), model, tokenizer, encoded, ends(short)), [])
+    found = {r["metric"]: r["score"] for r in summary["rows"]}
+    assert summary["ends"] == 0 and found["end_p"] is None and found["end_top1"] is None and found["nll"] > 0
+    json.dumps(summary, allow_nan=False)
+
+
+def test_compare_pairs_rows(tmp_path, model, make_model, tokenizer, encoded, encoder):
+    base = finish(tmp_path / "a", model, tokenizer, encoded, encoder)
+    other = make_model(tokenizer)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(0.05)  # flatter: lower confidence everywhere
+    run = finish(tmp_path / "b", other, tokenizer, encoded, encoder)
+    rows = {r["metric"]: r for r in compare(base, run)}
+    assert rows["focus"]["difference"] < 0 < rows["entropy"]["difference"]
+    assert rows["focus"]["interval"][1] < 0 and rows["focus"]["p"] == 2 / 2**9  # all rows agree: the least there is
+    assert rows["focus"]["score"] - rows["focus"]["base"] == rows["focus"]["difference"]
+    assert all(r["p_holm"] >= r["p"] for r in rows.values())
+    same = compare(base, base)
+    assert all(r["difference"] == 0 and r["p"] == 1 for r in same)
+    fewer = encode_rows([row(i) for i in range(8)], encoder)
+    with pytest.raises(ValueError, match="1 rows have other tokens; measure both on the same data"):
+        compare(base, finish(tmp_path / "c", model, tokenizer, fewer, encoder))
+
+
+def test_a_tie_counts_as_the_likeliest(model, tokenizer, encoded, encoder):
+    from deftune.kernels import token_stats
+
+    example = encoded.examples[0]
+    stats = token_stats(torch.tensor([[1.0, 1.0, 0.0], [2.0, 0.0, 1.9]]), torch.tensor([1, 2]))
+    record = row_record(0, example, stats, frozenset({2}))
+    assert record["top1"] == 1.0 and record["ends"] == 1 and record["end_top1"] == 0.0
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, model, tokenizer):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = [json.dumps({"messages": list(row(i).messages)}) for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_a_run_is_measured_as_it_was_trained_and_its_base_like_it(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    (folder / "run.yaml").write_text(
+        "run: runs/a\nmodel: {name: model}\n"
+        "data: {train: [{path: rows.jsonl}], template: plain, max_length: 64}\n"
+        "train: {batch_size: 6, micro_batch_size: 2, learning_rate: 0.01, epochs: 2}\n"
+    )
+    assert main(["train", "run.yaml"]) == 0
+    heldout = ["--suite", "heldout", "--data", "rows.jsonl", "--out"]
+    assert main(["eval", "runs/a", *heldout, "results/run/tokens"]) == 0
+    settings = json.loads((folder / "results/run/tokens/settings.json").read_text())
+    assert settings["encoding"]["template"] == "plain" and settings["encoding"]["max_length"] == 64
+    assert main(["eval", "model", *heldout, "results/other/tokens"]) == 0
+    assert main(["eval", "model", *heldout, "results/base/tokens", "--like", "runs/a"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "compare", "results/other", "results/run"]) == 2  # another template: other tokens
+    assert "the base as the run was encoded (--like RUN)" in capsys.readouterr().err
+    assert main(["eval", "compare", "results/base", "results/run", "--json"]) == 0
+    rows = {r["metric"]: r for r in json.loads(capsys.readouterr().out)["heldout"]}
+    assert rows["nll"]["difference"] < 0  # of the rows it was trained on
+    assert main(["eval", "compare", "results/base", "results/run"]) == 0
+    assert "held-out tokens, paired by row" in capsys.readouterr().out
+    assert main(["eval", "show", "results/run/tokens", "--rows", "2"]) == 0
+    assert "the 2 rows with the highest NLL" in capsys.readouterr().out
+    assert main(["eval", "runs/a", *heldout, "x", "--template", "chatml"]) == 2
+    assert "was trained with its own" in capsys.readouterr().err
+
+
+def test_bad_rows_are_refused_or_set_aside(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    with (folder / "rows.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "user", "content": "?"}]}\n')
+    command = ["eval", "model", "--suite", "heldout", "--data", "rows.jsonl"]
+    assert main(command) == 2
+    assert "rows.jsonl:7: no assistant turn" in capsys.readouterr().err
+    assert main([*command, "--skip-bad-rows"]) == 0
+    assert "1 row skipped" in capsys.readouterr().err
+    assert len((folder / "results/model-heldout/bad_rows.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "name the dataset with --data"),
+        (["--data", "nowhere.jsonl"], "no such file or folder"),
+        (["--data", "generated:gsm_symbolic"], "say how many with --rows N"),
+        (["--data", "generated:gsm_symbolic", "--rows", "2", "--format", "math"], "is generated and has none"),
+        (["--data", "generated:gsm_symbol", "--rows", "2"], "Did you mean 'gsm_symbolic'"),
+        (["--data", "x", "--rows", "0"], "--rows: at least 1, got 0"),
+        (["--data", "x", "--temperature", "1"], "--temperature: means nothing to --suite heldout"),
+        (["--data", "x", "--suite", "math"], "--suite heldout goes by itself"),
+        (["--data", "x", "--like", "nowhere"], "is no run"),
+    ],
+)
+def test_wrong_calls_are_one_line(options, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", "smollm2", "--suite", "heldout", *options]) == 2
+    err = capsys.readouterr().err
+    assert text in err and len(err.splitlines()) == 1 and not list(tmp_path.iterdir())
