@@ -252,7 +252,7 @@ class TritonBackend:
     """CUDA: one GEMM with the statistics in its epilogue, E stored once in the inputs' dtype, two cuBLAS GEMMs."""
 
     max_rows = 4608  # below 1024 the float32 traffic of dW costs 20%
-    max_bytes = 15 << 26  # 0.94 GiB of E
+    max_bytes = 5 << 28  # 1.25 GiB of E
 
     def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
         from deftune.kernels import triton_rows
