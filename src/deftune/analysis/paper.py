@@ -35,6 +35,11 @@ class PaperSet:
     task: str
     items: int
 
+    @property
+    def column(self) -> str:
+        """What a column of our results is called: the task, or the task's similarity."""
+        return f"{self.task} similarity" if self.name == "Jaro-Winkler" else self.task
+
 
 @dataclass(frozen=True)
 class Cell:
