@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from deftune.analysis.claims_board import BASELINES, OURS, REGIMES, Board
+from deftune.analysis.claims_board import BASELINES, OURS, REGIMES, Board, PaperBoard
 from deftune.analysis.claims_checks import (
     Check,
     Finding,
@@ -243,3 +243,18 @@ def claim_named(name: str) -> Claim:
         if claim.name == name:
             return claim
     raise ValueError(f"unknown claim {name!r}. Known: {', '.join(claim.name for claim in CLAIMS)}")
+
+
+def claim_records(ours: Board | None = None) -> list[dict[str, str]]:
+    """The ledger, with our verdict where a comparison has one: "" is not measured."""
+    paper = PaperBoard()
+    records: list[dict[str, str]] = []
+    for claim in CLAIMS:
+        printed, measured = claim.verdict(paper), claim.verdict(ours) if ours is not None else None
+        assert printed is not None  # the paper's board has every setting
+        records.append({
+            "name": claim.name, "where": claim.where, "quote": claim.quote, "reading": claim.reading,
+            "rests_on": claim.rests_on, "paper": printed.verdict, "paper_because": printed.because,
+            "ours": measured.verdict if measured else "", "ours_because": measured.because if measured else "",
+        })  # fmt: skip
+    return records

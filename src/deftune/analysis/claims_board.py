@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from deftune.analysis.paper import HALF_CENT, PaperTable, paper_methods, paper_sets, paper_tables, recomputed
 
@@ -124,3 +124,75 @@ class PaperBoard:
 
     def focus(self, setting: str) -> tuple[float, float, float] | None:
         return None  # a figure, and some numbers in the text
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+LEVEL = 0.05
+
+_MEASURED = {
+    "strong": (("strong", "math", "average"),),
+    "intermediate": (("intermediate", "choice", "average"),),
+    "weak": (("weak", "figfont", "average"),),
+    "weak exact": (("weak", "figfont", "figfont"),),
+    "mixed": (("mixed", "choice", "average"), ("mixed", "math", "average")),
+    "mixed general": (("mixed", "choice", "average"),),
+    "mixed maths": (("mixed", "math", "average"),),
+    "ood": (("strong", "choice", "average"),),
+    "epochs": (),
+}
+"""Setting -> (regime, kind of tasks, column): what a comparison must have measured for it."""
+
+
+class ComparisonBoard:
+    """A comparison's summary (`grid_summary`): each objective at its own best learning rate and temperature.
+
+    A difference is decided where its Holm-adjusted p-value is below 0.05.
+    """
+
+    def __init__(self, summary: Mapping[str, Any]):
+        self._regimes: Mapping[str, Any] = summary["regimes"]
+
+    def _views(self, setting: str) -> list[tuple[Mapping[str, Any], str]]:
+        """(view, column) of everything that the setting is made of; [] where some of it was not measured."""
+        found: list[tuple[Mapping[str, Any], str]] = []
+        for regime, kind, column in _MEASURED[setting]:
+            for evaluation in self._regimes.get(regime, {}).get("evaluations", []):
+                kinds = {evaluation["kinds"][name] for name in evaluation.get("averaged", [])}
+                if kinds == {kind} and evaluation["views"]:
+                    found.append((evaluation["views"][-1], column))  # the best of a sweep, or the only one
+                    break
+        return found if len(found) == len(_MEASURED[setting]) else []
+
+    def cases(self, setting: str) -> Sequence[str]:
+        regimes = [regime for regime, _, _ in _MEASURED[setting]]
+        return [self._regimes[regimes[0]]["model"]] if self._views(setting) else []
+
+    def score(self, setting: str, case: str, objective: str) -> float | None:
+        scores: list[float] = []
+        for view, column in self._views(setting):
+            if objective not in view["rows"] or column not in view["rows"][objective]["columns"]:
+                return None
+            scores.append(100 * view["rows"][objective]["columns"][column]["value"])
+        return math.fsum(scores) / len(scores) if scores else None
+
+    def difference(self, setting: str, case: str, a: str, b: str) -> Difference | None:
+        parts: list[Difference] = []
+        for view, column in self._views(setting):
+            for record in view["differences"]:
+                if record["column"] == column and {record["a"], record["b"]} == {a, b}:
+                    sign = 1 if record["a"] == a else -1
+                    error = record["standard_error"]
+                    error = math.nan if error is None else 100 * error
+                    parts.append(Difference(sign * 100 * record["difference"], error, record["p_holm"] < LEVEL))
+        if not parts or len(parts) < len(_MEASURED[setting]):
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        value = math.fsum(part.value for part in parts) / len(parts)
+        error = math.sqrt(math.fsum(part.error**2 for part in parts)) / len(parts)
+        return Difference(value, error, abs(value) > 1.96 * error)
+
+    def focus(self, setting: str) -> tuple[float, float, float] | None:
+        found = self._regimes.get(setting, {}).get("focus")
+        return (found[0], found[1], found[2]) if found else None
