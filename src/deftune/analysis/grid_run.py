@@ -23,7 +23,7 @@ from rich.console import Console
 
 from deftune.analysis.grid import BASE, Cell, Comparison, Evaluation, open_comparison
 from deftune.analysis.tokens import write_token_table
-from deftune.data.rows import BadRows, Row
+from deftune.data.rows import BadRows
 from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize, write_text
 from deftune.evaluation.generation import TransformersSampler
 from deftune.evaluation.statistics import half_of
@@ -126,21 +126,19 @@ def load_cell(cell: Cell, say: Say) -> tuple[Any, Any]:
 
 def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> None:
     """`tokens.parquet`: every supervised token of the held-out rows, with the gates of the comparison's objectives."""
-    rows = token_rows(cell, say)
+    bad = BadRows(skip=cell.config.data.skip_bad_rows)
+    rows = [row for source in cell.section.tokens for row in read_rows([source], cell.config, bad, say)]
     chosen = [parse_objective(spec) for spec in dict.fromkeys(["nll", *cell.comparison.objectives])]
     # what needs a whole optimizer step has no gate in a table of single tokens
     single = [objective for objective in chosen if objective.kind == "local" and "progress" not in objective.requires]
     written = write_token_table(
         cell.folder / "tokens.parquet", model, tokenizer, rows, encoder=make_encoder(cell.config.data, tokenizer),
-        objectives=single, skip_bad_rows=cell.config.data.skip_bad_rows, facts={"cell": cell.name},
+        objectives=single, bad=bad, facts={"cell": cell.name},
     )  # fmt: skip
     say(f"{written.tokens}: {written.num_tokens:,} tokens")
-
-
-def token_rows(cell: Cell, say: Say) -> list[Row]:
-    """The held-out rows; of several sources, one after another."""
-    bad = BadRows(skip=cell.config.data.skip_bad_rows)
-    return [row for source in cell.section.tokens for row in read_rows([source], cell.config, bad, say)]
+    if bad.rows:
+        bad.write(cell.folder / "bad_rows.jsonl")
+        say(f"{bad.summary()}; see {cell.folder / 'bad_rows.jsonl'}")
 
 
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:
