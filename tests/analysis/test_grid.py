@@ -422,7 +422,14 @@ def test_the_summary_is_kept_until_a_cell_changes(finished):
 def test_show_prints_tables_differences_tokens_and_cost(finished, capsys):
     assert main(["compare", "show", finished.folder]) == 0
     out = capsys.readouterr().out
-    for words in ("T=0", "each at its best temperature", "paired by item", "held-out tokens", "tokens/s", "by seed"):
+    for words in (
+        "T=0",
+        "each at its best temperature",
+        "paired by item",
+        "held-out tokens",
+        "tokens/s",
+        "By seed (0, 1)",
+    ):
         assert words in out
     assert main(["compare", "show", finished.folder, "--format", "latex"]) == 0
     assert capsys.readouterr().out.count(r"\begin{tabular}") == 3

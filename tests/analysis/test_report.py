@@ -86,7 +86,7 @@ def test_ids_are_unique(page):
 def test_it_has_everything(finished, page):
     text = " ".join(Page(page).text.split())
     for words in (
-        "nll against deft", "5 of 5", "What it says", "Scores", "figfont similarity", "Figures",
+        "grid: nll, deft", "5 of 5", "What it says", "Scores", "figfont similarity", "Figures",
         "Score against sampling temperature", "Target probabilities on held-out tokens", "Held-out tokens: weak",
         "Cost: weak", "The paper's claims", "How to reproduce it", f"deftune report {finished.folder}",
         "Configuration", "Environment", "tokens/s", "weak/deft/lr0.001-s1",
@@ -103,15 +103,15 @@ def test_the_numbers_are_the_summarys(finished, page):
     view = summary["regimes"]["weak"]["evaluations"][0]["views"][-1]
     for row in view["rows"].values():
         assert f"{100 * row['columns']['figfont similarity']['value']:.2f}" in page
-    for _, sentence in verdicts(summary):
-        assert sentence in Page(page).text
+    for where, _, sentence in verdicts(summary):
+        assert where in Page(page).text and sentence in Page(page).text
 
 
 def test_little_is_called_little(finished):
     lines = cautions(summarize_comparison(finished))
     assert any(line.startswith("2 seeds: intervals") for line in lines)
-    assert "weak, tasks: a set has 6 items, too few to rank by." in lines
-    (decided, sentence), *_ = verdicts(summarize_comparison(finished))
+    assert "Sets with few items, too few to rank by: weak, tasks: 6." in lines
+    (_, decided, sentence), *_ = verdicts(summarize_comparison(finished))
     assert not decided and "deft is not told apart from nll" in sentence
 
 
@@ -120,7 +120,7 @@ def test_a_decided_difference_names_its_direction(finished):
     for record in summary["regimes"]["weak"]["evaluations"][0]["views"][-1]["differences"]:
         if (record["a"], record["b"]) == ("deft", "nll"):
             record |= {"difference": -0.1, "low": -0.15, "high": -0.05, "p_holm": 0.001}
-    (decided, sentence), *_ = verdicts(summary)
+    (_, decided, sentence), *_ = verdicts(summary)
     assert decided and "deft is below nll: -10.00 points [-15.00, -5.00], p = 0.001 after Holm" in sentence
 
 
@@ -138,7 +138,7 @@ def test_a_comparison_of_answers_alone_has_no_token_figures(tmp_path, finished):
     summary["regimes"]["weak"]["evaluations"] = []
     titles = report_figures(finished, summary)
     assert "Score against sampling temperature" not in titles
-    assert "Target probabilities on held-out tokens" in titles
+    assert "Target probabilities on held-out tokens, one seed of each" in titles
 
 
 HOSTILE = "</title></style><img src=x onerror=document.title='taken'><script>document.title='taken'</script>&'\""
@@ -188,7 +188,7 @@ def test_a_browser_runs_nothing_of_it(tmp_path, finished):
     done = subprocess.run(
         [CHROMIUM, *options, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120
     )
-    assert "<title>grid: nll against" in done.stdout  # it is still the page's own
+    assert "<title>grid: nll, " in done.stdout  # it is still the page's own
 
 
 def test_it_links_a_token_browser_that_is_there(finished):

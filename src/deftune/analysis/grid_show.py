@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from deftune.analysis.grid_summary import AVERAGE, BEST
@@ -63,9 +64,14 @@ def view_table(regime: str, model: str, evaluation: Record, view: Record, rank_b
     averaged = evaluation["averaged"]
     columns = (*evaluation["columns"], *([AVERAGE] if len(averaged) > 1 else []))
     return ResultTable(
-        f"{regime}: {model}, {evaluation['title']}, {view_title(view['name'])}", columns, rows, rank_base=rank_base,
-        notes=tuple(view_notes(evaluation, view)),
+        f"{regime}: {model_label(model)}, {evaluation['title']}, {view_title(view['name'])}", columns, rows,
+        rank_base=rank_base, notes=tuple(view_notes(evaluation, view)),
     )  # fmt: skip
+
+
+def model_label(name: str) -> str:
+    """A hub id or a name as it is; of a folder its last part."""
+    return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
 def percent(value: float | None) -> float | None:
@@ -82,15 +88,15 @@ def view_notes(evaluation: Record, view: Record) -> list[str]:
         notes.append(f"Without {', '.join(evaluation['missing'])}: no data.")
     if (averaged := evaluation["averaged"]) and len(averaged) > 1:
         notes.append(f"The average is over {', '.join(averaged)}.")
-    for objective, row in view["rows"].items():
-        settings = [setting_text(*option) for option in row["chosen"]]
-        if view["name"] == BEST or len(set(settings)) > 1:
-            notes.append(
-                f"{objective}: chosen on the other half of the items: {' and '.join(dict.fromkeys(settings))}."
-            )
-        if row["by_seed"]:
-            by_seed = ", ".join(f"{seed}: {100 * value:.2f}" for seed, value in row["by_seed"].items())
-            notes.append(f"{objective} by seed: {by_seed}.")
+    chosen = {name: list(dict.fromkeys(setting_text(*o) for o in row["chosen"])) for name, row in view["rows"].items()}
+    if view["name"] == BEST or any(len(settings) > 1 for settings in chosen.values()):
+        texts = [f"{name} {' and '.join(settings)}" for name, settings in chosen.items()]
+        notes.append(f"Each half of the items at what was best on the other half: {'; '.join(texts)}.")
+    seeds = {name: row["by_seed"] for name, row in view["rows"].items() if row["by_seed"]}
+    if seeds:
+        texts = [f"{name} {', '.join(f'{100 * value:.2f}' for value in row.values())}" for name, row in seeds.items()]
+        names = ", ".join(dict.fromkeys(seed for row in seeds.values() for seed in row))
+        notes.append(f"By seed ({names}), {'average' if len(averaged) > 1 else averaged[0]}: {'; '.join(texts)}.")
     return notes
 
 

@@ -18,7 +18,7 @@ from deftune._version import __version__
 from deftune.analysis.claims import claim_records
 from deftune.analysis.claims_board import LEVEL, ComparisonBoard
 from deftune.analysis.grid import CONFIG, Comparison, render_comparison
-from deftune.analysis.grid_show import cost_lines, difference_lines, score_tables, token_lines, view_title
+from deftune.analysis.grid_show import cost_lines, difference_lines, model_label, score_tables, token_lines, view_title
 from deftune.analysis.grid_summary import AVERAGE
 from deftune.analysis.tables import ResultTable, render_html
 
@@ -49,9 +49,9 @@ def folded(title: str, content: str) -> str:
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(summary: Record) -> list[tuple[bool, str]]:
-    """(decided, sentence) for every objective against the first one, by regime and suite, in the last view."""
-    found: list[tuple[bool, str]] = []
+def verdicts(summary: Record) -> list[tuple[str, bool, str]]:
+    """(where, decided, sentence) for every objective against the first one, by regime and suite, in the last view."""
+    found: list[tuple[str, bool, str]] = []
     reference = summary["config"]["objectives"][0]
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
@@ -72,9 +72,9 @@ def verdicts(summary: Record) -> list[tuple[bool, str]]:
                     if decided
                     else f"not told apart from {reference}"
                 )
-                found.append((decided, (
-                    f"{regime}, {evaluation['title']}, {view_title(view['name'])}: {other} is {how}: "
-                    f"{points:+.2f} points{interval}, p = {record['p_holm']:.2g} after Holm, "
+                where = f"{regime}, {evaluation['title']}, {view_title(view['name'])}"
+                found.append((where, decided, (
+                    f"{other} is {how}: {points:+.2f} points{interval}, p = {record['p_holm']:.2g} after Holm, "
                     f"{record['items']:,} items."
                 )))  # fmt: skip
     return found
@@ -96,12 +96,15 @@ def cautions(summary: Record) -> list[str]:
             f"{seeds} seed{'s' * (seeds > 1)}: intervals and p-values are over items, for these seeds; another seed "
             f"may move a score by more."
         )
+    small: list[str] = []
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
             for view in evaluation["views"][:1]:
                 sizes = {c["items"] for row in view["rows"].values() for c in row["columns"].values() if c["items"]}
                 if sizes and min(sizes) < FEW_ITEMS:
-                    lines.append(f"{regime}, {evaluation['title']}: a set has {min(sizes)} items, too few to rank by.")
+                    small.append(f"{regime}, {evaluation['title']}: {min(sizes)}")
+    if small:
+        lines.append(f"Sets with few items, too few to rank by: {'; '.join(small)}.")
     return lines
 
 
@@ -126,6 +129,16 @@ def score_section(summary: Record, tables: Sequence[ResultTable]) -> Iterator[st
                 if view["differences"]:
                     inner += text_table(difference_lines(evaluation, view))
                 yield folded(f"{regime}, {evaluation['title']}, {view_title(view['name'])}", inner)
+
+
+def says_section(summary: Record) -> Iterator[str]:
+    before = ""
+    for where, decided, text in verdicts(summary):
+        if where != before:
+            yield ("</ul>" if before else "") + f'<h3>{escape(where)}</h3>\n<ul class="says">'
+            before = where
+        yield f'<li class="decided">{escape(text)}</li>' if decided else f"<li>{escape(text)}</li>"
+    yield "</ul>" if before else "<p>No two objectives have finished yet.</p>"
 
 
 def claims_section(summary: Record) -> str:
@@ -203,10 +216,10 @@ def render_report(
     config = summary["config"]
     finished = sum(cell["state"] == "finished" for cell in summary["cells"].values())
     models = dict.fromkeys(about["model"] for about in summary["regimes"].values())
-    title = f"{Path(comparison.folder).name}: {' against '.join(config['objectives'])}"
+    title = f"{Path(comparison.folder).name}: {', '.join(config['objectives'])}"
     facts = {
         "objectives": ", ".join(config["objectives"]),
-        "model": ", ".join(models),
+        "model": ", ".join(map(model_label, models)),
         "regimes": ", ".join(summary["regimes"]),
         "seeds": ", ".join(map(str, config["seeds"])),
         "learning rates": ", ".join(f"{rate:g}" for rate in config["learning_rates"]),
@@ -221,9 +234,7 @@ def render_report(
         "</dl>",
         *(f'<p class="warn">{escape(line)}</p>' for line in cautions(summary)),
         "<h2>What it says</h2>",
-        '<ul class="says">',
-        *(f"<li{' class=decided' if decided else ''}>{escape(text)}</li>" for decided, text in verdicts(summary)),
-        "</ul>",
+        *says_section(summary),
         "<h2>Scores</h2>",
         *score_section(summary, score_tables(summary)),
     ]

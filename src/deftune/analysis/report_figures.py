@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Record = Mapping[str, Any]
+SCALE = 1.8  # pixels of the page for a point of the paper
 
 
 def report_figures(comparison: Comparison, summary: Record) -> dict[str, str]:
@@ -32,8 +33,8 @@ def report_figures(comparison: Comparison, summary: Record) -> dict[str, str]:
     scores = score_lines(summary)
     drawn: dict[str, Callable[[], Figure | None]] = {
         "Score against sampling temperature": lambda: temperature_figure(scores),
-        "Target probabilities on held-out tokens": lambda: histogram_figure(comparison),
-        "Probability and concentration while training": lambda: progress_figure(comparison),
+        "Target probabilities on held-out tokens, one seed of each": lambda: histogram_figure(comparison),
+        "Probability and concentration while training, one seed of each": lambda: progress_figure(comparison),
         "Score against the untuned model's mean p": lambda: continuum_figure(scores, summary),
         "Score against the tuned model's mean entropy": lambda: entropy_figure(scores, summary),
     }
@@ -99,7 +100,9 @@ def continuum_figure(scores: list[dict[str, Any]], summary: Record) -> Figure | 
         return None
     lowest = min(line["temperature"] for line in known)
     at = [line for line in known if line["temperature"] == lowest]
-    return plot_continuum(continuum_table(at, {line["regime"]: base_p[line["of"]] for line in at}))
+    figure = plot_continuum(continuum_table(at, {line["regime"]: base_p[line["of"]] for line in at}))
+    figure.axes[0].set_xlabel("mean p of the untuned model on held-out tokens")
+    return figure
 
 
 def entropy_figure(scores: list[dict[str, Any]], summary: Record) -> Figure | None:
@@ -122,5 +125,9 @@ def svg_text(figure: Figure, prefix: str) -> str:
     text = sink.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)  # names of vocabularies, as addresses
+    # drawn for a paper's column: on a screen there is room for more
+    text = re.sub(
+        r'width="([\d.]+)pt" height="[\d.]+pt"', lambda m: f'width="{SCALE * float(m[1]):.0f}"', text, count=1
+    )
     text = re.sub(r'(\sid=")', rf"\1{prefix}-", text)
     return re.sub(r'(url\(#|href="#)', rf"\1{prefix}-", text)
