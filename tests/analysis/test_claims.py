@@ -1,6 +1,8 @@
 """The claims ledger: every verdict on the paper's own numbers, and how a board of ours is judged."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -177,3 +179,12 @@ def test_focus_of_our_own_runs():
 def test_an_unknown_claim_is_named():
     with pytest.raises(ValueError, match="unknown claim 'oood'"):
         claim_named("oood")
+
+
+def test_the_ledger_and_the_printed_tables_need_no_torch():
+    """`deftune compare claims` and `paper` answer from the core's front door alone, at once."""
+    code = (
+        "import sys; from deftune.cli import main; main(['compare', 'claims']); main(['compare', 'paper', '1']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -203,6 +203,9 @@ def reproduce(comparison: Comparison) -> str:
             f"deftune eval show {shlex.quote(str(trained.folder))}/eval-* --wrong",
             f"deftune chat {run}",
         ]
+        if trained.section.tokens:
+            table, browser = (shlex.quote(str(trained.folder / name)) for name in ("tokens.parquet", "inspect.html"))
+            lines.append(f"deftune inspect --tokens {table} --html {browser}   # the next report links it")
     return "\n".join(lines)
 
 
