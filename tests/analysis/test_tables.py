@@ -93,7 +93,7 @@ def test_equal_sets_stand_beside_the_papers_numbers():
 def test_another_set_is_never_shown_as_equal():
     found = beside_paper(medical(pubmedqa=500), 5, model="LLaMA-3.1-8B")
     assert found.paper["nll"]["pubmedqa"] == Printed("71.40", "500 items, the paper's set has 1,000")
-    assert found.paper["nll"]["average"] == Printed("43.14", "pubmedqa differ")
+    assert found.paper["nll"]["average"] == Printed("43.14", "other items in pubmedqa")
     text = render_markdown(found)
     assert "*71.40†*" in text and "*43.14†*" in text and "*41.45*" in text
     assert "† pubmedqa: 500 items, the paper's set has 1,000; not comparable with the paper's number." in text
@@ -103,6 +103,15 @@ def test_an_average_without_a_set_is_another_average():
     found = beside_paper(medical(nejm=None), 5, model="LLaMA-3.1-8B")
     assert found.paper["nll"]["average"].differs == "without nejm"
     assert "nejm" not in found.paper["nll"]
+
+
+def test_an_average_over_one_more_set_is_another_average():
+    """Ours has eleven medical sets, each of the paper's tables ten; GSM8K is beside the maths average, not in it."""
+    found = beside_paper(medical(hle_biomed=158), 5, model="LLaMA-3.1-8B")
+    assert found.paper["nll"]["average"].differs == "also over hle_biomed"
+    averaged = [column for column in medical().columns if column != "average"]
+    beside = beside_paper(medical(hle_biomed=158), 5, model="LLaMA-3.1-8B", averaged=averaged)
+    assert beside.paper["nll"]["average"].differs == ""
 
 
 def test_figfont_has_two_columns_and_another_number_of_items():

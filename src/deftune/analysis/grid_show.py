@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deftune.analysis.grid_summary import AVERAGE, BEST
+from deftune.analysis.grid_summary import BEST
 from deftune.analysis.paper import paper_tables
-from deftune.analysis.tables import ResultTable, Score, beside_paper
+from deftune.analysis.tables import AVERAGE, ResultTable, Score, beside_paper
 from deftune.training.recipes import BACKBONES
 
 Record = Mapping[str, Any]
@@ -47,7 +47,7 @@ def score_tables(summary: Record, *, beside: str | None = None, rank_base: bool 
                 number = PAPER_TABLES.get((regime, next(iter(kinds)))) if len(kinds) == 1 else None
                 model = beside or paper_model(about["model"])
                 if number is not None and model is not None and model in paper_tables()[number].models:
-                    table = beside_paper(table, number, model=model)
+                    table = beside_paper(table, number, model=model, averaged=evaluation["averaged"])
                 found.append(table)
     if beside is not None and not any(table.paper for table in found):
         raise ValueError(f"no table of the paper has {beside!r} and a set of this comparison")

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from deftune.analysis.grid import BASE, Cell, Comparison, Evaluation
+from deftune.analysis.tables import AVERAGE
 from deftune.analysis.tokens import read_token_table
 from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import bootstrap_interval, estimate, half_of, holm, macro_average, paired
@@ -33,7 +34,6 @@ from deftune.training.scoring import bootstrap
 
 Record = dict[str, Any]
 Items = dict[str, float]
-AVERAGE = "average"
 BEST = "best"
 PERMUTATIONS = 10_000
 TOKEN_COLUMNS = ("nll", "p", "concentration", "entropy")

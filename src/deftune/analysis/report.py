@@ -19,8 +19,7 @@ from deftune.analysis.claims import claim_records
 from deftune.analysis.claims_board import LEVEL, ComparisonBoard
 from deftune.analysis.grid import CONFIG, Comparison, render_comparison
 from deftune.analysis.grid_show import cost_lines, difference_lines, model_label, score_tables, token_lines, view_title
-from deftune.analysis.grid_summary import AVERAGE
-from deftune.analysis.tables import ResultTable, render_html
+from deftune.analysis.tables import AVERAGE, ResultTable, render_html
 
 Record = Mapping[str, Any]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"

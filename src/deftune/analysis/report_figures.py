@@ -17,8 +17,8 @@ from deftune.analysis.figures_scores import (
     plot_temperatures,
 )
 from deftune.analysis.grid import BASE, Comparison
-from deftune.analysis.grid_summary import AVERAGE
 from deftune.analysis.style import styled
+from deftune.analysis.tables import AVERAGE
 from deftune.analysis.tokens import read_token_table
 
 if TYPE_CHECKING:

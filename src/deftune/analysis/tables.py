@@ -112,11 +112,14 @@ def _base_named(rows: dict[str, dict[str, Score]]) -> dict[str, dict[str, Score]
     return {BASE if name == "Base" else name: row for name, row in rows.items()}
 
 
-def beside_paper(table: ResultTable, number: int, *, model: str, average: str = "average") -> ResultTable:
-    """``table``, whose columns are tasks and ``average``, with the cells of the paper's Table ``number``.
+AVERAGE = "average"
 
-    A cell is comparable where our set has the paper's number of items; an average where all its sets are and none is
-    missing.
+
+def beside_paper(table: ResultTable, number: int, *, model: str, averaged: Sequence[str] | None = None) -> ResultTable:
+    """``table``, whose columns are tasks and "average", with the cells of the paper's Table ``number``.
+
+    A cell is comparable where our set has the paper's number of items; an average where all its sets are, and it is
+    over the same ones. ``averaged``: the columns that ours is over (default: all).
     """
     source = paper_tables()[number]
     if model not in source.models:
@@ -133,14 +136,16 @@ def beside_paper(table: ResultTable, number: int, *, model: str, average: str = 
             if task in row:
                 printed = source.cell(method, name, model=model).printed
                 cells[task] = Printed(printed, size_difference(row[task].items, paper_sets()[name].items))
-        if average in row and "Avg" in source.columns:
+        if AVERAGE in row and "Avg" in source.columns:
             over = [task for task, name in columns.items() if name in source.averages["Avg"]]
-            missing = [task for task in over if task not in row]
-            others = [task for task in over if task in cells and cells[task].differs]
-            differs = f"without {', '.join(missing)}" if missing else ""
-            if others:
-                differs += f"{'; ' if differs else ''}{', '.join(others)} differ"
-            cells[average] = Printed(source.cell(method, "Avg", model=model).printed, differs)
+            ours = [column for column in averaged or table.columns if column in row and column != AVERAGE]
+            parts = {
+                "without": [task for task in over if task not in ours],
+                "also over": [task for task in ours if task not in over],
+                "other items in": [task for task in over if task in ours and cells[task].differs],
+            }
+            differs = "; ".join(f"{how} {', '.join(tasks)}" for how, tasks in parts.items() if tasks)
+            cells[AVERAGE] = Printed(source.cell(method, "Avg", model=model).printed, differs)
         paper[objective] = cells
     note = f"The paper's numbers are of {model} (Table {number})."
     if source.samples is not None and source.samples > 1:
