@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -166,7 +166,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), base: dict[str
         raise ConfigError("\n".join(f"{name}: {line}" for line in explain(error))) from None
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -176,7 +176,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(f"{place}: not YAML ({getattr(error, 'problem', None) or type(error).__name__})") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a config is a mapping with the keys {', '.join(RunConfig.model_fields)}")
+        raise ConfigError(f"{path}: a config is a mapping with the keys {', '.join(root.model_fields)}")
     return content  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -217,13 +217,13 @@ def _index(place: list[Any], part: str, override: str) -> int:
     return int(part)
 
 
-def explain(error: ValidationError) -> list[str]:
-    """A line for each thing that is wrong; an unknown key comes with the nearest known one."""
+def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
+    """A line for each thing that is wrong in a ``root``; an unknown key comes with the nearest known one."""
     lines: list[str] = []
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            known = known_keys(problem["loc"][:-1])
+            known = known_keys(problem["loc"][:-1], root)
             near = difflib.get_close_matches(str(problem["loc"][-1]), known, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             lines.append(f"{where}: unknown key; {hint}known here: {', '.join(known)}")
@@ -236,13 +236,16 @@ def explain(error: ValidationError) -> list[str]:
     return lines
 
 
-def known_keys(path: Sequence[int | str]) -> list[str]:
+def known_keys(path: Sequence[int | str], root: type[BaseModel] = RunConfig) -> list[str]:
     """The keys a section takes, by its place in the config."""
-    model: Any = RunConfig
-    for part in path:
+    model: Any = root
+    parts = iter(path)
+    for part in parts:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
+        if get_origin(annotation) is dict:
+            next(parts, None)  # a name of the user's
         choices = [annotation, *getattr(annotation, "__args__", ())]
         model = next(c for c in choices if isinstance(c, type) and issubclass(c, BaseModel))
     return list(model.model_fields)

@@ -1,0 +1,281 @@
+"""Result tables in the paper's form: a row per objective, a column per set, best bold, second underlined.
+
+The marks follow two rules, which every rendering states below the table. What counts is the number as it is shown, so
+that equal-looking cells are equal: all that share the best are bold, all that share the second are underlined, and
+where all are equal nothing is. The untuned model is left out of the ranking, as in the paper, unless ``rank_base``.
+
+A cell of the paper stands beside one of ours only as far as it may: without remark where the set has the paper's size,
+with a dagger and a footnote where it is another set.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from deftune.analysis.paper import best_and_second, paper_methods, paper_sets, paper_tables
+
+BASE = "base"
+DECIMALS = 2
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score in per cent, with a 95% interval where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    items: int | None = None
+    seeds: int = 1
+
+    @property
+    def shown(self) -> str:
+        return f"{self.value:.{DECIMALS}f}"
+
+    @property
+    def interval(self) -> str:
+        if self.low is None or self.high is None:
+            return ""
+        return f"[{self.low:.{DECIMALS}f}, {self.high:.{DECIMALS}f}]"
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the paper prints for a cell; ``differs`` says in what its set is another one, "" where it is not."""
+
+    text: str
+    differs: str = ""
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """``rows``: objective (or "base") -> column -> score. ``paper``: the same -> what the paper prints there."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: Mapping[str, Mapping[str, Score]]
+    paper: Mapping[str, Mapping[str, Printed]] = field(default_factory=dict[str, dict[str, Printed]])
+    rank_base: bool = False
+    notes: tuple[str, ...] = ()
+
+    def marks(self) -> dict[tuple[str, str], str]:
+        """(row, column) -> "bold" or "underline"."""
+        found: dict[tuple[str, str], str] = {}
+        for column in self.columns:
+            scores = {
+                name: float(row[column].shown)
+                for name, row in self.rows.items()
+                if column in row and (self.rank_base or name != BASE)
+            }
+            best, second = best_and_second(scores)
+            found |= {(name, column): "bold" for name in best} | {(name, column): "underline" for name in second}
+        return found
+
+    def footnotes(self) -> list[str]:
+        """How to read it, and where a cell of the paper is another set's."""
+        base = "the untuned model is ranked too" if self.rank_base else "the untuned model is not ranked"
+        lines = [f"Best bold, second underlined, ties alike; {base}."]
+        if any(score.interval for row in self.rows.values() for score in row.values()):
+            lines.append("In brackets: 95% interval over items.")
+        if self.paper:
+            lines.append("In italics: the paper's printed number.")
+        differing = dict.fromkeys(
+            f"{column}: {cell.differs}" for row in self.paper.values() for column, cell in row.items() if cell.differs
+        )
+        lines += [f"† {text}; not comparable with the paper's number." for text in differing]
+        return [*lines, *self.notes]
+
+
+# --- the paper's numbers ----------------------------------------------------------------------------------------------
+
+
+def printed_tables(number: int) -> list[ResultTable]:
+    """A table of the paper, one for each model, or for each epoch; the marks are by our rule, not as printed."""
+    if number not in paper_tables():
+        raise ValueError(f"the paper has Tables 1 to 8, no Table {number}")
+    table = paper_tables()[number]
+    groups: dict[str, dict[str, dict[str, Score]]] = {}
+    for cell in table.cells:
+        group = cell.model + (f", epoch {cell.epochs}" if number == 6 else "")
+        size = paper_sets()[cell.column].items if cell.column in paper_sets() else None
+        groups.setdefault(group, {}).setdefault(cell.method, {})[cell.column] = Score(cell.value, items=size)
+    return [
+        ResultTable(f"Table {number} of the paper: {table.title}, {group}", table.columns, _base_named(rows))
+        for group, rows in groups.items()
+    ]
+
+
+def _base_named(rows: dict[str, dict[str, Score]]) -> dict[str, dict[str, Score]]:
+    return {BASE if name == "Base" else name: row for name, row in rows.items()}
+
+
+AVERAGE = "average"
+
+
+def beside_paper(table: ResultTable, number: int, *, model: str, averaged: Sequence[str] | None = None) -> ResultTable:
+    """``table``, whose columns are tasks and "average", with the cells of the paper's Table ``number``.
+
+    A cell is comparable where our set has the paper's number of items; an average where all its sets are, and it is
+    over the same ones. ``averaged``: the columns that ours is over (default: all).
+    """
+    source = paper_tables()[number]
+    if model not in source.models:
+        raise ValueError(f"Table {number} has no model {model!r}. Known: {', '.join(source.models)}")
+    methods = {objective: method for method, objective in paper_methods().items()}
+    columns = {about.column: name for name, about in paper_sets().items() if name in source.columns}
+    paper: dict[str, dict[str, Printed]] = {}
+    for objective, row in table.rows.items():
+        if (method := methods.get(objective)) not in source.methods:
+            continue
+        assert method is not None
+        cells: dict[str, Printed] = {}
+        for task, name in columns.items():
+            if task in row:
+                printed = source.cell(method, name, model=model).printed
+                cells[task] = Printed(printed, size_difference(row[task].items, paper_sets()[name].items))
+        if AVERAGE in row and "Avg" in source.columns:
+            over = [task for task, name in columns.items() if name in source.averages["Avg"]]
+            ours = [column for column in averaged or table.columns if column in row and column != AVERAGE]
+            parts = {
+                "without": [task for task in over if task not in ours],
+                "also over": [task for task in ours if task not in over],
+                "other items in": [task for task in over if task in ours and cells[task].differs],
+            }
+            differs = "; ".join(f"{how} {', '.join(tasks)}" for how, tasks in parts.items() if tasks)
+            cells[AVERAGE] = Printed(source.cell(method, "Avg", model=model).printed, differs)
+        paper[objective] = cells
+    note = f"The paper's numbers are of {model} (Table {number})."
+    if source.samples is not None and source.samples > 1:
+        note += f" They are means of {source.samples} answers to each item, at a temperature it does not state."
+    return replace(table, paper=paper, notes=(*table.notes, note))
+
+
+def size_difference(items: int | None, printed: int) -> str:
+    """In what a set differs from the paper's; "" where it has as many items."""
+    if items == printed:
+        return ""
+    return f"{'an unknown number of' if items is None else f'{items:,}'} items, the paper's set has {printed:,}"
+
+
+# --- rendering --------------------------------------------------------------------------------------------------------
+
+Style = Callable[[str], str]
+
+
+def _cells(table: ResultTable, escape: Style, bold: Style, underline: Style, small: Style, italic: Style):
+    """The header and the body as texts of one language; rows are labels, scores, and the number of seeds."""
+    marks = table.marks()
+    body: list[list[str]] = []
+    for name, row in table.rows.items():
+        cells = [escape(name)]
+        for column in table.columns:
+            score, parts = row.get(column), list[str]()
+            if score is not None:
+                mark = {"bold": bold, "underline": underline}.get(marks.get((name, column), ""), lambda text: text)
+                parts.append(mark(escape(score.shown)))
+                if score.interval:
+                    parts.append(small(escape(score.interval)))
+            printed = table.paper.get(name, {}).get(column)
+            if printed is not None:
+                parts.append(italic(escape(printed.text + ("†" if printed.differs else ""))))
+            cells.append(" ".join(parts) or escape("-"))
+        seeds = sorted({score.seeds for score in row.values()})
+        cells.append("-".join(map(str, dict.fromkeys([seeds[0], seeds[-1]]))) if seeds else "")
+        body.append(cells)
+    header = ["", *map(escape, table.columns), "seeds"]
+    if all(row[-1] in ("1", "") for row in body):  # printed tables, single runs: no news
+        return header[:-1], [row[:-1] for row in body]
+    return header, body
+
+
+def _same(text: str) -> str:
+    return text
+
+
+def escape_markdown(text: str) -> str:
+    r"""Text that Markdown shows as it is, in a table too.
+
+    >>> escape_markdown("deft | eos(nll)_*")
+    'deft \\| eos(nll)\\_\\*'
+    """
+    return re.sub(r"([\\`*_\[\]<>|~])", r"\\\1", text).replace("\n", " ")
+
+
+def render_markdown(table: ResultTable) -> str:
+    """A Markdown table; underlining is HTML's, which Markdown has no sign for."""
+    # a bracket after a number starts no link: intervals need no backslashes
+    header, body = _cells(
+        table, lambda text: text if text.startswith("[") else escape_markdown(text), lambda text: f"**{text}**",
+        lambda text: f"<u>{text}</u>", _same, lambda text: f"*{text}*",
+    )  # fmt: skip
+    lines = [
+        escape_markdown(table.caption), "",
+        f"| {' | '.join(header)} |", f"|{'---|' * len(header)}",
+        *(f"| {' | '.join(row)} |" for row in body),
+        "", *(f"{escape_markdown(line)}  " for line in table.footnotes()),
+    ]  # fmt: skip
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "^": r"\textasciicircum{}",
+    "_": r"\_", "~": r"\textasciitilde{}", "%": r"\%", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", "†": r"\textsuperscript{\textdagger}", "\n": " ",
+}  # fmt: skip
+
+
+def escape_latex(text: str) -> str:
+    r"""Text that TeX prints as it is.
+
+    >>> escape_latex("50% of top_k & more")
+    '50\\% of top\\_k \\& more'
+    """
+    return "".join(_LATEX.get(char, char) for char in text)
+
+
+def render_latex(table: ResultTable) -> str:
+    r"""A booktabs table (`\usepackage{booktabs}`)."""
+    header, body = _cells(
+        table, escape_latex, lambda text: rf"\textbf{{{text}}}", lambda text: rf"\underline{{{text}}}",
+        lambda text: rf"{{\scriptsize {text}}}", lambda text: rf"\textit{{{text}}}",
+    )  # fmt: skip
+    lines = [
+        r"\begin{table}[t]", r"\centering", rf"\caption{{{escape_latex(table.caption)}}}",
+        rf"\begin{{tabular}}{{l{'c' * (len(header) - 1)}}}", r"\toprule", " & ".join(header) + r" \\", r"\midrule",
+        *(" & ".join(row) + r" \\" for row in body), r"\bottomrule", r"\end{tabular}", "",
+        *(rf"{{\footnotesize {escape_latex(line)}}}\\" for line in table.footnotes()), r"\end{table}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def render_html(table: ResultTable) -> str:
+    """A `<table>` with its notes; nothing in it is taken for markup."""
+    header, body = _cells(
+        table, html.escape, lambda text: f"<strong>{text}</strong>", lambda text: f"<u>{text}</u>",
+        lambda text: f"<small>{text}</small>", lambda text: f"<i>{text}</i>",
+    )  # fmt: skip
+    heads = "".join(f'<th scope="col">{cell}</th>' for cell in header)
+    rows = "\n".join(
+        f'<tr><th scope="row">{label}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        for label, *cells in body
+    )
+    notes = "\n".join(f"<p>{html.escape(line)}</p>" for line in table.footnotes())
+    return (
+        f"<figure>\n<table>\n<caption>{html.escape(table.caption)}</caption>\n<thead><tr>{heads}</tr></thead>\n"
+        f"<tbody>\n{rows}\n</tbody>\n</table>\n<figcaption>{notes}</figcaption>\n</figure>\n"
+    )
+
+
+RENDERERS: dict[str, Callable[[ResultTable], str]] = {
+    "markdown": render_markdown,
+    "latex": render_latex,
+    "html": render_html,
+}
+
+
+def render(tables: Sequence[ResultTable], form: str) -> str:
+    """Several tables, one after another."""
+    return "\n".join(RENDERERS[form](table) for table in tables)

@@ -1,0 +1,167 @@
+"""`deftune compare`: objectives against each other on the same data, seeds and budget; and against the paper."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from deftune.cli.train import need_training
+
+FORMATS = ("markdown", "latex", "html", "json")
+
+
+def add_to(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare", help="objectives x seeds x regimes as one resumable grid; the paper's claims"
+    )
+    actions = compare.add_subparsers(metavar="ACTION", required=True)
+
+    init = actions.add_parser("init", help="write a comparison to start from")
+    init.add_argument("file", type=Path, nargs="?", default=Path("compare.yaml"), help="default: compare.yaml")
+    init.set_defaults(run=run_init)
+
+    run = actions.add_parser("run", help="train and measure every cell; the same command goes on where it was stopped")
+    run.add_argument("config", type=Path, help="a YAML file (`deftune compare init` writes one), or its folder")
+    run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the file")
+    run.add_argument("--dry-run", action="store_true", help="list the cells and what they would take")
+    run.add_argument("--cell", metavar="NAME", help="this cell only, in this process: for an array of jobs")
+    run.set_defaults(run=run_run)
+
+    show = actions.add_parser("show", help="scores, differences, token statistics and cost of what is finished")
+    show.add_argument("config", type=Path, help="a comparison's folder, or its YAML file")
+    show.add_argument("--format", choices=FORMATS, default="markdown")
+    show.add_argument("--beside", metavar="MODEL", help="the paper's numbers for this model of it beside ours")
+    show.add_argument("--rank-base", action="store_true", help="let the untuned model have the marks too")
+    show.set_defaults(run=run_show)
+
+    claims = actions.add_parser("claims", help="the paper's sentences about results, checked")
+    claims.add_argument("config", type=Path, nargs="?", help="a comparison: our verdicts beside the paper's")
+    claims.add_argument("--json", action="store_true")
+    claims.set_defaults(run=run_claims)
+
+    paper = actions.add_parser("paper", help="a table of the paper, marked by its own rule")
+    paper.add_argument("number", type=int, metavar="1..8")
+    paper.add_argument("--format", choices=FORMATS[:-1], default="markdown")
+    paper.set_defaults(run=run_paper)
+
+
+def need_comparison() -> None:
+    """Training, answers and their grading, token tables."""
+    from importlib.util import find_spec
+
+    need_training()
+    if missing := [name for name in ("pyarrow", "math_verify", "rapidfuzz") if find_spec(name) is None]:
+        raise ValueError(f'this command needs {", ".join(missing)}; pip install "deftune[eval]"')
+
+
+def run_init(args: argparse.Namespace) -> int:
+    need_comparison()
+    from deftune.analysis.grid import STARTER
+
+    if args.file.exists():
+        raise ValueError(f"{args.file}: exists; name another file")
+    args.file.parent.mkdir(parents=True, exist_ok=True)
+    args.file.write_text(STARTER, encoding="utf-8")
+    print(f"{args.file} written; next:\n  deftune compare run {args.file} --dry-run\n  deftune compare run {args.file}")
+    return 0
+
+
+def run_run(args: argparse.Namespace) -> int:
+    need_comparison()
+    from deftune.analysis.grid import load_comparison, open_comparison
+    from deftune.analysis.grid_run import dry_run_grid, follow_starter, run_cell, run_grid, run_in_child
+    from deftune.analysis.grid_summary import summarize_comparison
+
+    comparison = load_comparison(args.config, args.set)
+    if args.dry_run:
+        if args.cell:
+            raise ValueError("--cell: a dry run lists all cells; leave it out")
+        dry_run_grid(comparison, print)
+        return 0
+    if args.cell:
+        follow_starter()
+        open_comparison(comparison)
+        return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
+    outcome = run_grid(comparison, run_in_child, lambda text: print(text, flush=True))
+    if outcome.finished:
+        summarize_comparison(comparison)
+    print(f"{len(outcome.finished)} of {len(comparison.cells())} cells finished, {len(outcome.failed)} failed")
+    if not outcome.stopped and outcome.finished:
+        print(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
+    return outcome.exit_code
+
+
+def run_show(args: argparse.Namespace) -> int:
+    need_comparison()
+    from deftune.analysis.grid import load_comparison
+    from deftune.analysis.grid_show import align, cost_lines, difference_lines, score_tables, token_lines
+    from deftune.analysis.grid_summary import summarize_comparison
+    from deftune.analysis.tables import render
+
+    comparison = load_comparison(args.config)
+    summary = summarize_comparison(comparison)
+    if args.format == "json":
+        print(json.dumps(summary, indent=1))
+        return 0
+    unfinished = {name: cell["state"] for name, cell in summary["cells"].items() if cell["state"] != "finished"}
+    tables = score_tables(summary, beside=args.beside, rank_base=args.rank_base)
+    if args.format != "markdown":
+        print(render(tables, args.format), end="")
+        return 0
+    for table in tables:
+        print(render([table], "markdown"))
+    for regime, about in summary["regimes"].items():
+        for evaluation in about["evaluations"]:
+            for view in evaluation["views"]:
+                if view["differences"]:
+                    print(f"{regime}, {evaluation['title']}, {view['name']}: paired by item")
+                    print(align(difference_lines(evaluation, view)), end="\n\n")
+        if about["tokens"]:
+            print(f"{regime}: held-out tokens\n{align(token_lines(about['tokens']))}\n")
+        if about["cost"]:
+            print(f"{regime}: training, a cell on average\n{align(cost_lines(about['cost']))}\n")
+    for name, state in unfinished.items():
+        print(f"{state}: {name}" + (f": {summary['cells'][name]['error']}" if state == "failed" else ""))
+    return 0
+
+
+def run_claims(args: argparse.Namespace) -> int:
+    from deftune.analysis.claims import claim_records
+    from deftune.analysis.claims_board import ComparisonBoard
+
+    board = None
+    if args.config is not None:
+        need_comparison()
+        from deftune.analysis.grid import load_comparison
+        from deftune.analysis.grid_summary import summarize_comparison
+
+        board = ComparisonBoard(summarize_comparison(load_comparison(args.config)))
+    records = claim_records(board)
+    if args.json:
+        print(json.dumps(records, indent=1))
+        return 0
+    for record in records:
+        print(f"{record['name']} ({record['where']})")
+        print(textwrap.fill(f'"{record["quote"]}"', 118, initial_indent="  ", subsequent_indent="  "))
+        for label, text in (
+            ("read as", f"{record['reading']} [{record['rests_on']}]"),
+            ("paper", f"{record['paper'].upper()}: {record['paper_because']}"),
+            ("ours", f"{record['ours'].upper()}: {record['ours_because']}" if record["ours"] else "not measured"),
+        ):
+            print(textwrap.fill(f"{label:8} {text}", 118, initial_indent="  ", subsequent_indent=" " * 11))
+        print()
+    counts: dict[str, int] = {}
+    for record in records:
+        counts[record["paper"]] = counts.get(record["paper"], 0) + 1
+    print(f"{len(records)} claims; by the paper's own tables: " + ", ".join(f"{n} {v}" for v, n in counts.items()))
+    return 0
+
+
+def run_paper(args: argparse.Namespace) -> int:
+    from deftune.analysis.tables import printed_tables, render
+
+    print(render(printed_tables(args.number), args.format), end="")
+    return 0

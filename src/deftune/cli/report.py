@@ -1,0 +1,38 @@
+"""`deftune report`: a comparison as one page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from deftune.cli.compare import need_comparison
+
+
+def add_to(commands: Any) -> None:
+    report = commands.add_parser("report", help="a comparison as one self-contained HTML page")
+    report.add_argument("folder", type=Path, help="a comparison's folder (`deftune compare run` makes one)")
+    report.add_argument("--out", type=Path, help="default: FOLDER/report.html")
+    report.set_defaults(run=run_report)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    need_comparison()
+    from deftune.analysis.grid import load_comparison
+    from deftune.analysis.grid_summary import summarize_comparison
+    from deftune.analysis.report import render_report
+    from deftune.analysis.report_figures import report_figures
+    from deftune.training.checkpoints import write_atomic
+
+    comparison = load_comparison(args.folder)
+    summary = summarize_comparison(comparison)
+    if not any(cell["state"] == "finished" for cell in summary["cells"].values()):
+        raise ValueError(f"{args.folder}: no cell is finished yet; `deftune compare run {args.folder}` goes on")
+    out = args.out or Path(comparison.folder) / "report.html"
+    environment = json.loads((Path(comparison.folder) / "environment.json").read_text(encoding="utf-8"))
+    page = render_report(comparison, summary, report_figures(comparison, summary), environment, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, page)
+    print(out)
+    return 0
