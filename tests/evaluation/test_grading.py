@@ -562,6 +562,13 @@ VERDICTS = [
     ("\\text{Evelyn}", "Evelyn", True, "exact"),
     ("\\text{east}", "seat", False, "math_verify"),
     ("4.5e33", "4.5 \\times 10^{33}", True, "math_verify"),
+    ("32349", "32,349", True, "exact"),
+    ("32349", "32, 349", False, "math_verify"),  # two numbers
+    ("1000", r"1\,000", True, "exact"),
+    (r"1-\frac{1}{\mathrm{e}}", "1-1/e", True, "math_verify"),
+    (r"1-\frac{1}{\mathrm{e}}", "1+1/e", False, "math_verify"),
+    (r"x \geq 5", "x >= 5", True, "math_verify"),
+    (r"x \leq 5", "x >= 5", False, "math_verify"),
     ("42_7", "42_{7}", True, "exact"),
     ("42_7", "42_8", False, "exact"),
     ("5", "### 7 # = 5", False, "unparsed"),  # a number is not picked out of what cannot be read

@@ -161,6 +161,17 @@ def test_a_tie_counts_as_the_likeliest(model, tokenizer, encoded, encoder):
     assert record["top1"] == 1.0 and record["ends"] == 1 and record["end_top1"] == 0.0
 
 
+def test_confidence_falls_into_the_bin_it_closes(encoded):
+    from deftune.objectives.stats import from_columns
+
+    confidence = torch.tensor([0.05, 1 / 15, 0.07, 0.5, 1.0], dtype=torch.float64)
+    stats = from_columns(torch.full((5,), -9.0, dtype=torch.float64), [1.0] * 5, [-1.0] * 5, vocab_size=10,
+                         top_log_p=confidence.log()[:, None])  # fmt: skip
+    gaps = row_record(0, encoded.examples[0], stats, frozenset())["calibration"]
+    expected = {0: 0.05 + 1 / 15, 1: 0.07, 7: 0.5, 14: 1.0}
+    assert gaps == [pytest.approx(-expected.get(i, 0)) for i in range(15)]
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 

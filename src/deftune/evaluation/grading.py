@@ -167,6 +167,16 @@ def _for_math_verify(answer: str) -> str:
 _Asked = tuple[str, str | None, Rule]
 
 
+def _as_asked(gold: str, answer: str | None, rule: Rule) -> _Asked:
+    """A pair as its rule has it: the unit dropped, and of as many commas as the gold's each one parts two answers."""
+    if answer is None:
+        return gold, None, rule
+    answer = drop_unit(answer, rule.unit)
+    if rule.several and answer.count(",") == gold.count(","):  # "8,221" beside "221,8" is no number of thousands
+        gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
+    return gold, answer, rule
+
+
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
@@ -248,8 +258,7 @@ class Grader:
         if rules is not None and len(rules) != len(pairs):
             raise ValueError(f"{len(rules)} rules for {len(pairs)} pairs")
         asked: list[_Asked] = [
-            (gold, answer if answer is None else drop_unit(answer, rule.unit), rule)
-            for (gold, answer), rule in zip(pairs, rules or [EQUAL] * len(pairs))
+            _as_asked(gold, answer, rule) for (gold, answer), rule in zip(pairs, rules or [EQUAL] * len(pairs))
         ]
         verdicts: dict[_Asked, Verdict] = {}
         hard: list[tuple[str, str, Rule]] = []

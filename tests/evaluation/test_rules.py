@@ -1,0 +1,117 @@
+"""What a benchmark's own grader allows: Minerva's tolerance, OlympiadBench's lists, errors and units, on real rows."""
+
+import json
+
+import pytest
+
+from deftune.data.rows import RowError
+from deftune.evaluation.grading import Grader, Rule, Verdict, drop_unit
+from deftune.evaluation.items import read_task, with_data
+from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.suites import TASKS
+
+
+@pytest.fixture(scope="module")
+def grader():
+    pytest.importorskip("math_verify")
+    with Grader(workers=2) as grader:
+        yield grader
+
+
+def real(data, task):
+    return {item.id.split("/")[1]: item for item in read_task(TASKS[task], data)}
+
+
+def scores(grader, pairs):
+    return [record["score"] for record in score_answers([("math", item, text) for item, text in pairs], grader=grader)]
+
+
+def test_minerva_allows_a_ten_thousandth(data, grader):
+    items = real(data, "minerva_math")
+    assert {item.rule for item in items.values()} == {Rule(relative=1e-4)}
+    flux = items["1"]
+    assert flux.gold == "4.5e33"
+    right = [
+        r"\boxed{4.5e33}",
+        r"\boxed{4.5 \times 10^{33}}",
+        r"\boxed{4.5003 \times 10^{33}}",
+        r"\boxed{L = 4.4996e33}",
+    ]
+    wrong = [r"\boxed{4.51 \times 10^{33}}", r"\boxed{4.5 \times 10^{34}}", r"\boxed{-4.5e33}", r"\boxed{4.4994e33}"]
+    assert scores(grader, [(flux, text) for text in right + wrong]) == [1.0] * 4 + [0.0] * 4
+    numbers = [item for item in items.values() if item.gold.replace(".", "").lstrip("-").isdigit() and float(item.gold)]
+    assert len(numbers) > 100
+    near = scores(grader, [(item, rf"\boxed{{{float(item.gold) * (1 + 5e-5)!r}}}") for item in numbers])
+    far = scores(grader, [(item, rf"\boxed{{{float(item.gold) * 1.01!r}}}") for item in numbers])
+    assert near == [1.0] * len(numbers) and far == [0.0] * len(numbers)
+
+
+def test_a_tolerance_is_not_for_expressions(grader):
+    rule = Rule(relative=1e-4)
+    pairs = [("x^2", "1.00001 x^2"), (r"\frac{1}{3}", "0.33333"), ("3", "3.00001 i"), ("1,2", "2.00001, 1.00001"),
+             ("1,2", "1.00001"), ("0", "0.00001"), (r"\pi", "3.1416"), ("(1,2)", "(2,1)"), ("5", "5")]  # fmt: skip
+    verdicts = grader.grade(pairs, [rule] * len(pairs))
+    assert [v.correct for v in verdicts] == [False, True, False, True, False, False, True, False, True]
+    assert verdicts[1] == Verdict(True, "tolerance") and verdicts[-1] == Verdict(True, "exact")
+    assert not grader.grade([(r"\frac{1}{3}", "0.33333")])[0].correct  # other tasks allow nothing
+    absolute = grader.grade([("4.2", "4.3"), ("4.2", "4.4")], [Rule(absolute=0.101)] * 2)
+    assert [v.correct for v in absolute] == [True, False]
+
+
+def test_olympiad_golds_are_lists_in_any_order(data, grader):
+    items = real(data, "olympiadbench")
+    assert not any("$" in item.gold for item in items.values())
+    assert sum(item.rule.several for item in items.values()) == 94
+    expected = {"1664": "69,84", "2349": "221,8", "2287": r"a=2, a=-6-4 \sqrt{2}"}
+    assert {key: items[key].gold for key in expected} == expected
+    right = [
+        ("1664", r"\boxed{84, 69}"), ("1664", r"\boxed{69} and \boxed{84}"), ("1664", r"\boxed{84 \text{ and } 69}"),
+        ("2349", r"\boxed{8,221}"), ("2287", r"\boxed{-6-4\sqrt{2}, 2}"), ("2568", r"\boxed{-9}, \boxed{-1}"),
+        ("1766", r"\boxed{(4,-23), (4,23), (0,2), (0,-2)}"), ("1807", r"\boxed{0, \pm 2}"), ("1606", r"\boxed{2}"),
+    ]  # fmt: skip
+    wrong = [("1664", r"\boxed{84}"), ("1664", r"\boxed{69, 84, 85}"), ("1664", r"\boxed{69}, so \boxed{84}"),
+             ("1766", r"\boxed{(-23,4), (23,4), (2,0), (-2,0)}"), ("1606", r"\boxed{2, 3}")]  # fmt: skip
+    found = scores(grader, [(items[key], text) for key, text in right + wrong])
+    assert found == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_olympiad_units_and_errors(data, grader):
+    items = real(data, "olympiadbench")
+    with_error = [item for item in items.values() if item.rule.absolute]
+    assert [item.gold for item in with_error] == ["4.2"] and with_error[0].rule == Rule(absolute=0.101, unit="%")
+    units = {item.rule.unit: item for item in items.values() if item.rule.unit}
+    assert len(units) == 8
+    percent, area = units["%"], units["$cm^2$"]
+    right = [(percent, r"\boxed{4.2\%}"), (percent, r"\boxed{4.25}"), (percent, r"\boxed{4.3\%}"),
+             (area, r"\boxed{166 \mathrm{~cm}^{2}}"), (area, r"\boxed{166}"),
+             (units["minute"], r"\boxed{45 \text{ minutes}}"), (units["km"], r"\boxed{\frac{41}{12}} km"),
+             (units["km/h"], r"\boxed{\frac{600}{7} \text{ km/h}}")]  # fmt: skip
+    wrong = [(percent, r"\boxed{4.4\%}"), (area, r"\boxed{167 \mathrm{~cm}^{2}}"), (units["km"], r"\boxed{12 km}")]
+    assert scores(grader, right + wrong) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_every_olympiad_gold_is_its_own_answer(data, grader):
+    items = list(real(data, "olympiadbench").values())
+    assert scores(grader, [(item, rf"\boxed{{{item.gold}}}") for item in items]) == [1.0] * 675
+
+
+@pytest.mark.parametrize(
+    ("answer", "unit", "bare"),
+    [
+        (r"4.2\%", "%", "4.2"), ("4.2%", "%", "4.2"), (r"90^\circ", r"^{\circ}", "90"), ("8 min", "min", "8"),
+        (r"\frac{1}{2}", "km", r"\frac{1}{2}"), ("km", "km", ""), ("12", "", "12"), (r"5 \text{ km}", "$km$", "5"),
+    ],
+)  # fmt: skip
+def test_units(answer, unit, bare):
+    assert drop_unit(answer, unit) == bare
+
+
+def test_rules_are_checked(tmp_path, grader):
+    with pytest.raises(ValueError, match="relative: a tolerance is from 0 to below 1, got 1"):
+        Rule(relative=1)
+    with pytest.raises(ValueError, match="1 rules for 2 pairs"):
+        grader.grade([("1", "1"), ("2", "2")], [Rule()])
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "Q?", "final_answer": ["1"], "error": "about 1"}) + "\n")
+    with pytest.raises(RowError, match=r"rows\.jsonl:1: 'error' is no tolerance .*another benchmark"):
+        read_task(with_data(TASKS["olympiadbench"], path))
