@@ -23,9 +23,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from deftune.evaluation.suites import Suite, Task, load_task_file, suite_named, task_named
+from deftune.data.files import write_atomic
+from deftune.evaluation.suites import Suite, Task, suite_named, task_named
+from deftune.evaluation.task_files import load_task_file
 from deftune.objectives import objective as parse_objective
-from deftune.training.checkpoints import write_atomic
 from deftune.training.config import ConfigError, RunConfig, Section, Source, apply_override, explain, read_yaml
 from deftune.training.runs import differences, environment
 

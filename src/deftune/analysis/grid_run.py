@@ -23,11 +23,14 @@ from rich.console import Console
 
 from deftune.analysis.grid import BASE, Cell, Comparison, Evaluation, open_comparison
 from deftune.analysis.tokens import write_token_table
+from deftune.data.files import write_atomic
 from deftune.data.rows import BadRows
-from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize, write_text
+from deftune.evaluation.encodings import OPTIONS
+from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize
 from deftune.evaluation.generation import TransformersSampler
+from deftune.evaluation.items import Item
 from deftune.evaluation.statistics import half_of
-from deftune.evaluation.suites import Item, Task
+from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective
 from deftune.training.models import load_model, load_tokenizer, resolve_model
 from deftune.training.results import load_result
@@ -144,23 +147,24 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> None:
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:
     """A `deftune eval` result in the cell; answers that are there are not asked for again."""
     tasks, missing = evaluation_items(evaluation)
+    encoding = {name: getattr(cell.config.data, name) for name in OPTIONS}
     settings = Settings(
         model=cell.name, suite=evaluation.suite or "", tasks={name: task.version for name, (task, _) in tasks.items()},
         samples=evaluation.samples_each(), temperatures=evaluation.sweep(), top_p=evaluation.top_p,
         seed=evaluation.seed, limit=evaluation.limit, max_new_tokens=evaluation.max_new_tokens, rule=evaluation.rule,
-        template=cell.config.data.template,
+        encoding=encoding,
     )  # fmt: skip
     result = Result(cell.folder / f"eval-{evaluation.title}")
     result.open(settings)
-    data = cell.config.data
+    options = dict(encoding)
+    template = options.pop("template")
     sampler = TransformersSampler(
-        model, tokenizer, template=data.template, batch_size=evaluation.batch_size,
-        encoder_options={"template_options": data.template_options, "bos": data.bos, "end_tokens": data.end_tokens},
-    )  # fmt: skip
+        model, tokenizer, template=template, batch_size=evaluation.batch_size, encoder_options=options
+    )
     ask(result, settings, tasks, sampler)
     graded = grade(result, settings, tasks)
     summary = summarize(settings, evaluation.whole_suite, tasks, graded, missing)
-    write_text(result.folder / "summary.json", json.dumps(summary, indent=1))
+    write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
     say(f"{result.folder}: {len(graded):,} answers")
 
 

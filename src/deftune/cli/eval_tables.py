@@ -19,7 +19,7 @@ def render_sampled(summary: Record) -> str:
     ]
     for row in summary["rows"]:
         answers = row["items"] * row["samples"]
-        found = answers - row["extracted"].get("none", 0)
+        found = answers - sum(row["extracted"].get(how, 0) for how in ("none", "ambiguous"))
         low, high = row["interval"]
         extra = f"similarity {100 * row['similarity']:.2f}; " if "similarity" in row else ""
         late = row.get("verdicts", {})
