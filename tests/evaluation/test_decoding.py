@@ -148,12 +148,15 @@ def test_a_broken_answer_leaves_its_slot_clean(tokenizer, make_model):
     with torch.no_grad():
         model.model.embed_tokens.weight[5] = math.nan
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(0.0))  # untied: only as an input
-    rows = [[7, 8, 5, 9], [10, 11, 12, 13], [10, 11]]
+    broken, long, short = [*range(20, 30), 5, 9], list(range(40, 55)), [10, 11]
     network = network_of(model)
-    alone = {ids[-1]: run(make_decoder(network, places=1, room=30), [make_answer("", ids, 9)])[""] for ids in rows[1:]}
-    found = run(make_decoder(network, places=1, room=30), [make_answer(str(i), ids, 9) for i, ids in enumerate(rows)])
-    assert found["0"].finish == "error" and "not finite after 0 tokens" in found["0"].note and found["0"].made == []
-    assert found["1"].made == alone[13].made and found["2"].made == alone[11].made
+    asked = [make_answer("broken", broken, 9), make_answer("long", long, 18), make_answer("short", short, 9)]
+    found = run(make_decoder(network, places=2, room=40), asked)
+    assert found["broken"].finish == "error" and found["broken"].made == []
+    assert "not finite after 0 tokens" in found["broken"].note
+    # it took the broken one's slot, which is read beyond its own length as long as the long one runs
+    alone = run(make_decoder(network, places=1, room=40), [make_answer("short", short, 9)])
+    assert found["short"].finish == "length" and found["short"].made == alone["short"].made
 
 
 def test_prompts_are_read_in_portions(model):

@@ -86,10 +86,10 @@ every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTI
 @every_setting
 def test_float32_answers_are_those_of_the_plain_loop(model, tokenizer, settings, monkeypatch):
     """Whatever the number of slots: 1, fewer than answers (each refilled), as many, and more."""
-    asked = prompts(40)
+    asked = prompts(18)
     found = answers(make_sampler(model, tokenizer, batch_size=8), asked, **settings)
-    assert {finish for _, _, finish in found.values()} == {"stop", "length"}
-    for size in (1, 33, 200):
+    assert len({tokens for _, tokens, _ in found.values()}) > 3  # they end at different times
+    for size in (1, 5, 200):
         assert answers(make_sampler(model, tokenizer, batch_size=size), asked, **settings) == found
     padded(monkeypatch)
     assert answers(make_sampler(model, tokenizer, batch_size=16), asked, **settings) == found
