@@ -3,13 +3,14 @@
     python benchmarks/generation.py                                       # SmolLM2 on whatever device there is
     python benchmarks/generation.py --sequences 2048 --rounds 2 --json out.json --markdown out.md
     python benchmarks/generation.py --contenders deftune --parts          # and where the time of a step goes
+    python benchmarks/generation.py --contenders deftune --tune           # the attention in other tiles
     python benchmarks/generation.py --quick                               # a try on a CPU
 
 Prompts are reasoning_gym's gsm_symbolic in the model's chat template, the same for all; temperature 1, all tokens.
 A *fixed* run makes --new-tokens tokens of every prompt, end tokens disabled for all alike; a *natural* one lets answers
 end, and counts what they have until then. Each contender first makes a few tokens of the same prompts, not counted.
 
-- tokens/s: over the whole call, reading the prompts and all; deftune's time also has the templates and the texts
+- tokens/s: over the whole call, with templates and reading the prompts; deftune's time has the texts, too
 - ms a step: the seconds of a fixed run by its number of tokens, prompts and all
 - peak: what torch had allocated, above the model's weights
 
@@ -19,8 +20,11 @@ Needs deftune[train]. `generate_batch` takes the first attention that works: its
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -98,7 +102,8 @@ class GenerateBatch(Contender):
                 continue
             finally:
                 self.model.set_attn_implementation(before)
-            self.attention, self.note = name, f"attention {name}, CUDA graphs"
+            self.attention = name
+            self.note = f"attention {name}{', CUDA graphs' if torch.cuda.is_available() else ''}"
             return made
         raise RuntimeError("; ".join(errors))
 
@@ -170,7 +175,7 @@ def parts(model: Any, tokenizer: Any, rows: int, tokens: int) -> list[dict[str, 
     asked = [Answer(p, 0, sampler.encode(p), limit, (i, i)) for i, p in enumerate(gsm_prompts(rows))]
     room = max(len(answer.ids) for answer in asked) + tokens // 2 + limit
     found = slots.survey(network)
-    decoder = SlotDecoder(network, Settings(1, 1.0, 1.0, limit, 0), found, places=rows, room=room)
+    decoder = SlotDecoder(network, Settings(1, 1.0, 1.0, limit, 0), found, slots.Plan(rows, room))
     reading = timed(lambda: decoder.admit(asked), 1)
     decoder.cache.lengths += tokens // 2
     decoder.start()  # compiles, captures
@@ -183,11 +188,11 @@ def parts(model: Any, tokenizer: Any, rows: int, tokens: int) -> list[dict[str, 
         new = torch.randn(rows, heads, width, device=model.device, dtype=model.dtype)
         logits = decoder._logits(rows).clone()  # pyright: ignore[reportPrivateUsage]
         attend = slots.kernels().attend if decoder.fast else slots.attend_plain
-        attention = timed(
+        attention = timed_kernels(
             lambda: attend(query, new, new, cache.keys[0], cache.values[0], lengths, scale=width**-0.5), 30
         )
         if decoder.fast:
-            drawing = timed(lambda: slots.kernels().draw(logits, decoder.keys, decoder.steps, 1.0), 30)
+            drawing = timed_kernels(lambda: slots.kernels().draw(logits, decoder.keys, decoder.steps, 1.0), 30)
         else:
             drawing = timed(lambda: network.choose(logits, decoder.keys, decoder.steps, decoder.settings), 3)
         step = timed(lambda: decoder._step(rows), 20)  # pyright: ignore[reportPrivateUsage]
@@ -203,6 +208,37 @@ def parts(model: Any, tokenizer: Any, rows: int, tokens: int) -> list[dict[str, 
     ]  # fmt: skip
 
 
+def tune(model: Any, rows: int, length: int) -> list[dict[str, Any]]:
+    """Milliseconds of one layer's attention for other constants of `triton_decoding` than its own, fastest first."""
+    from deftune.evaluation import slots
+    from deftune.evaluation.decoding import LanguageModel
+
+    kernels = slots.kernels()
+    found = slots.survey(LanguageModel(model, end_ids=set(), pad_id=0, tie_margin=0.0))
+    heads, width = found.shapes[0]
+    cache = slots.SlotCache(found.shapes[:1], rows, length + 1, model.dtype, model.device)
+    cache.lengths += length
+    query_heads = model.config.get_text_config().num_attention_heads
+    query = torch.randn(rows, query_heads, width, device=model.device, dtype=model.dtype)
+    new = torch.randn(rows, heads, width, device=model.device, dtype=model.dtype)
+    moved = rows * length * 2 * heads * width * model.dtype.itemsize
+    own = kernels.TILE_BYTES, kernels.WARPS, kernels.STAGES
+    results: list[dict[str, Any]] = []
+    attend = functools.partial(
+        kernels.attend, query, new, new, cache.keys[0], cache.values[0], cache.lengths, scale=width**-0.5
+    )
+    for setting in [own, *itertools.product((4096, 8192, 16384), (1, 2, 4), (2, 3, 4))]:
+        kernels.TILE_BYTES, kernels.WARPS, kernels.STAGES = setting
+        try:
+            ms = timed_kernels(attend, 50)
+        except Exception as error:  # a tile that the device has no shared memory for
+            results.append({"part": f"attention, {setting}", "ms": math.inf, "note": first_line(error)})
+            continue
+        results.append({"part": f"attention, {setting}", "ms": ms, "note": f"{moved / ms / 1e6:.0f} GB/s"})
+    kernels.TILE_BYTES, kernels.WARPS, kernels.STAGES = own
+    return sorted(results, key=lambda result: result["ms"])
+
+
 def timed(function: Callable[[], Any], times: int) -> float:
     """Milliseconds a call, after one that is not counted where there are several."""
     if times > 1:
@@ -211,6 +247,18 @@ def timed(function: Callable[[], Any], times: int) -> float:
     for _ in range(times):
         function()
     return 1000 * (now() - start) / times
+
+
+def timed_kernels(function: Callable[[], Any], times: int) -> float:
+    """The same, of the kernels alone where there is a GPU: from a graph of them, which the host does not hold up."""
+    if not torch.cuda.is_available():
+        return timed(function, times)
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            function()
+    return timed(graph.replay, 3) / times
 
 
 # The table -----------------------------------------------------------------------------------------------------------
@@ -254,11 +302,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2", help="smollm2, or a model folder")
     parser.add_argument("--sequences", default="256,2048", help="how many at once, by commas")
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--kinds", default="fixed,natural", help="fixed, natural, or both by a comma")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="which ones, by commas (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--parts", action="store_true", help="also the parts of a step, at the most sequences")
+    parser.add_argument("--tune", action="store_true", help="also the attention with other constants; needs CUDA")
     parser.add_argument("--quick", action="store_true", help="4 sequences of 8 tokens, once: a try")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -270,6 +319,9 @@ def main() -> None:
     unknown += [k for k in args.kinds.split(",") if k not in ("fixed", "natural")]
     if unknown:
         parser.error(f"{', '.join(unknown)}: unknown; contenders are {', '.join(CONTENDERS)}, kinds fixed, natural")
+
+    if args.tune and not torch.cuda.is_available():
+        parser.error("--tune: needs a CUDA device")
 
     import transformers
 
@@ -313,6 +365,8 @@ def main() -> None:
                     results.append({**record, "error": first_line(error)})
     if args.parts:
         found_parts += parts(model, tokenizer, max(numbers), args.new_tokens)
+    if args.tune:
+        found_parts += tune(model, max(numbers), args.new_tokens)
     print(write())
 
 

@@ -86,10 +86,10 @@ every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTI
 @every_setting
 def test_float32_answers_are_those_of_the_plain_loop(model, tokenizer, settings, monkeypatch):
     """Whatever the number of slots: 1, fewer than answers (each refilled), as many, and more."""
-    asked = prompts(40)
+    asked = prompts(18)
     found = answers(make_sampler(model, tokenizer, batch_size=8), asked, **settings)
-    assert {finish for _, _, finish in found.values()} == {"stop", "length"}
-    for size in (1, 33, 200):
+    assert len({tokens for _, tokens, _ in found.values()}) > 3  # they end at different times
+    for size in (1, 5, 200):
         assert answers(make_sampler(model, tokenizer, batch_size=size), asked, **settings) == found
     padded(monkeypatch)
     assert answers(make_sampler(model, tokenizer, batch_size=16), asked, **settings) == found
@@ -109,7 +109,7 @@ def test_a_captured_step_is_the_step(llama):
     """Greedy in float32, all in one graph: the tokens of a forward of the whole row, at every length."""
     generator = torch.Generator().manual_seed(0)
     network = LanguageModel(llama, end_ids=set(), pad_id=0, tie_margin=0.0)
-    decoder = SlotDecoder(network, Settings(1, 0.0, 1.0, 50, 0), slots.survey(network), places=40, room=120)
+    decoder = SlotDecoder(network, Settings(1, 0.0, 1.0, 50, 0), slots.survey(network), slots.Plan(40, 120))
     rows = [torch.randint(3, 290, (1 + 2 * i,), generator=generator).tolist() for i in range(30)]
     decoder.admit([Answer(Prompt(str(i), []), 0, ids, 50, (1, 2)) for i, ids in enumerate(rows)])
     found: list[Answer] = []
@@ -134,7 +134,7 @@ def test_slots_shrink_as_answers_run_out(llama, tokenizer):
 
     def run(which: list[int], places: int) -> tuple[SlotDecoder, dict]:
         settings = Settings(1, 0.0, 1.0, 300, 0)
-        decoder = SlotDecoder(network, settings, slots.survey(network), places=places, room=310)
+        decoder = SlotDecoder(network, settings, slots.survey(network), slots.Plan(places, 310))
         decoder.admit([Answer(Prompt(str(i), []), 0, rows[i], limits[i], (1, 2)) for i in which])
         found = {}
         while decoder.num_live:

@@ -19,7 +19,7 @@ from torch import Tensor
 from deftune.evaluation.chance import draw, exponentials
 from deftune.evaluation.sampler import Finish, Prompt, Settings
 
-DRAWN_AT_ONCE = 2**27  # logits: their noise and its bits are some 4 GiB
+DRAWN_AT_ONCE = 2**24  # logits: their noise, its bits and the scores are half a GiB
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """Answers from a model: one small interface, three ways to run it, and a generator of chance that can be repeated.
 
-`Sampler.sample` yields each answer as it is finished, in any order. What answer (item, sample) is follows from the
-model, the prompt, the settings and the seed alone; not from the order of the items, nor from which of them are asked.
+`Sampler.sample` yields each answer as it is finished, in any order: a transformers model here (`local`), a server
+(`endpoint`), or vLLM (`vllm_engine`). What answer (item, sample) is follows from the model, the prompt, the settings
+and the seed alone; not from the order of the items, nor from which of them are asked.
 
 **The chance.** A token is drawn by the Gumbel-max rule: argmax over the vocabulary of ``z_v / T - log E_v``, where E_v
 is exponential with mean 1. E_v is a hash of (key, step, v), and key is SHA-256 of (seed, item id, sample): no state, so

@@ -125,11 +125,10 @@ class TransformersSampler(Sampler):
         if isinstance(found, str):
             return PaddedDecoder(self.network, settings, places=places)
         from deftune.evaluation.slot_decoding import SlotDecoder
-        from deftune.evaluation.slots import affordable_slots
+        from deftune.evaluation.slots import plan
 
         room = max(len(answer.ids) + answer.limit for answer in waiting)
-        places = affordable_slots(self.network, found, room, places)
-        return SlotDecoder(self.network, settings, found, places=places, room=room)
+        return SlotDecoder(self.network, settings, found, plan(self.network, found, room, places))
 
     def survey(self) -> Survey | str:
         """What the model needs in a slot, or why it cannot decode in slots."""

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from deftune.evaluation.decoding import Answer, Decoder, LanguageModel
 from deftune.evaluation.direct import Direct
 from deftune.evaluation.sampler import Settings
-from deftune.evaluation.slots import PREFILL_TOKENS, SlotCache, Survey, has_kernels, kernels, step_logits
+from deftune.evaluation.slots import Plan, SlotCache, Survey, has_kernels, kernels, step_logits
 
 LOOK_EVERY = 16  # steps: looking costs a synchronisation, not looking a slot that waits half of them
 SHRINK = 4  # slots come in this many times fewer as answers run out; each number of them is a graph
@@ -26,12 +26,13 @@ RUNNING, STOP, LENGTH, BROKEN, EMPTY = range(5)
 
 
 class SlotDecoder(Decoder):
-    """Answers in slots of ``room`` tokens; the first ``size`` slots take part in a step."""
+    """Answers in the slots of a plan; the first ``size`` of them take part in a step."""
 
-    def __init__(self, model: LanguageModel, settings: Settings, found: Survey, *, places: int, room: int):
+    def __init__(self, model: LanguageModel, settings: Settings, found: Survey, plan: Plan):
         device = model.device
-        self.model, self.settings, self.places, self.room = model, settings, places, room
-        self.cache = SlotCache(found.shapes, places, room, model.model.dtype, device)
+        self.model, self.settings, self.portion = model, settings, plan.portion
+        self.places = places = plan.slots
+        self.cache = SlotCache(found.shapes, places, plan.room, model.model.dtype, device)
         self.answers: list[Answer | None] = [None] * places
         self.num_made = [0] * places  # at the last look
         self.size = 0
@@ -87,7 +88,7 @@ class SlotDecoder(Decoder):
         longest = 0
         for i, answer in enumerate(answers):
             longest = max(longest, len(answer.ids))
-            if part and longest * (len(prompts) + (answer.prompt.id not in prompts)) > PREFILL_TOKENS:
+            if part and longest * (len(prompts) + (answer.prompt.id not in prompts)) > self.portion:
                 yield part
                 part, longest = [], len(answer.ids)
                 prompts.clear()

@@ -24,7 +24,7 @@ from deftune.evaluation.decoding import DRAWN_AT_ONCE, LanguageModel
 from deftune.evaluation.sampler import SamplerError
 
 SLOTS = "deftune_slots"  # the attention's name among transformers'
-PREFILL_TOKENS = 2**16  # read at once: enough to fill a GPU, and some GiB of activations
+PREFILL_TOKENS = 2**16  # read at once, if there is memory: enough to fill a GPU
 
 
 class Unsupported(Exception):
@@ -45,6 +45,7 @@ class SlotCache(Cache):
             for _ in range(2)
         )
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.instead_of = ""  # the attention that prompts are read with
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -76,6 +77,8 @@ def slot_attention(
         raise Unsupported(f"{type(module).__name__} is not given what the model is called with")
     if unknown or attention_mask is not None:
         raise Unsupported(f"{type(module).__name__} has an attention with {', '.join(unknown) or 'a mask'}")
+    if softcap is not None and slots.instead_of == "sdpa":
+        raise Unsupported(f"{type(module).__name__} has a softcap that sdpa leaves out; load it with eager attention")
     layer = module.layer_idx
     if layer >= len(slots.keys) or key.shape[1:] != (slots.keys[layer].shape[1], 1, slots.keys[layer].shape[3]):
         raise Unsupported(f"{type(module).__name__} {layer} shares another layer's keys")
@@ -127,10 +130,11 @@ def kernels() -> Any:
 
 
 @contextmanager
-def attention_in_slots(model: Any) -> Generator[None]:
+def attention_in_slots(model: Any, cache: SlotCache) -> Generator[None]:
     """The model with `slot_attention` as its attention, and as it was afterwards."""
     configs: list[Any] = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
+    cache.instead_of = before[0]
     try:
         for config in configs:
             config._attn_implementation = SLOTS
@@ -185,24 +189,33 @@ def survey(model: LanguageModel) -> Survey:
 def step_logits(model: LanguageModel, tokens: Tensor, cache: SlotCache) -> Tensor:
     """[rows, V] the logits after ``tokens`` [rows], each the next one of its slot; the cache has them afterwards."""
     rows = len(tokens)
-    with attention_in_slots(model.model):
+    with attention_in_slots(model.model, cache):
         return model.forward(
             tokens[:, None], position_ids=cache.lengths[:rows, None], past_key_values=cache, use_cache=True, slots=cache
         )
 
 
-def affordable_slots(model: LanguageModel, found: Survey, room: int, wanted: int) -> int:
-    """How many slots of ``room`` tokens the device has memory for, at most ``wanted``."""
+class Plan(NamedTuple):
+    """How many slots of how many tokens, and how many tokens of prompts are read together."""
+
+    slots: int
+    room: int
+    portion: int = PREFILL_TOKENS
+
+
+def plan(model: LanguageModel, found: Survey, room: int, wanted: int) -> Plan:
+    """As many slots of ``room`` tokens as the device has memory for, at most ``wanted``."""
     device, itemsize = model.device, model.model.dtype.itemsize
     if device.type != "cuda":
-        return wanted
+        return Plan(wanted, room)
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     config: Any = model.model.config.get_text_config()
-    width = config.hidden_size
-    wide = getattr(config, "intermediate_size", None) or 4 * width
-    # a prompt's activations: some ten of the residual's width at once, half of them in float32, and the MLP's three
-    kept = PREFILL_TOKENS * (15 * width + 3 * wide) * itemsize + 32 * DRAWN_AT_ONCE
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    # a token that is read: some ten of the residual's width at once, half of them in float32, and the MLP's three
+    read = (15 * config.hidden_size + 3 * wide) * itemsize
+    portion = max(room, min(PREFILL_TOKENS, int(0.1 * free / read)))
+    kept = portion * read + 32 * DRAWN_AT_ONCE
     each = found.slot_bytes(room, itemsize) + 2 * found.vocab_size * itemsize
     slots = int(0.95 * free - kept) // each
     if slots < 1:
@@ -211,4 +224,4 @@ def affordable_slots(model: LanguageModel, found: Survey, room: int, wanted: int
             f"an answer of {room} tokens with its prompt needs {each / gib:.2f} GiB of cache beside {kept / gib:.2f} "
             f"GiB for the work, and {device} has {free / gib:.2f} GiB free; lower max_new_tokens or free memory"
         )
-    return min(slots, wanted)
+    return Plan(min(slots, wanted), room, portion)
