@@ -10,30 +10,61 @@ from typing import Any
 
 import torch
 
-from deftune.training.checkpoints import CheckpointError, sealed_folder, verify
+from deftune.training.checkpoints import PREFIX, CheckpointError, checkpoints, sealed_folder, step_of, verify
 from deftune.training.models import load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run
 
 
 def load_result(name: str, notice: Callable[[str], None] = lambda _: None) -> tuple[Any, Any]:
-    """(model, tokenizer) of a run's folder, or of anything `deftune train` takes as a model."""
-    run = Run(Path(name))
-    if not run.config.is_file():
+    """(model, tokenizer) of a run's folder, or of anything `deftune train` takes as a model.
+
+    ``RUN:200`` is the run's checkpoint of step 200, ``RUN:0`` the model that it began with.
+    """
+    run, step = parse_result(name)
+    if run is None:
         source = resolve_model(name, notice)
         return load_model(source), load_tokenizer(source)
-    folder = result_folder(run)
+    config = run.read_config()
+    options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
+    if step == 0:
+        source = resolve_model(config.model.name, notice)
+        return load_model(source, **options), load_tokenizer(source, **options)
+    folder = result_folder(run) if step is None else checkpoint_folder(run, step)
     tokenizer = load_tokenizer(str(folder))
     if not is_adapter(folder):
         return load_model(str(folder)), tokenizer
     from peft import PeftModel
 
-    config = run.read_config()
-    base = load_model(
-        resolve_model(config.model.name, notice),
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    base = load_model(resolve_model(config.model.name, notice), **options)
     return PeftModel.from_pretrained(base, str(folder)), tokenizer
+
+
+def parse_result(name: str) -> tuple[Run | None, int | None]:
+    """(run, step) of ``RUN``, ``RUN:200`` or ``RUN:checkpoint-200``; (None, None) for what is no run.
+
+    >>> parse_result("smollm2")
+    (None, None)
+    """
+    folder, colon, step = name.rpartition(":")
+    number = step.removeprefix(PREFIX)
+    if colon and Run(Path(folder)).config.is_file():
+        if not number.isdecimal():
+            raise ValueError(f"{name}: {step!r} is no step; write RUN:200")
+        return Run(Path(folder)), int(number)
+    run = Run(Path(name))
+    return (run, None) if run.config.is_file() else (None, None)
+
+
+def checkpoint_folder(run: Run, step: int) -> Path:
+    """Where a run's checkpoint of a step lies, verified."""
+    folder = run.checkpoints / f"{PREFIX}{step}"
+    if not folder.is_dir():
+        kept = ", ".join(str(step_of(path)) for path in checkpoints(run.checkpoints)) or "none"
+        raise ValueError(
+            f"{run.folder}: has no checkpoint of step {step} (it has {kept}, and 0 is the model it began with); "
+            f"train.save_steps and train.keep say which are kept"
+        )
+    return verified(folder)
 
 
 def result_folder(run: Run) -> Path:
@@ -41,11 +72,15 @@ def result_folder(run: Run) -> Path:
     if not run.model.is_dir():
         state = run.status()["state"]
         raise ValueError(f"{run.folder}: has no model yet (the run is {state}); `deftune train {run.folder}` goes on")
+    return verified(run.model)
+
+
+def verified(folder: Path) -> Path:
     try:
-        verify(run.model)
+        verify(folder)
     except CheckpointError as error:
         raise ValueError(f"{error}; it is not loaded") from error
-    return run.model
+    return folder
 
 
 def is_adapter(folder: Path) -> bool:
