@@ -148,10 +148,10 @@ function overview(data) {
       meter(objective.share, objective.rgb, `${objective.name}: ${percent(objective.share)}`),
       element("b", {}, percent(objective.share))))));
   return [
-    tile(number(summary.conflicts), `confident conflicts, ${percent(summary.conflicts / data.numTokens)} of the tokens`,
-      `Tokens whose conflict is at least ${data.threshold}`),
+    tile(number(summary.conflicts), `confident conflicts, ${percent(summary.conflicts / data.numTokens)} of the tokens; ${number(summary.format_conflicts)} are end or format tokens`,
+      `Tokens whose conflict is at least ${data.threshold}. Where end tokens are among them, an objective that lets go of conflicts may not learn to stop: see eos(nll)`),
     tile(percent(summary.loss_share), "of the loss (NLL) sits on them", "Sum of -log p over conflicts, over the sum of all"),
-    tile(number(summary.rows_with_answer_conflict), `rows whose stated answer the model contradicts`, "A confident conflict on a token of the answer: first candidates for a wrong label"),
+    tile(number(summary.contradicted_answers), `rows whose stated answer the model contradicts, of ${number(summary.stated_answers)}`, "A confident conflict on a token of the answer: first candidates for a wrong label"),
     strip,
   ];
 }
