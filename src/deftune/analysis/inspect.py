@@ -18,12 +18,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from deftune.analysis.tokens import read_rows_table, read_token_table, table_facts, table_objectives
 from deftune.evaluation.extraction import extract_final
@@ -91,6 +91,7 @@ class Inspection:
     rows: list[dict[str, Any]]
     scores: dict[str, np.ndarray]
     answers: np.ndarray  # bool, [tokens]: where a row states its answer
+    stated: list[str | None]  # [rows]: that answer
     worst: np.ndarray  # [rows]: the token that speaks most against the row
     objectives: list[str]
     facts: dict[str, Any]
@@ -133,8 +134,10 @@ def inspect_table(path: str | Path, objectives: Sequence[str] | None = None) -> 
     table, rows = read_token_table(path), read_rows_table(path)
     have = table_objectives(table)
     if missing := [name for name in objectives or () if name not in have]:
-        raise ValueError(f"{path}: has no gates of {', '.join(missing)}, only of {', '.join(have)}; make the table anew")
-    if table.num_rows != pc.sum(rows["num_supervised"]).as_py():
+        raise ValueError(
+            f"{path}: has no gates of {', '.join(missing)}, only of {', '.join(have)}; make the table anew"
+        )
+    if table.num_rows != int(rows["num_supervised"].to_numpy().sum()):
         raise ValueError(f"{path}: its rows' file is of another table; write both again with `deftune analyze tokens`")
     return inspect_tables(table, rows, list(objectives or have))
 
@@ -154,50 +157,61 @@ def inspect_tables(table: pa.Table, rows: pa.Table, objectives: list[str]) -> In
     text, other = places[: table.num_rows], places[table.num_rows :]
     lengths = np.array([len(piece) for piece in texts], dtype=np.int64)
     lines = rows.to_pylist()
-    answers = np.concatenate(
-        [np.zeros(0, bool)]
-        + [
-            answer_tokens(line["answer"], lengths[text[first:last]], ~tokens["is_format"][first:last])
-            for line, first, last in zip(lines, start[:-1], start[1:])
-        ]
-    )
+    found = [
+        stated_answer(line["answer"], lengths[text[first:last]], ~tokens["is_format"][first:last])
+        for line, (first, last) in zip(lines, pairwise(start))
+    ]
+    answers = np.concatenate([np.zeros(0, dtype=bool), *(one.tokens for one in found)])
     scores = row_scores(tokens, start, answers)
     return Inspection(
         tokens=tokens, texts=texts, text=text, other=other, start=start, rows=lines, scores=scores, answers=answers,
-        worst=worst_tokens(tokens, start, answers), objectives=objectives, facts=table_facts(table),
+        stated=[one.answer for one in found], worst=worst_tokens(tokens, start, answers), objectives=objectives,
+        facts=table_facts(table),
     )  # fmt: skip
 
 
-def answer_tokens(text: str, lengths: np.ndarray, content: np.ndarray) -> np.ndarray:
-    r"""Which tokens state the row's answer; ``lengths`` are the tokens' in characters, ``content`` what is no format.
+class Stated(NamedTuple):
+    """A row's answer, None where it states none, and which of its tokens say it."""
+
+    answer: str | None
+    tokens: np.ndarray
+
+
+def stated_answer(text: str, lengths: np.ndarray, content: np.ndarray) -> Stated:
+    r"""The answer that a row states; ``lengths`` are its tokens' in characters, ``content`` those that are no format.
 
     The answer is what ``\boxed{}``, ``####`` or "the answer is" mark, wherever the text says it; or all of a single
     short line. Running prose states none.
 
     >>> pieces = ["48+24", " = ", "72", " clips\n", "#### ", "72"]
     >>> lengths = np.array([len(piece) for piece in pieces])
-    >>> answer_tokens("".join(pieces), lengths, np.ones(6, bool)).nonzero()[0]
-    array([2, 5])
+    >>> stated_answer("".join(pieces), lengths, np.ones(6, bool))
+    Stated(answer='72', tokens=array([False, False,  True, False, False,  True]))
     """
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    found = extract_final("".join(text[a:b] for a, b, kept in zip(starts, ends, content) if kept))
-    chosen = np.zeros(len(lengths), dtype=bool)
+    said = "".join(text[a:b] for a, b, kept in zip(starts, ends, content) if kept)
+    found = extract_final(said)
     if found.answer and found.how in ("boxed", "marked", "stated"):
-        said = [m.span() for m in re.finditer(rf"(?<![\w.,]){re.escape(found.answer)}(?!\w|[.,]\d)", text)]
-        for first, last in said[-1:] if found.answer.isalpha() and len(found.answer) == 1 else said:
+        places = [m.span() for m in re.finditer(rf"(?<![\w.,]){re.escape(found.answer)}(?!\w|[.,]\d)", text)]
+        if re.fullmatch("[A-Za-z]", found.answer):  # an option's letter means something only where it is the answer
+            places = places[-1:]
+        chosen = np.zeros(len(lengths), dtype=bool)
+        for first, last in places:
             chosen |= (starts < last) & (ends > first)
-    elif content.sum() <= SHORT_ANSWER and "\n" not in text.strip():
-        chosen = content.copy()
-    return chosen & content
+        if (chosen & content).any():
+            return Stated(found.answer, chosen & content)
+    elif 0 < content.sum() <= SHORT_ANSWER and "\n" not in said.strip():
+        return Stated(said.strip(), content.copy())
+    return Stated(None, np.zeros(len(lengths), dtype=bool))
 
 
 def row_scores(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray) -> dict[str, np.ndarray]:
     """`ROW_SCORES` of each row, float64; ``answer`` is NaN where a row states none.
 
-        answer   = max over its answer's tokens of margin
-        conflict = mean over its tokens of q margin
-        noise    = sum of NLL over its confident conflicts / sum of NLL
+    answer   = max over its answer's tokens of margin
+    conflict = mean over its tokens of q margin
+    noise    = sum of NLL over its confident conflicts / sum of NLL
     """
     first, count = start[:-1], np.diff(start)
     nll = -tokens["log_p"].astype(np.float64)
@@ -218,7 +232,7 @@ def worst_tokens(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.n
     """Each row's token that speaks most against it: of its answer where the model contradicts that, else of all."""
     against = tokens["conflict"] * (1.0 + tokens["margin"]) * np.where(tokens["is_format"], 1e-6, 1.0)
     against = np.where(answers & (tokens["conflict"] >= CONFIDENT), against + 1e6, against)
-    return np.array([a + int(np.argmax(against[a:b])) for a, b in zip(start[:-1], start[1:])], dtype=np.int64)
+    return np.array([a + int(np.argmax(against[a:b])) for a, b in pairwise(start)], dtype=np.int64)
 
 
 # --- in words and numbers ---------------------------------------------------------------------------------------------
@@ -233,15 +247,19 @@ def reasons(inspection: Inspection, row: int) -> list[str]:
     if len(contradicted):
         token = int(contradicted[np.argmax(tokens["margin"][contradicted])])
         found.append(
-            f"the answer has {inspection.texts[inspection.text[token]]!r} (p = {np.exp(tokens['log_p'][token]):.2g}) "
-            f"where the model expects {inspection.texts[inspection.other[token]]!r} "
-            f"({np.exp(tokens['other_log_p'][token]):.2g})"
+            f"stated answer {_short(inspection.stated[row] or '')}: the model expects "
+            f"{_short(inspection.texts[inspection.other[token]])} ({np.exp(tokens['other_log_p'][token]):.2g}), not "
+            f"{_short(inspection.texts[inspection.text[token]])} ({np.exp(tokens['log_p'][token]):.2g})"
         )
     number = int(inspection.confident[inside].sum())
     if inspection.scores["noise"][row] >= MOSTLY:
         share = inspection.scores["noise"][row]
         found.append(f"{share:.0%} of its loss sits on {number} confident conflict{'s' if number > 1 else ''}")
     return found
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 def summary(inspection: Inspection) -> dict[str, Any]:

@@ -8,10 +8,12 @@ fit gives None.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 Fields = Mapping[str, Any]
 
@@ -31,7 +33,7 @@ def wrong_number(number: str, draw: Random) -> str:
     """Another number written as this one is: one of its digits changed, the first never to 0.
 
     >>> wrong_number("1,072", Random(0))
-    '1,472'
+    '1,077'
     """
     places = [i for i, character in enumerate(number) if character.isdigit()]
     place = draw.choice(places)
@@ -78,3 +80,64 @@ CORRUPTIONS = {
     ),
     "medmcqa-key": Corruption("MedMCQA: another option is called correct", "medmcqa_1based", corrupt_key),
 }
+
+
+# --- how well a score finds them --------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """A ranking against the truth, of each resample: [resamples] each."""
+
+    average_precision: np.ndarray
+    auroc: np.ndarray
+    precision: dict[float, np.ndarray]  # by the share of rows looked at
+    recall: dict[float, np.ndarray]
+
+
+def ranking_quality(
+    score: np.ndarray, corrupted: np.ndarray, weights: np.ndarray, *, shares: Sequence[float] = (0.05, 0.1, 0.2)
+) -> Found:
+    """How well a score ranks the corrupted rows first, for each row of ``weights``, [resamples, rows].
+
+    A bootstrap resample is a count of how often each row was drawn; ones give the score itself. With w the weights in
+    the ranking's order, y the truth:
+
+        average precision = sum_i w_i y_i precision_i / sum_i w_i y_i
+        precision_i       = sum_{j<=i} w_j y_j / sum_{j<=i} w_j
+        AUROC             = P(a corrupted row ranks before a clean one)
+
+    Rows of equal score are put in an order of their own, drawn once; rows without a score (NaN) come last.
+
+    >>> truth = np.array([True, False, True, False])
+    >>> found = ranking_quality(np.array([4.0, 3.0, 2.0, 1.0]), truth, np.ones((1, 4)), shares=[0.5])
+    >>> [round(float(x[0]), 3) for x in (found.average_precision, found.auroc, found.precision[0.5], found.recall[0.5])]
+    [0.833, 0.75, 0.5, 0.5]
+    """
+    value = np.where(np.isnan(score), -np.inf, score)
+    order = np.lexsort((np.random.default_rng(0).permutation(len(value)), -value))
+    w, y = weights[:, order].astype(np.float64), corrupted[order]
+    hits, seen = np.cumsum(w * y, axis=1), np.cumsum(w, axis=1)
+    positives, total = hits[:, -1], seen[:, -1]
+    with np.errstate(invalid="ignore", divide="ignore"):  # a resample may hold no corrupted row: NaN, left out
+        precision_at = np.where(seen > 0, hits / seen, 0.0)
+        average = (w * y * precision_at).sum(1) / positives
+        before = seen - hits  # clean rows ranked so far
+        auroc = (w * y * (before[:, -1:] - before)).sum(1) / (positives * (total - positives))
+        precision: dict[float, np.ndarray] = {}
+        recall: dict[float, np.ndarray] = {}
+        for share in shares:
+            depth = share * total
+            inside = np.clip(depth[:, None] - (seen - w), 0, w)  # of a row that the cut falls into, a part
+            precision[share] = (inside * y).sum(1) / depth
+            recall[share] = (inside * y).sum(1) / positives
+    return Found(average, auroc, precision, recall)
+
+
+def resamples(rows: int, number: int, seed: int = 0) -> np.ndarray:
+    """Bootstrap weights over rows, [1 + number, rows]; the first are the rows as they are.
+
+    >>> resamples(3, 2)[0].tolist()
+    [1, 1, 1]
+    """
+    draws = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=number)
+    return np.concatenate([np.ones((1, rows), dtype=draws.dtype), draws])

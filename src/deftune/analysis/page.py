@@ -44,7 +44,9 @@ def render_page(inspection: Inspection) -> str:
 
     style = asset("page.css")
     script = "\n".join(asset(name) for name in SCRIPTS)
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
     page = asset("page.html")
     for name, value in {"policy": policy, "style": style, "script": script, "data": pack(inspection)}.items():
         page = page.replace("{{" + name + "}}", value, 1)
@@ -72,7 +74,9 @@ def pack(inspection: Inspection) -> str:
         layout[name][1] = at
         at += array.nbytes
     if at >= 10**9:
-        raise ValueError(f"page: {at / 2**30:.1f} GiB of data is more than a browser opens; inspect fewer rows (--rows)")
+        raise ValueError(
+            f"page: {at / 2**30:.1f} GiB of data is more than a browser opens; inspect fewer rows (--rows)"
+        )
     text = _json(head)
     text += b" " * (room + -room % 4 - len(text))
     blob = b"".join([np.uint32(len(text)).tobytes(), text, *(array.tobytes() for array in arrays.values())])
@@ -156,7 +160,7 @@ def page_columns(objectives: list[str], palette: dict[str, str]) -> list[dict[st
     """What tokens are coloured and ranked by; ``unit`` scales from 0 to 1, others to their 99th percentile."""
     columns: list[dict[str, Any]] = [
         {"label": "conflict", "array": "conflict", "unit": True, "colour": ORANGE,
-         "about": "1 - p^(sum P²): how surely the model expects another token; DEFT takes this part of NLL's push away"},
+         "about": "1 - p^(sum P²): how surely the model expects another token; the part of NLL's push that DEFT drops"},
         {"label": "margin", "array": "margin", "colour": ORANGE,
          "about": "log q - log p: nats by which the model prefers another token"},
         {"label": "NLL", "array": "log_p", "derive": "negative", "colour": PURPLE, "about": "-log p: the token's loss"},

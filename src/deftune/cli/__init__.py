@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from deftune._version import __version__
-from deftune.cli import analyze, doctor, evaluate, objectives, results, train
+from deftune.cli import analyze, doctor, evaluate, inspect, objectives, results, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     results.add_to(commands)
     train.add_to(commands)
     evaluate.add_to(commands)
+    inspect.add_to(commands)
     analyze.add_to(commands)
     doctor.add_to(commands)
     return parser
