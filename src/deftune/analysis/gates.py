@@ -6,15 +6,15 @@ into a figure. Nothing here knows an objective's formula.
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from deftune.analysis.style import COLOUR_MAP, PAGE_INCHES, distinct, line_style, new_figure, styled
 from deftune.kernels import token_stats
 from deftune.objectives import Objective, TokenStats
 from deftune.objectives import objective as parse_objective
@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
 DEFAULT = ("nll", "linear", "hellinger", "cayley", "deft", "eaft")
 """What is drawn where nothing is asked for: the paper's objectives and the middle of the family."""
-
-# Okabe and Ito's palette, safe for the colour-blind; an objective keeps its colour in every figure
-COLOURS = {
-    "nll": "#000000",
-    "linear": "#D55E00",
-    "hellinger": "#E69F00",
-    "cayley": "#0072B2",
-    "deft": "#009E73",
-    "eaft": "#CC79A7",
-    "dft": "#8C510A",
-    "clip": "#56B4E9",
-}
-SPARE_COLOURS = ("#56B4E9", "#F0E442", "#999999", "#8C510A", "#762A83")
 
 STATES = {
     "spread": "the rest spread evenly over the vocabulary",
@@ -109,50 +96,34 @@ def map_table(
     return rows
 
 
-def colours(names: Sequence[str]) -> dict[str, str]:
-    spare = iter(SPARE_COLOURS * len(names))
-    return {name: COLOURS.get(name) or next(spare) for name in names}
-
-
-def _names(table: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(row["objective"] for row in table))
-
-
-def _new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, Any]:
-    try:
-        from matplotlib.figure import Figure  # pyplot would pick a display; a figure needs none
-    except ImportError as error:
-        raise ValueError("figures need matplotlib: pip install 'deftune[plot]'") from error
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, sharex=True)
-
-
+@styled
 def plot_gates(table: list[dict[str, Any]]) -> Figure:
     """Gate, signal and focus against p, a row per predictive state, from `gate_table`'s rows."""
-    figure, axes = _new_figure(len(STATES), 3, (12, 6.6))
+    figure, axes = new_figure(len(STATES), 3, (PAGE_INCHES, 4.0), sharex=True)
     titles = {"gate": "gate s", "signal": "signal W = s (1 - p)", "focus": "focus a"}
-    palette = colours(_names(table))
     for row, (state, caption) in enumerate(STATES.items()):
         for column, (key, title) in enumerate(titles.items()):
             axis = axes[row][column]
-            for name, colour in palette.items():
+            for name in distinct(r["objective"] for r in table):
                 points = [r for r in table if r["objective"] == name and r["state"] == state]
-                axis.plot([r["p"] for r in points], [r[key] for r in points], color=colour, label=name, lw=1.8)
+                axis.plot([r["p"] for r in points], [r[key] for r in points], **line_style(name))
             axis.set_ylim(-0.03, max(1.03, 1.03 * max(r[key] for r in table if math.isfinite(r[key]))))
-            axis.grid(alpha=0.25, lw=0.6)
-            axis.set_title(title if row == 0 else "", fontsize=11)
+            axis.grid()
+            axis.set_title(title if row == 0 else "")
             if row == len(STATES) - 1:
                 axis.set_xlabel("target probability p")
-        axes[row][0].set_ylabel(caption, fontsize=10)
-    axes[0][0].legend(fontsize=9, frameon=False)
+        axes[row][0].set_ylabel("\n".join(textwrap.wrap(caption, 22)))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     return figure
 
 
+@styled
 def plot_maps(table: list[dict[str, Any]]) -> Figure:
     """A panel per objective: p against entropy, colour = gradient norm over its largest, from `map_table`'s rows."""
-    names = _names(table)
+    names = distinct(r["objective"] for r in table)
     width = min(3, len(names))
-    figure, axes = _new_figure(math.ceil(len(names) / width), width, (4 * width, 3.2 * math.ceil(len(names) / width)))
+    height = math.ceil(len(names) / width)
+    figure, axes = new_figure(height, width, (PAGE_INCHES * width / 3 + 0.4, 1.9 * height), sharex=True, sharey=True)
     flat = [axis for row in axes for axis in row]
     mesh: Any = None
     for axis, name in zip(flat, names):
@@ -161,25 +132,14 @@ def plot_maps(table: list[dict[str, Any]]) -> Figure:
         grid = {key: torch.tensor([r[key] for r in points]).view(side, side) for key in ("p", "entropy", "share")}
         mesh = axis.pcolormesh(
             grid["p"].numpy(), grid["entropy"].numpy(), grid["share"].numpy(),
-            cmap="viridis", vmin=0, vmax=1, shading="gouraud", rasterized=True,
+            cmap=COLOUR_MAP, vmin=0, vmax=1, shading="gouraud", rasterized=True,
         )  # fmt: skip
-        axis.set_title(name, fontsize=11)
-        axis.set_xlabel("target probability p")
-        axis.set_ylabel("entropy (nats)")
+        axis.set_title(name)
     for axis in flat[len(names) :]:
         axis.set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("target probability p")
+    for row in axes:
+        row[0].set_ylabel("entropy (nats)")
     figure.colorbar(mesh, ax=flat, label="gradient norm / its largest", shrink=0.8)
     return figure
-
-
-def write_figure(figure: Figure, table: list[dict[str, Any]], stem: Path) -> list[Path]:
-    """The figure as PNG and SVG, its table as CSV beside them; returns the paths."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg", ".csv")]
-    figure.savefig(paths[0], dpi=130)
-    figure.savefig(paths[1])
-    with paths[2].open("w", newline="") as sink:
-        writer = csv.DictWriter(sink, fieldnames=list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
-    return paths

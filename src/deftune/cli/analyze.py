@@ -34,9 +34,74 @@ def add_to(commands: Any) -> None:
     tokens.add_argument("--max-length", type=int, help="default: the run's, or 2048")
     tokens.add_argument("--batch-tokens", type=int, default=8192, help="places of a batch, padding included")
     tokens.add_argument(
-        "--skip-bad-rows", action="store_true", help="leave out rows that cannot be read, and name them"
+        "--skip-bad-rows", action="store_true", help="write unreadable rows to OUT.bad_rows.jsonl and go on"
     )
     tokens.set_defaults(run=run_tokens)
+
+    conflicts = figure(
+        actions, "conflicts", "tokens learned and forgotten between two checkpoints", "BEFORE AFTER", "TABLE",
+        "token tables of the same rows; more pairs make more panels",
+    )  # fmt: skip
+    conflicts.add_argument("--objective", default="nll", help="whose loss dL is (default: nll)")
+    conflicts.add_argument("--threshold", type=float, default=0.01, help="a smaller change of p is none (0.01)")
+    conflicts.set_defaults(run=run_conflicts)
+
+    gradients = figure(
+        actions, "gradients", "gradient norms over p and entropy, a panel per objective", "REGIME=TABLE", "TABLE",
+        "token tables; one without a regime's name needs none",
+    )  # fmt: skip
+    gradients.add_argument("--objectives", metavar="A,B", help="panels for these (default: all of the tables)")
+    gradients.set_defaults(run=run_gradients)
+
+    histograms = figure(
+        actions, "histograms", "target probabilities, base against tuned models", "[REGIME/]MODEL=TABLE", "TABLE",
+        "token tables; MODEL is base, or the objective a model was tuned with",
+    )  # fmt: skip
+    histograms.set_defaults(run=run_histograms)
+
+    progress = figure(
+        actions,
+        "progress",
+        "p and focus over training",
+        "REGIME=RUN",
+        "RUN",
+        "runs' folders; a regime may have several",
+    )
+    progress.set_defaults(run=run_progress)
+
+    results = "[REGIME/]OBJECTIVE=RESULT"
+    temperatures = figure(
+        actions, "temperatures", "scores against the sampling temperature", results, "RESULT", RESULTS
+    )
+    continuum = figure(actions, "continuum", "scores against the base model's mean p", results, "RESULT", RESULTS)
+    continuum.add_argument(
+        "--base", action="append", default=[], metavar="REGIME=TABLE", help="the base model's token table of a regime"
+    )
+    continuum.add_argument("--temperature", type=float, help="where the results have several")
+    entropy = figure(actions, "entropy", "scores against the tuned model's mean entropy", results, "RESULT", RESULTS)
+    entropy.add_argument(
+        "--tokens",
+        action="append",
+        default=[],
+        metavar="[REGIME/]OBJECTIVE=TABLE",
+        help="the tuned model's token table",
+    )
+    for parser, run in ((temperatures, run_temperatures), (continuum, run_continuum), (entropy, run_entropy)):
+        parser.add_argument("--task", help="a task of the results (default: the suite's average)")
+        parser.set_defaults(run=run)
+
+
+RESULTS = "folders that `deftune eval` wrote"
+
+
+def figure(actions: Any, name: str, about: str, metavar: str, kind: str, what: str) -> Any:
+    """The parser of a figure's command: its inputs, or the table beside an earlier figure, and where to."""
+    parser = actions.add_parser(name, help=f"figure: {about}")
+    parser.add_argument("inputs", nargs="*", metavar=metavar, help=what)
+    parser.add_argument("--table", type=Path, help=f"draw this table (CSV or Parquet) instead of {kind}s")
+    parser.set_defaults(figure=name)
+    parser.add_argument("--out", type=Path, default=Path("figures") / name, help=f"default: figures/{name}.png, ...")
+    return parser
 
 
 def notice(text: str) -> None:
@@ -95,11 +160,190 @@ def run_tokens(args: argparse.Namespace) -> int:
             task = bar.add_task("rows", total=len(rows))
             written = write_token_table(
                 args.out, model, tokenizer, rows, encoder=encoder, objectives=objectives,
-                batch_tokens=args.batch_tokens, skip_bad_rows=args.skip_bad_rows,
+                batch_tokens=args.batch_tokens, bad=bad,
                 facts={"model": args.model, "data": args.data, "command": shlex.join(["deftune", *sys.argv[1:]])},
                 progress=lambda done: bar.advance(task, done),
             )  # fmt: skip
-    for line in [*written.facts, *([bad.summary()] if bad.rows else [])]:
+    for line in written.facts:
         notice(line)
+    if bad.rows:
+        aside = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl")
+        bad.write(aside)
+        notice(f"{bad.summary()}; see {aside}")
     print(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
     return 0
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def parse_named(text: str, *, need_name: bool = False) -> tuple[str, str, str]:
+    """(regime, name, path) of ``regime/name=path``, ``name=path`` or ``path``.
+
+    >>> parse_named("strong/deft=runs/a.parquet"), parse_named("a.parquet")
+    (('strong', 'deft', 'runs/a.parquet'), ('', '', 'a.parquet'))
+    """
+    name, equals, path = text.rpartition("=")
+    if need_name and not name:
+        raise ValueError(f"{text}: say whose it is, as in deft={text}")
+    if not path or (equals and not name):
+        raise ValueError(f"{text}: write it as NAME=PATH")
+    regime, _, last = name.rpartition("/")
+    return regime, last, path
+
+
+def parse_each(inputs: list[str], **options: Any) -> dict[tuple[str, str], str]:
+    """(regime, name) -> path; a name given twice would hide one of the two."""
+    found: dict[tuple[str, str], str] = {}
+    for text in inputs:
+        regime, name, path = parse_named(text, **options)
+        if (regime, name) in found:
+            raise ValueError(
+                f"{text}: {'/'.join(filter(None, (regime, name))) or 'a table without a name'} is given twice"
+            )
+        found[regime, name] = path
+    return found
+
+
+def need_inputs(args: argparse.Namespace, example: str) -> None:
+    """A figure is made from its inputs or from a table, not from both, nor from nothing."""
+    if bool(args.inputs) == (args.table is not None):
+        raise ValueError(f"analyze {args.figure}: give either inputs ({example}) or --table")
+
+
+def draw(args: argparse.Namespace, plot: Any, table: Any) -> int:
+    from deftune.analysis.style import save_figure
+
+    for path in save_figure(plot(table), args.out, table):
+        print(path)
+    return 0
+
+
+def given_table(args: argparse.Namespace, *unused: str) -> Any:
+    """The table of --table; options that only make a table are refused beside it."""
+    from deftune.analysis.style import read_table
+
+    for name in unused:
+        if getattr(args, name):
+            raise ValueError(f"--{name}: has no effect on a table that is made; leave it out")
+    return read_table(args.table)
+
+
+def print_lines(lines: list[dict[str, Any]]) -> None:
+    """A small table on the terminal, numbers to three digits."""
+    cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in line.values()] for line in lines]
+    widths = [max(map(len, column)) for column in zip(lines[0], *cells)]
+    for row in [list(lines[0]), *cells]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def run_conflicts(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.analysis.conflicts import NEEDED, conflict_shares, conflict_table, pair_name, plot_conflicts
+    from deftune.analysis.tokens import read_token_table
+
+    need_inputs(args, "A.parquet B.parquet")
+    if args.table is not None:
+        table = given_table(args)
+    else:
+        import pyarrow as pa
+
+        if len(args.inputs) % 2:
+            raise ValueError(f"analyze conflicts: tables come in pairs, BEFORE AFTER; got {len(args.inputs)}")
+        read = [read_token_table(path, NEEDED) for path in args.inputs]
+        table = pa.concat_tables(
+            conflict_table(
+                before, after, pair=pair_name(before, after), objective=args.objective, threshold=args.threshold
+            )
+            for before, after in zip(read[::2], read[1::2])
+        )
+    print_lines(conflict_shares(table))
+    return draw(args, plot_conflicts, table)
+
+
+def run_gradients(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.analysis.figures import gradient_map_table, plot_gradient_maps
+    from deftune.analysis.tokens import read_token_table
+
+    need_inputs(args, "strong=tokens.parquet")
+    if args.table is not None:
+        return draw(args, plot_gradient_maps, given_table(args, "objectives"))
+    tables = {name: read_token_table(path) for (_, name), path in parse_each(args.inputs).items()}
+    return draw(
+        args, plot_gradient_maps, gradient_map_table(tables, split_specs(args.objectives) if args.objectives else None)
+    )
+
+
+def run_histograms(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.analysis.figures import histogram_table, plot_histograms, probability_shares
+    from deftune.analysis.tokens import read_token_table
+
+    need_inputs(args, "strong/base=base.parquet strong/deft=deft.parquet")
+    if args.table is not None:
+        table = given_table(args)
+    else:
+        named = parse_each(args.inputs, need_name=True)
+        table = histogram_table({key: read_token_table(path, ["p"]) for key, path in named.items()})
+    print_lines(probability_shares(table))
+    return draw(args, plot_histograms, table)
+
+
+def run_progress(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.analysis.figures import plot_progress, progress_table
+
+    need_inputs(args, "strong=runs/first")
+    if args.table is not None:
+        return draw(args, plot_progress, given_table(args))
+    runs = [(name, path) for _, name, path in map(parse_named, args.inputs)]
+    return draw(args, plot_progress, progress_table(runs))
+
+
+def read_scores(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from deftune.analysis.figures_scores import score_table
+
+    named = parse_each(args.inputs, need_name=True)
+    return score_table([(regime, name, path) for (regime, name), path in named.items()], task=args.task)
+
+
+def run_temperatures(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.analysis.figures_scores import plot_temperatures
+
+    need_inputs(args, "deft=results/deft-math")
+    return draw(args, plot_temperatures, read_scores(args) if args.inputs else given_table(args, "task"))
+
+
+def mean_of(path: str, column: str) -> float:
+    """The mean of a token table's column."""
+    import numpy as np
+
+    from deftune.analysis.tokens import read_token_table
+
+    return float(np.mean(np.asarray(read_token_table(path, [column])[column], dtype=np.float64)))
+
+
+def run_continuum(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.analysis.figures_scores import continuum_table, plot_continuum
+
+    need_inputs(args, "weak/deft=results/deft-figfont")
+    if args.table is not None:
+        return draw(args, plot_continuum, given_table(args, "task", "base", "temperature"))
+    scores = read_scores(args)
+    base_p = {regime: mean_of(path, "p") for (_, regime), path in parse_each(args.base).items()}
+    return draw(args, plot_continuum, continuum_table(scores, base_p, temperature=args.temperature))
+
+
+def run_entropy(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.analysis.figures_scores import entropy_table, plot_entropy
+
+    need_inputs(args, "deft=results/deft-math --tokens deft=deft.parquet")
+    if args.table is not None:
+        return draw(args, plot_entropy, given_table(args, "task", "tokens"))
+    scores = read_scores(args)
+    entropies = {key: mean_of(path, "entropy") for key, path in parse_each(args.tokens, need_name=True).items()}
+    return draw(args, plot_entropy, entropy_table(scores, entropies))

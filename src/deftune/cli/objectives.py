@@ -106,6 +106,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_plot(args: argparse.Namespace) -> int:
     from deftune.analysis import gates
+    from deftune.analysis.style import save_figure
     from deftune.objectives import objective
 
     chosen = list(dict.fromkeys(objective(spec) for spec in args.specs or gates.DEFAULT))
@@ -115,6 +116,6 @@ def run_plot(args: argparse.Namespace) -> int:
         ("gates", gates.gate_table(chosen), gates.plot_gates),
         ("signal_maps", gates.map_table(chosen), gates.plot_maps),
     ):
-        for path in gates.write_figure(plot(table), table, args.out / stem):
+        for path in save_figure(plot(table), args.out / stem, table):
             print(path)
     return 0

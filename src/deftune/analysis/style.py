@@ -1,0 +1,198 @@
+"""One look for every figure: an objective has one colour, line and marker everywhere; text stays text.
+
+A table is a pyarrow Table, a list of lines (dicts), or a dict of columns. `save_figure` puts it beside the picture.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+Table = Any
+"""A pyarrow Table, a list of dicts, or a dict of columns of one length."""
+
+COLUMN_INCHES, PAGE_INCHES = 3.35, 6.9
+"""The widths of a column and of a page of a two-column paper: figures are drawn in the size they are printed."""
+
+RC: dict[Any, Any] = {
+    "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "legend.fontsize": 7, "legend.frameon": False, "figure.titlesize": 8,
+    "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "lines.linewidth": 1.3,
+    "lines.markersize": 3.5, "patch.linewidth": 0.6, "hatch.linewidth": 0.5, "grid.alpha": 0.25, "grid.linewidth": 0.5,
+    "svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "deftune", "savefig.dpi": 300,
+}  # fmt: skip
+COLOUR_MAP = "viridis"  # its lightness rises evenly: safe for the colour-blind, and in grey
+
+
+class Look(NamedTuple):
+    """How an objective is drawn."""
+
+    colour: str
+    line: Any
+    marker: str
+
+
+# Okabe and Ito's palette, safe for the colour-blind. Lines and markers tell objectives apart in grey.
+LOOKS = {
+    "base": Look("#7F7F7F", "-", "x"),
+    "nll": Look("#000000", "-", "o"),
+    "linear": Look("#D55E00", (0, (5, 1.5)), "s"),
+    "hellinger": Look("#E69F00", (0, (3, 1.2, 1, 1.2)), "P"),
+    "cayley": Look("#0072B2", (0, (7, 1.5, 1.5, 1.5)), "^"),
+    "deft": Look("#009E73", "-", "D"),
+    "eaft": Look("#CC79A7", (0, (1.2, 1.2)), "v"),
+    "dft": Look("#8C510A", (0, (5, 1.5)), "s"),
+    "clip": Look("#56B4E9", "-", "p"),
+}
+SPARE_COLOURS = ("#56B4E9", "#B8A900", "#8C510A", "#762A83", "#1B7837", "#4D4D4D", "#C51B7D")
+SPARE_LINES = ((0, (4, 1, 1, 1)), (0, (2, 1)), (0, (6, 2)), (0, (3, 1, 1, 1, 1, 1)))
+SPARE_MARKERS = ("h", "<", ">", "*", "X", "d")
+
+
+def look_of(name: str) -> Look:
+    """The look of an objective's spec, the same in every figure, whatever else is drawn.
+
+    A modified objective keeps the colour of the one it is made of; one that has no look of its own gets one from its
+    name.
+
+    >>> look_of("deft").colour == look_of("deft | eos(nll)").colour
+    True
+    """
+    if name in LOOKS:
+        return LOOKS[name]
+    number = zlib.crc32(name.encode())
+    line, marker = SPARE_LINES[number % len(SPARE_LINES)], SPARE_MARKERS[number // 7 % len(SPARE_MARKERS)]
+    base = LOOKS.get(name.split("|")[0].strip())
+    return Look(base.colour if base else SPARE_COLOURS[number % len(SPARE_COLOURS)], line, marker)
+
+
+def line_style(name: str) -> dict[str, Any]:
+    """What `Axes.plot` takes for an objective's line."""
+    look = look_of(name)
+    return {"color": look.colour, "ls": look.line, "label": name}
+
+
+def need_matplotlib() -> None:
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError as error:
+        raise ValueError("figures need matplotlib: pip install 'deftune[plot]'") from error
+
+
+def styled(draw: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that draws, in this style whatever the user's own settings are."""
+
+    @functools.wraps(draw)
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        need_matplotlib()
+        import matplotlib
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(RC)
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def new_figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
+    """A figure of ``size`` inches and its axes, [rows][columns]."""
+    from matplotlib.figure import Figure  # pyplot would pick a display; a figure needs none
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def columns_of(table: Table, names: Iterable[str], what: str) -> dict[str, Any]:
+    """The named columns as numpy arrays; a table that lacks one is refused, and so is an empty one."""
+    import numpy as np
+
+    names = list(names)
+    if hasattr(table, "column_names"):  # pyarrow
+        have = list(table.column_names)
+        take: Callable[[str], Any] = lambda name: table[name].to_numpy(zero_copy_only=False)  # noqa: E731
+    elif isinstance(table, Mapping):
+        columns = cast("Mapping[str, Sequence[Any]]", table)
+        have, take = list(columns), lambda name: np.asarray(columns[name])
+    else:
+        lines = cast("Sequence[Mapping[str, Any]]", table)
+        have, take = list(lines[0]) if lines else names, lambda name: np.asarray([line[name] for line in lines])
+    if missing := [name for name in names if name not in have]:
+        raise ValueError(f"{what}: the table has no column {missing[0]!r} (it has {', '.join(map(str, have))})")
+    taken = {name: take(name) for name in names}
+    if len({len(column) for column in taken.values()}) > 1:
+        raise ValueError(f"{what}: the table's columns have different lengths")
+    if not len(next(iter(taken.values()))):
+        raise ValueError(f"{what}: the table is empty")
+    return taken
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    """The values, each once, in the order in which they come."""
+    return list(dict.fromkeys(values))
+
+
+@styled
+def save_figure(figure: Figure, stem: str | Path, table: Table) -> list[Path]:
+    """``stem``.png, .svg and .pdf, and the table beside them: Parquet for a pyarrow Table, else CSV; the paths.
+
+    The same figure makes the same files: they hold no date.
+    """
+    stem = Path(stem)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg", "pdf")]
+    undated: list[dict[str, Any]] = [{}, {"Date": None}, {"CreationDate": None}]
+    for path, metadata in zip(paths, undated):
+        figure.savefig(path, metadata=metadata)
+    return [*paths, write_table(stem, table)]
+
+
+def write_table(stem: Path, table: Table) -> Path:
+    if hasattr(table, "column_names"):
+        import pyarrow.parquet as pq
+
+        path = stem.with_name(f"{stem.name}.parquet")
+        pq.write_table(table, path, compression="zstd")
+        return path
+    path = stem.with_name(f"{stem.name}.csv")
+    lines: list[Mapping[str, Any]] = (
+        [dict(zip(table, line)) for line in zip(*table.values())] if isinstance(table, Mapping) else list(table)
+    )
+    with path.open("w", newline="", encoding="utf-8") as sink:
+        writer = csv.DictWriter(sink, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def read_table(path: str | Path) -> Table:
+    """A table that `save_figure` wrote: Parquet, or CSV with its numbers as numbers and blanks as NaN."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        return pq.read_table(path)
+    with path.open(newline="", encoding="utf-8") as source:
+        lines = list(csv.DictReader(source))
+    if not lines:
+        raise ValueError(f"{path}: holds no table (a line of names, then the lines)")
+    return {name: _numbers([line[name] for line in lines]) for name in lines[0]}
+
+
+def _numbers(texts: list[str]) -> list[Any]:
+    try:
+        return [float(text) if text else float("nan") for text in texts]
+    except ValueError:
+        return texts
