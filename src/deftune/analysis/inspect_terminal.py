@@ -20,7 +20,7 @@ def render_inspection(inspection: Inspection, console: Console, *, by: str, top:
     """Print the summary, the ``top`` rows by the score ``by``, and the first ``in_full`` of them coloured."""
     ranked = inspection.ranked_rows(by)[:top]
     for line in summary_lines(inspection):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
     console.print(objective_table(inspection))
     console.print(row_table(inspection, ranked, by, wide=console.width >= WIDE))
     marked = console.no_color or console.color_system is None

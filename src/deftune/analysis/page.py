@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from deftune.analysis.gates import colours
 from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, reasons, summary
+from deftune.analysis.style import look_of
 from deftune.training.checkpoints import write_atomic
 
 SCRIPTS = ("data.js", "list.js", "reader.js", "app.js")
 KEPT_BITS = 12  # of a float32's 23 bits of fraction: 1 part in 8192, more than the page prints, and half the size
+LOG_BITS = 16  # of a logarithm, whose exponential is printed
 TYPES = {"f4": np.float32, "u4": np.uint32, "i4": np.int32}
 ORANGE, GREEN, BLUE, PURPLE, GREY = "#d55e00", "#009e73", "#0072b2", "#aa4499", "#7f7f7f"
 
@@ -103,7 +104,9 @@ def page_arrays(inspection: Inspection) -> dict[str, np.ndarray]:
         "position": tokens["position"].astype(np.uint32),
         "rank": tokens["rank"].astype(np.uint32),
     }
-    numbers = ["log_p", "other_log_p", "entropy", "concentration", "conflict", "margin"]
+    for name in ("log_p", "other_log_p"):
+        arrays[name] = rounded(tokens[name], LOG_BITS)
+    numbers = ["entropy", "concentration", "conflict", "margin"]
     for name in [*numbers, *(f"gate:{name}" for name in inspection.objectives)]:
         arrays[name] = rounded(tokens[name])
     for score in ROW_SCORES:
@@ -126,7 +129,8 @@ def rounded(values: np.ndarray, bits: int = KEPT_BITS) -> np.ndarray:
 def page_head(inspection: Inspection) -> dict[str, Any]:
     """What is not numbers: texts, labels, colours, and the summary."""
     facts, found = inspection.facts, summary(inspection)
-    palette = {name: colour if name != "nll" else GREY for name, colour in colours(inspection.objectives).items()}
+    # black, which is NLL's elsewhere, would not show on a dark page
+    palette = {name: look_of(name).colour if name != "nll" else GREY for name in inspection.objectives}
     orders = {score.name: score for score in ROW_SCORES}
     first = inspection.default_ranking
     scores = [orders.pop(first), *orders.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -82,8 +83,7 @@ def run_inspect(args: argparse.Namespace) -> int:
             rest = f", {done.not_inspected:,} of them not inspected" if done.not_inspected else ""
             print(f"{args.keep}: the other {done.kept:,} rows{rest}")
         if bad.rows:
-            bad.write("bad_rows.jsonl")
-            print(f"{bad.summary()}; see bad_rows.jsonl", file=sys.stderr)
+            analyze.notice(f"{bad.summary()}: unreadable, and in neither file")
     return 0
 
 
@@ -106,13 +106,21 @@ def check_arguments(args: argparse.Namespace) -> None:
     elif args.model is None or args.data is None:
         hint = f"; {args.tokens} does not exist" if args.tokens else ""
         raise ValueError(f"inspect: needs a model and data, or --tokens with a table{hint}")
-    outputs = [path for path in (args.html, args.export, args.keep, args.tokens) if path]
-    if len({path.resolve() for path in outputs}) < len(outputs):
+    outputs = [path.resolve() for path in (args.html, args.export, args.keep, args.tokens) if path]
+    if len(set(outputs)) < len(outputs):
         raise ValueError("inspect: two of --html, --export, --keep and --tokens name the same file")
     if args.data:
-        for path in outputs:
-            if path.exists() and Path(args.data).exists() and path.samefile(args.data):
-                raise ValueError(f"{path}: is the data itself; name another file")
+        refuse_overwriting(args, args.data)
+
+
+def refuse_overwriting(args: argparse.Namespace, data: str) -> None:
+    """What is written is neither the data nor, in a folder of data, taken for data the next time."""
+    source = Path(data).resolve()
+    for path in (args.html, args.export, args.keep, args.tokens):
+        if path and source.exists() and path.resolve().is_relative_to(source):
+            raise ValueError(
+                f"{path}: is {'in the data folder' if source.is_dir() else 'the data itself'}; name another file"
+            )
 
 
 @contextlib.contextmanager
@@ -127,6 +135,9 @@ def token_table(args: argparse.Namespace) -> Generator[Path]:
             }  # fmt: skip
             with contextlib.redirect_stdout(sys.stderr):
                 analyze.run_tokens(argparse.Namespace(**given))
+            for aside in Path(folder).glob("*.bad_rows.jsonl"):  # they outlive a table that does not
+                shutil.move(aside, "bad_rows.jsonl")
+                analyze.notice("the skipped rows: bad_rows.jsonl")
         yield path
 
 
@@ -138,6 +149,7 @@ def check_source(args: argparse.Namespace, facts: dict[str, Any]) -> None:
             raise ValueError(
                 f"{args.tokens}: was made with {name} {facts.get(name)!r}, not {given!r}; name a new table"
             )
+    refuse_overwriting(args, facts.get("data", ""))
     if args.export or args.keep:
         source = Path(facts.get("data", ""))
         if args.tokens and source.is_file() and source.stat().st_mtime > args.tokens.stat().st_mtime:

@@ -13,10 +13,9 @@ function element(tag, attributes = {}, ...children) {
 function number(value) {
   if (Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  const size = Math.abs(value);
-  if (size >= 100) return value.toFixed(0);
-  if (size >= 0.001) return String(Number(value.toPrecision(3)));
-  return value === 0 ? "0" : value.toExponential(1);
+  if (Math.abs(value) >= 100) return value.toFixed(0);
+  const short = Number(value.toPrecision(3));
+  return Math.abs(short) >= 0.0001 ? String(short) : value.toExponential(1);
 }
 
 function percent(share) {
@@ -26,7 +25,7 @@ function percent(share) {
 
 // What cannot be seen is spelled out: control and format characters could otherwise hide or reorder text.
 function visible(text) {
-  return text.replace(/[^\n\t\P{C}]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+  return text.replace(/[^\n\t\P{C}]|[\u2028\u2029]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 }
 
 // A token by itself, its spaces and breaks marked.
