@@ -81,7 +81,7 @@ def pack(inspection: Inspection) -> str:
     text = _json(head)
     text += b" " * (room + -room % 4 - len(text))
     blob = b"".join([np.uint32(len(text)).tobytes(), text, *(array.tobytes() for array in arrays.values())])
-    return base64.b64encode(gzip.compress(blob, 6, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(blob, 3, mtime=0)).decode()
 
 
 def _json(value: object) -> bytes:

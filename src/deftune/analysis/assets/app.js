@@ -140,12 +140,13 @@ async function main() {
 
 function overview(data) {
   const { summary } = data;
+  const most = Math.max(...data.objectives.map((objective) => objective.share)) || 1;
   const tile = (value, label, title) => element("div", { class: "tile", title }, element("b", {}, value), element("span", {}, label));
   const strip = element("div", { class: "tile wide", title: "Of all the push an objective makes on this data, gate (1 - p), the part that falls on confident conflicts" },
     element("span", {}, "Share of each objective's push that goes into conflicts"),
     element("div", { class: "objectives" }, ...data.objectives.map((objective) => element("div", {},
       element("span", {}, objective.name),
-      meter(objective.share, objective.rgb, `${objective.name}: ${percent(objective.share)}`),
+      meter(objective.share / most, objective.rgb, `${objective.name}: ${percent(objective.share)}`),
       element("b", {}, percent(objective.share))))));
   return [
     tile(number(summary.conflicts), `confident conflicts, ${percent(summary.conflicts / data.numTokens)} of the tokens; ${number(summary.format_conflicts)} are end or format tokens`,

@@ -203,7 +203,8 @@ function tokenDetails(data, token) {
       row("NLL (nats)", number(-arrays.log_p[token]), "-log p"),
       row("rank", number(arrays.rank[token]), "How many tokens it finds likelier"),
       row("entropy (nats)", number(arrays.entropy[token]), "Of its distribution here"),
-      row("concentration", `${number(arrays.concentration[token])} (as ${number(Number((1 / arrays.concentration[token]).toPrecision(3)))} equal choices)`, "sum P²: DEFT's focus"),
+      row("concentration", `${number(arrays.concentration[token])} (${number(Number((1 / arrays.concentration[token]).toPrecision(3)))} choices)`,
+        "sum P²: DEFT's focus; its inverse is a number of equal choices"),
       row("position", number(arrays.position[token]), "In the sequence, the prompt included")),
   ];
 }
