@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from inspect_tables import OBJECTIVES, ROWS, make_inspection, make_tables
 
-from deftune.analysis.inspect import CONFIDENT, conflict, inspect_table, margin, reasons, stated_answer, summary
+from deftune.analysis.inspect import CONFIDENT, conflict, habits, inspect_table, margin, reasons, stated_answer, summary
 from deftune.analysis.tokens import rows_path, write_token_table
 
 RIGHT, WRONG, PROSE = range(3)
@@ -124,6 +124,22 @@ def test_summary_adds_up():
         assert found["share"][name] == pytest.approx(push[sure].sum() / push.sum(), rel=1e-4)
         assert found["gate"][name] == pytest.approx(gate[sure].mean(), rel=1e-4)
     assert found["share"]["deft"] < 0.01 < found["share"]["nll"]
+
+
+def test_habits_count_conflicts_by_token():
+    often = [("So", 0.001, "The", 0.99), ("x", 0.5, "y", 0.4), ("So", 0.001, "A", 0.99), ("So", 0.001, "The", 0.99)]
+    inspection = make_inspection([[*often, ("So", 0.9, "The", 0.05)], [("x", 0.001, "z", 0.99)]])
+    assert habits(inspection, 5) == [("So", 3, 4, "The"), ("x", 1, 2, "z")]
+    assert habits(inspection, 1) == [("So", 3, 4, "The")]
+
+
+def test_a_table_of_nothing_is_refused(tmp_path):
+    path = tmp_path / "tokens.parquet"
+    table, rows = make_tables()
+    pq.write_table(table[:0], path)
+    pq.write_table(rows[:0], rows_path(path))
+    with pytest.raises(ValueError, match="holds no tokens"):
+        inspect_table(path)
 
 
 def test_a_table_without_the_gates_asked_for_is_refused(tmp_path):

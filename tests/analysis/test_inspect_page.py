@@ -227,13 +227,22 @@ def test_the_token_list(shown):
     inspection = make_inspection()
     shown.page.click("#tab-tokens")
     assert shown.page.get_attribute("#tab-tokens", "aria-selected") == "true"
-    values = [float(text) for text in shown.texts("#list .head b")]
-    assert values == sorted(values, reverse=True)
+    notes = shown.texts("#list .note")
+    values = [float(text) for text, note in zip(shown.texts("#list .head b"), notes) if "im_end" not in note]
+    assert values == sorted(values, reverse=True) and len(values) > 5
     assert shown.page.locator("#count").text_content() == f"{inspection.num_tokens} tokens"
     assert (shown.chosen_row(), shown.chosen_token()) == ("rows.jsonl:3", " upon")
     shown.page.fill("#search", "king")
     shown.wait_for_count("1 of 26 tokens")
     assert shown.chosen_token() == " fox"  # found by what the model would have written
+
+
+def test_end_tokens_are_listed_after_all_others(open_page):
+    shown = open_page(make_inspection([[("a", 0.5, "b", 0.4), ("<|im_end|>", 1e-6, "c", 0.999)]]))
+    shown.page.click("#tab-tokens")
+    for _ in range(2):
+        assert "im_end" in shown.texts("#list .note")[-1]
+        shown.page.click("#direction")
 
 
 HOSTILE = [

@@ -139,6 +139,8 @@ def inspect_table(path: str | Path, objectives: Sequence[str] | None = None) -> 
         )
     if table.num_rows != int(rows["num_supervised"].to_numpy().sum()):
         raise ValueError(f"{path}: its rows' file is of another table; write both again with `deftune analyze tokens`")
+    if not table.num_rows:
+        raise ValueError(f"{path}: holds no tokens; were all rows over the maximum length?")
     return inspect_tables(table, rows, list(objectives or have))
 
 
@@ -260,6 +262,30 @@ def reasons(inspection: Inspection, row: int) -> list[str]:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+class Habit(NamedTuple):
+    """A token that is a confident conflict again and again: in how many of its places, and what is expected there."""
+
+    text: str
+    conflicts: int
+    places: int
+    expected: str  # most often
+
+
+def habits(inspection: Inspection, top: int) -> list[Habit]:
+    """The tokens that are most often confident conflicts: what the data does otherwise as a habit, not by mistake."""
+    confident = inspection.confident
+    size = len(inspection.texts)
+    conflicts = np.bincount(inspection.text[confident], minlength=size)
+    places = np.bincount(inspection.text, minlength=size)
+    found: list[Habit] = []
+    for piece in np.argsort(-conflicts, kind="stable")[:top].tolist():
+        if conflicts[piece]:
+            others = np.bincount(inspection.other[confident & (inspection.text == piece)])
+            expected = inspection.texts[int(np.argmax(others))]
+            found.append(Habit(inspection.texts[piece], int(conflicts[piece]), int(places[piece]), expected))
+    return found
 
 
 def summary(inspection: Inspection) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, reasons, summary
+from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, habits, reasons, summary
 from deftune.data.preview import visible
 
 MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
 BEFORE, AFTER = 8, 5  # tokens of context in the list
+HABITS = 8  # tokens listed that are conflicts again and again
 WIDE = 130  # columns from which each row's gates are listed
 
 
@@ -22,6 +23,7 @@ def render_inspection(inspection: Inspection, console: Console, *, by: str, top:
     for line in summary_lines(inspection):
         console.print(Text(line), soft_wrap=True)
     console.print(objective_table(inspection))
+    console.print(habit_table(inspection))
     console.print(row_table(inspection, ranked, by, wide=console.width >= WIDE))
     marked = console.no_color or console.color_system is None
     legend = (
@@ -59,6 +61,16 @@ def objective_table(inspection: Inspection) -> Table:
     table = Table("objective", "mean gate on conflicts", "share of its push on conflicts", title_justify="left")
     for name in inspection.objectives:
         table.add_row(name, f"{found['gate'][name]:.3f}", f"{found['share'][name]:.1%}")
+    return table
+
+
+def habit_table(inspection: Inspection) -> Table:
+    table = Table(
+        "token", "conflicts", "of its places", "model expects", title="conflicts by habit", title_justify="left"
+    )
+    for habit in habits(inspection, HABITS):
+        share = f"{habit.conflicts / habit.places:.0%}"
+        table.add_row(Text(repr(habit.text)), f"{habit.conflicts:,}", share, Text(repr(habit.expected)))
     return table
 
 

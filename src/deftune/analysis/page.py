@@ -103,6 +103,7 @@ def page_arrays(inspection: Inspection) -> dict[str, np.ndarray]:
         "other": inspection.other.astype(np.uint32),
         "position": tokens["position"].astype(np.uint32),
         "rank": tokens["rank"].astype(np.uint32),
+        "format": tokens["is_format"].astype(np.uint32),
     }
     for name in ("log_p", "other_log_p"):
         arrays[name] = rounded(tokens[name], LOG_BITS)

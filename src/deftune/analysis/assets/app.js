@@ -10,7 +10,7 @@ async function main() {
   const state = { what: "rows", order: [], descending: { rows: true, tokens: true } };
 
   document.title = `${data.about.data} · deftune inspect`;
-  $("source").append(element("b", {}, data.about.model), " reads ", element("b", {}, data.about.data),
+  $("source").append(element("b", {}, visible(data.about.model)), " reads ", element("b", {}, visible(data.about.data)),
     ` · ${number(data.numRows)} rows · ${number(data.numTokens)} tokens`);
   $("overview").append(...overview(data));
 
@@ -45,7 +45,9 @@ async function main() {
     const query = $("search").value.trim();
     const rows = state.what === "rows";
     const key = sortKey();
-    let order = orderBy(rows ? data.numRows : data.numTokens, key.of, state.descending[state.what]);
+    const format = (token) => data.arrays.format[token];  // end and format tokens tell of no label
+    let order = rows ? orderBy(data.numRows, key.of, state.descending.rows)
+      : orderBy(data.numTokens, key.of, state.descending.tokens, format);
     if (query) order = order.filter((rows ? rowMatcher : tokenMatcher)(data, query));
     const found = order.length;
     state.order = rows ? order : order.subarray(0, LISTED);
@@ -191,7 +193,7 @@ function preference(data, token) {
 // The end of a long path says more than its beginning.
 function shortWhere(where) {
   const parts = where.split("/");
-  return parts.length > 2 ? `…/${parts.slice(-1)}` : where;
+  return visible(parts.length > 2 ? `…/${parts.slice(-1)}` : where);
 }
 
 // The colour scale, over how often each value occurs.

@@ -68,12 +68,12 @@ function answerText(data, row) {
   return text;
 }
 
-// The indices of `count` things by a key; what has no value comes last either way, equals keep their order.
-function orderBy(count, key, descending) {
+// The indices of `count` things by a key; what is `aside`, and what has no value, comes last either way.
+function orderBy(count, key, descending, aside = () => 0) {
   const keys = Float64Array.from({ length: count }, (_, i) => key(i));
   const sign = descending ? -1 : 1;
   return Uint32Array.from(keys.keys()).sort((a, b) =>
-    Number.isNaN(keys[a]) - Number.isNaN(keys[b]) || sign * (keys[a] - keys[b]) || a - b);
+    aside(a) - aside(b) || Number.isNaN(keys[a]) - Number.isNaN(keys[b]) || sign * (keys[a] - keys[b]) || a - b);
 }
 
 function rowMatcher(data, query) {

@@ -74,7 +74,7 @@ class Reader {
     const tiles = data.scores.map((score) => element("div", { title: score.about },
       element("dt", {}, score.label), element("dd", {}, number(data.arrays[`score:${score.name}`][row]))));
     this.place.replaceChildren(
-      element("h2", {}, info.where, info.truncated ? element("small", {}, ` ${number(info.truncated)} tokens cut off`) : ""),
+      element("h2", {}, visible(info.where), info.truncated ? element("small", {}, ` ${number(info.truncated)} tokens cut off`) : ""),
       element("ul", { class: "reasons" }, ...info.reasons.map((reason) => element("li", {}, visible(reason)))),
       element("dl", { class: "scores" }, ...tiles),
       element("details", { open: "" }, element("summary", {}, "Prompt"), this.prompt(info.prompt)),
