@@ -41,12 +41,12 @@ NEEDED = (*KEY, "text", "log_p", "concentration", "entropy")
 
 FORGOTTEN, LEARNED, UNCHANGED = "#882255", "#56B4E9", "#BBBBBB"
 SHARES = {
-    "learned": "learned",
-    "forgotten": "forgotten",
-    "forgotten_confident": "Q2\nhigh",
-    "forgotten_unsure": "Q2\nlow",
-    "learned_confident": "Q4\nhigh",
-    "learned_unsure": "Q4\nlow",
+    "learned": "learned\nof all",
+    "forgotten": "forgot\nof all",
+    "forgotten_confident": "high\nof Q2",
+    "forgotten_unsure": "low\nof Q2",
+    "learned_confident": "high\nof Q4",
+    "learned_unsure": "low\nof Q4",
 }
 
 
@@ -159,7 +159,7 @@ def plot_conflicts(table: Any) -> Figure:
         )
         axes[0][place].set_title(f"{line['pair']}{note}")
         _bars(axes[1][place], line)
-    axes[0][0].set_ylabel("change of loss, dL (nats)")
+    axes[0][0].set_ylabel("change of loss, dL")
     axes[1][0].set_ylabel("share")
     return figure
 

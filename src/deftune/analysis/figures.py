@@ -42,14 +42,14 @@ its figure has 0.05 for the weak start."""
 
 
 def p_edges(per_decade: int) -> np.ndarray:
-    """Bins of p: even in log p from 1e-8 to 1, and an edge at 1/2.
+    """Bins of p: even in log p from 1e-8 to 1, but that 1/2 takes the place of the edge nearest to it.
 
-    >>> p_edges(1)
-    array([1.e-08, 1.e-07, 1.e-06, 1.e-05, 1.e-04, 1.e-03, 1.e-02, 1.e-01,
-           5.e-01, 1.e+00])
+    >>> p_edges(3)[-5:]
+    array([0.04641589, 0.1       , 0.21544347, 0.5       , 1.        ])
     """
-    exponents = np.arange(round(np.log10(SMALLEST_P)) * per_decade, 1) / per_decade
-    return np.unique([*(10.0**exponents), HEAD_P])
+    edges = 10.0 ** (np.arange(round(np.log10(SMALLEST_P)) * per_decade, 1) / per_decade)
+    edges[np.abs(np.log(edges / HEAD_P)).argmin()] = HEAD_P
+    return edges
 
 
 def bin_of(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -65,7 +65,7 @@ def probabilities(table: Table, what: str) -> np.ndarray:
 
 
 def gradient_map_table(
-    tables: Mapping[str, pa.Table], objectives: Sequence[str] | None = None, *, per_decade: int = 5,
+    tables: Mapping[str, pa.Table], objectives: Sequence[str] | None = None, *, per_decade: int = 6,
     entropy_bins: int = 32,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The logit-gradient norm s ||P - e_y|| of real tokens over (p, entropy), a line per bin that has tokens.
@@ -106,14 +106,14 @@ def gradient_map_table(
 def plot_gradient_maps(table: Table) -> Figure:
     """A row per regime, a panel per objective: p and entropy, colour = gradient norm over the panel's largest.
 
-    The numbers in a panel are the shares of the whole gradient that tokens with p <= 1e-3 and p > 1/2 get.
+    Above a panel are the shares of the whole gradient that tokens with p <= 1e-3 and with p > 1/2 get.
     """
     names = ("regime", "objective", "p_low", "p_high", "entropy_low", "entropy_high", "normalised", "mass")
     columns = columns_of(table, names, "plot_gradient_maps")
     regimes, objectives = distinct(columns["regime"].tolist()), distinct(columns["objective"].tolist())
     p_bins = np.unique([*columns["p_low"], *columns["p_high"]])
     h_bins = np.unique([*columns["entropy_low"], *columns["entropy_high"]])
-    size = (PAGE_INCHES, 0.6 + 1.35 * len(regimes))
+    size = (PAGE_INCHES, 0.6 + 1.45 * len(regimes))
     figure, axes = new_figure(len(regimes), len(objectives), size, sharex=True, sharey=True)
     mesh: Any = None
     for row, regime in enumerate(regimes):
@@ -127,14 +127,15 @@ def plot_gradient_maps(table: Table) -> Figure:
             ]
             mesh = axis.pcolormesh(p_bins, h_bins, grid, cmap=COLOUR_MAP, vmin=0, vmax=1, rasterized=True)
             axis.set_xscale("log")
+            axis.set_xlim(p_bins[0], 1)
             tail = part["mass"][part["p_high"] <= TAIL_P * (1 + 1e-9)].sum()
             head = part["mass"][part["p_low"] >= HEAD_P].sum()
-            axis.text(
-                0.97, 0.96, f"p ≤ 10⁻³: {tail:.0%}\np > ½: {head:.0%}", transform=axis.transAxes, ha="right", va="top",
-                fontsize=6,
-            )  # fmt: skip
+            shares = f"p ≤ 10⁻³ {tail:.0%}, p > ½ {head:.0%}"
+            axis.set_title(shares, fontsize=6, pad=2)
             if row == 0:
-                axis.set_title(name)
+                axis.annotate(
+                    name, (0.5, 1), xycoords="axes fraction", xytext=(0, 11), textcoords="offset points", ha="center"
+                )
             if row == len(regimes) - 1:
                 axis.set_xlabel("p")
         axes[row][0].set_ylabel(f"{regime}\nentropy (nats)" if regime else "entropy (nats)")
@@ -184,7 +185,10 @@ def probability_shares(table: Table) -> list[dict[str, Any]]:
 
 @styled
 def plot_histograms(table: Table) -> Figure:
-    """A panel per regime: the density of log p, a line per model, with each one's shares at both ends of p."""
+    """A panel per regime: the density of log p, a line per model, with each one's shares at both ends of p.
+
+    The density has a logarithmic axis too: what objectives do to the tail could not be seen beside the head.
+    """
     columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share", "density"), "plot_histograms")
     ends = {(line["regime"], line["model"]): line for line in probability_shares(table)}
     regimes = distinct(columns["regime"].tolist())
@@ -201,7 +205,7 @@ def plot_histograms(table: Table) -> Figure:
             )  # fmt: skip
         for x in (TAIL_P, HEAD_P):
             axis.axvline(x, color="black", lw=0.5, ls=":")
-        axis.set(xscale="log", xlabel="target probability p", title=regime)
+        axis.set(xscale="log", yscale="log", xlabel="target probability p", title=regime, xlim=(SMALLEST_P, 1))
         axis.legend(title="p ≤ 10⁻³, p > ½", title_fontsize=7, loc="upper left")
     axes[0][0].set_ylabel("share of tokens per decade of p")
     return figure

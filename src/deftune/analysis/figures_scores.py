@@ -23,6 +23,8 @@ from deftune.analysis.style import (
     new_figure,
     styled,
 )
+from deftune.evaluation.evaluate import Result, by_item
+from deftune.evaluation.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,40 +32,50 @@ if TYPE_CHECKING:
 NORMAL_95 = 1.959964
 
 
-def score_table(results: Sequence[tuple[str, str, str | Path]], *, task: str | None = None) -> list[dict[str, Any]]:
+def score_table(
+    results: Sequence[tuple[str, str, str | Path]], *, task: str | None = None, metric: str = "score"
+) -> list[dict[str, Any]]:
     """Scores with 95% intervals from result folders, (regime, objective, folder): a line per temperature.
 
     ``task`` is one of the result's tasks; without it, its suite's macro average, or its only task. A task's interval is
-    the bootstrap's over items, an average's is 1.96 standard errors.
+    the bootstrap's over items, an average's is 1.96 standard errors. ``metric`` is ``score``, or ``similarity`` where a
+    task has one.
     """
-    from deftune.evaluation.evaluate import Result
-
     lines: list[dict[str, Any]] = []
     for regime, objective, folder in results:
-        summary = Result(Path(folder)).summary()
-        for what, row in _scores(summary, task, str(folder)):
-            low, high = row.get("interval") or (
-                row["score"] - NORMAL_95 * row["standard_error"], row["score"] + NORMAL_95 * row["standard_error"]
-            )  # fmt: skip
+        for what, row in _scores(Result(Path(folder)), task, metric):
             lines.append({
-                "regime": regime, "objective": objective, "result": str(folder), "task": what,
-                "temperature": float(row["temperature"]), "score": row["score"], "low": low, "high": high,
+                "regime": regime, "objective": objective, "result": str(folder), "task": what, "metric": metric,
+                "temperature": float(row["temperature"]), "score": row["score"], "low": row["interval"][0],
+                "high": row["interval"][1],
             })  # fmt: skip
     return lines
 
 
-def _scores(summary: Mapping[str, Any], task: str | None, folder: str) -> list[tuple[str, Mapping[str, Any]]]:
+def _scores(result: Result, task: str | None, metric: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """(task or average, its rows: temperature, score and interval) of a result."""
+    summary = result.summary()
     tasks: list[str] = distinct(row["task"] for row in summary["rows"])
-    if task is None:
+    if task is None and len(tasks) > 1:
         averages = [row for row in summary.get("averages", ()) if "score" in row]
-        if averages and len(tasks) > 1:
-            return [(f"{summary['settings']['suite']} ({row['covers']})", row) for row in averages]
-        if len(tasks) > 1:
-            raise ValueError(f"{folder}: has several tasks and no average; choose with --task: {', '.join(tasks)}")
-    elif task not in tasks:
-        raise ValueError(f"{folder}: has no task {task!r}; it has {', '.join(tasks)}")
+        if not averages or metric != "score":
+            raise ValueError(f"{result.folder}: has several tasks and no average; choose a task: {', '.join(tasks)}")
+        for row in averages:
+            spread = NORMAL_95 * row["standard_error"]
+            row["interval"] = row["score"] - spread, row["score"] + spread
+        return [(f"{summary['settings']['suite']} ({row['covers']})", row) for row in averages]
+    if task is not None and task not in tasks:
+        raise ValueError(f"{result.folder}: has no task {task!r}; it has {', '.join(tasks)}")
     chosen = task or tasks[0]
-    return [(chosen, row) for row in summary["rows"] if row["task"] == chosen]
+    rows = [row for row in summary["rows"] if row["task"] == chosen]
+    if metric != "score":
+        if missing := [row for row in rows if metric not in row]:
+            raise ValueError(f"{result.folder}: {missing[0]['task']} has no {metric!r}; leave the metric out")
+        graded = result.read_graded()
+        for row in rows:
+            found = bootstrap_interval(list(by_item(graded, chosen, row["temperature"], metric).values()))
+            row["score"], row["interval"] = row[metric], (found.low, found.high)
+    return [(chosen, row) for row in rows]
 
 
 def _errors(part: Mapping[str, np.ndarray]) -> Any:

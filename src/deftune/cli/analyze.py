@@ -88,6 +88,7 @@ def add_to(commands: Any) -> None:
     )
     for parser, run in ((temperatures, run_temperatures), (continuum, run_continuum), (entropy, run_entropy)):
         parser.add_argument("--task", help="a task of the results (default: the suite's average)")
+        parser.add_argument("--metric", choices=["score", "similarity"], help="default: score")
         parser.set_defaults(run=run)
 
 
@@ -305,7 +306,9 @@ def read_scores(args: argparse.Namespace) -> list[dict[str, Any]]:
     from deftune.analysis.figures_scores import score_table
 
     named = parse_each(args.inputs, need_name=True)
-    return score_table([(regime, name, path) for (regime, name), path in named.items()], task=args.task)
+    return score_table(
+        [(regime, name, path) for (regime, name), path in named.items()], task=args.task, metric=args.metric or "score"
+    )
 
 
 def run_temperatures(args: argparse.Namespace) -> int:
@@ -313,7 +316,7 @@ def run_temperatures(args: argparse.Namespace) -> int:
     from deftune.analysis.figures_scores import plot_temperatures
 
     need_inputs(args, "deft=results/deft-math")
-    return draw(args, plot_temperatures, read_scores(args) if args.inputs else given_table(args, "task"))
+    return draw(args, plot_temperatures, read_scores(args) if args.inputs else given_table(args, "task", "metric"))
 
 
 def mean_of(path: str, column: str) -> float:
@@ -331,7 +334,7 @@ def run_continuum(args: argparse.Namespace) -> int:
 
     need_inputs(args, "weak/deft=results/deft-figfont")
     if args.table is not None:
-        return draw(args, plot_continuum, given_table(args, "task", "base", "temperature"))
+        return draw(args, plot_continuum, given_table(args, "task", "metric", "base", "temperature"))
     scores = read_scores(args)
     base_p = {regime: mean_of(path, "p") for (_, regime), path in parse_each(args.base).items()}
     return draw(args, plot_continuum, continuum_table(scores, base_p, temperature=args.temperature))
@@ -343,7 +346,7 @@ def run_entropy(args: argparse.Namespace) -> int:
 
     need_inputs(args, "deft=results/deft-math --tokens deft=deft.parquet")
     if args.table is not None:
-        return draw(args, plot_entropy, given_table(args, "task", "tokens"))
+        return draw(args, plot_entropy, given_table(args, "task", "metric", "tokens"))
     scores = read_scores(args)
     entropies = {key: mean_of(path, "entropy") for key, path in parse_each(args.tokens, need_name=True).items()}
     return draw(args, plot_entropy, entropy_table(scores, entropies))
