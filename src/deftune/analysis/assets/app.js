@@ -143,19 +143,25 @@ async function main() {
 function overview(data) {
   const { summary } = data;
   const most = Math.max(...data.objectives.map((objective) => objective.share)) || 1;
-  const tile = (value, label, title) => element("div", { class: "tile", title }, element("b", {}, value), element("span", {}, label));
-  const strip = element("div", { class: "tile wide", title: "Of all the push an objective makes on this data, gate (1 - p), the part that falls on confident conflicts" },
-    element("span", {}, "Share of each objective's push that goes into conflicts"),
-    element("div", { class: "objectives" }, ...data.objectives.map((objective) => element("div", {},
-      element("span", {}, objective.name),
-      meter(objective.share / most, objective.rgb, `${objective.name}: ${percent(objective.share)}`),
-      element("b", {}, percent(objective.share))))));
+  const tile = (value, label, title) =>
+    element("div", { class: "tile", title }, element("b", {}, value), element("span", {}, label));
+  const shares = data.objectives.map(({ name, share, rgb }) => element("div", {},
+    element("span", {}, name), meter(share / most, rgb, `${name}: ${percent(share)}`), element("b", {}, percent(share))));
   return [
-    tile(number(summary.conflicts), `confident conflicts, ${percent(summary.conflicts / data.numTokens)} of the tokens; ${number(summary.format_conflicts)} are end or format tokens`,
-      `Tokens whose conflict is at least ${data.threshold}. Where end tokens are among them, an objective that lets go of conflicts may not learn to stop: see eos(nll)`),
-    tile(percent(summary.loss_share), "of the loss (NLL) sits on them", "Sum of -log p over conflicts, over the sum of all"),
-    tile(number(summary.contradicted_answers), `rows whose stated answer the model contradicts, of ${number(summary.stated_answers)}`, "A confident conflict on a token of the answer: first candidates for a wrong label"),
-    strip,
+    tile(number(summary.conflicts),
+      `confident conflicts, ${percent(summary.conflicts / data.numTokens)} of the tokens; `
+        + `${number(summary.format_conflicts)} are end or format tokens`,
+      `Tokens whose conflict is at least ${data.threshold}. Where end tokens are among them, an objective that lets go `
+        + "of conflicts may not learn to stop: see eos(nll)"),
+    tile(percent(summary.loss_share), "of the loss (NLL) sits on them",
+      "Sum of -log p over conflicts, over the sum of all"),
+    tile(number(summary.contradicted_answers),
+      `rows whose stated answer the model contradicts, of ${number(summary.stated_answers)}`,
+      "A confident conflict on a token of the answer: first candidates for a wrong label"),
+    element("div", { class: "tile wide",
+                     title: "Of all the push an objective makes on this data, gate (1 - p), the part on conflicts" },
+      element("span", {}, "Share of each objective's push that goes into conflicts"),
+      element("div", { class: "objectives" }, ...shares)),
   ];
 }
 
@@ -170,7 +176,7 @@ function rowItem(data, row, key) {
   const value = key.of(row);
   const token = data.arrays.worst[row];
   return [
-    ...scoreHead(shortWhere(data.rows[row].where), number(value), Number.isNaN(value) ? 0 : level({ top: key.top ?? 1 }, value)),
+    ...scoreHead(shortWhere(data.rows[row].where), number(value), level({ top: key.top ?? 1 }, value) || 0),
     element("div", { class: "snippet" }, ...snippet(data, token)),
     element("div", { class: "note" }, preference(data, token)),
   ];
@@ -207,7 +213,8 @@ function legend(data, column) {
     height: `${count ? Math.max(8, 100 * Math.sqrt(count / most)) : 0}%`,
     backgroundColor: `rgb(${column.rgb.join(" ")} / ${(0.15 + 0.85 * (i + 0.5) / 36).toFixed(2)})`,
   } }));
-  return [element("span", {}, "0"), element("div", { class: "bins" }, ...bars), element("span", {}, number(column.top) + (column.unit ? "" : "+"))];
+  const top = number(column.top) + (column.unit ? "" : "+");
+  return [element("span", {}, "0"), element("div", { class: "bins" }, ...bars), element("span", {}, top)];
 }
 
 main().catch((error) => {

@@ -73,8 +73,9 @@ class Reader {
     }
     const tiles = data.scores.map((score) => element("div", { title: score.about },
       element("dt", {}, score.label), element("dd", {}, number(data.arrays[`score:${score.name}`][row]))));
+    const cut = info.truncated ? element("small", {}, ` ${number(info.truncated)} tokens cut off`) : "";
     this.place.replaceChildren(
-      element("h2", {}, visible(info.where), info.truncated ? element("small", {}, ` ${number(info.truncated)} tokens cut off`) : ""),
+      element("h2", {}, visible(info.where), cut),
       element("ul", { class: "reasons" }, ...info.reasons.map((reason) => element("li", {}, visible(reason)))),
       element("dl", { class: "scores" }, ...tiles),
       element("details", { open: "" }, element("summary", {}, "Prompt"), this.prompt(info.prompt)),
@@ -167,44 +168,51 @@ class Reader {
 }
 
 function meter(share, rgb, label) {
+  const width = `${100 * Math.min(1, Math.max(0, share))}%`;
   return element("div", { class: "meter", role: "img", "aria-label": label },
-    element("i", { style: { width: `${100 * Math.min(1, Math.max(0, share))}%`, backgroundColor: `rgb(${rgb.join(" ")})` } }));
+    element("i", { style: { width, backgroundColor: `rgb(${rgb.join(" ")})` } }));
+}
+
+function tableRow(name, ...cells) {
+  return element("tr", {}, element("th", { scope: "row" }, name), ...cells.map((cell) => element("td", {}, cell)));
 }
 
 function tokenDetails(data, token) {
   const { arrays } = data;
   const p = Math.exp(arrays.log_p[token]), otherP = Math.exp(arrays.other_log_p[token]);
-  const conflict = arrays.conflict[token];
+  const error = -Math.expm1(arrays.log_p[token]), concentration = arrays.concentration[token];
   const target = quoted(tokenText(data, token)), other = quoted(otherText(data, token));
-  const row = (name, value, title) => element("tr", { title }, element("th", { scope: "row" }, name), element("td", {}, value));
-  const verdict = conflict >= data.threshold
-    ? `A confident conflict: the model expects ${other}.`
+  const conflict = arrays.conflict[token] >= data.threshold;
+  const verdict = conflict ? `A confident conflict: the model expects ${other}.`
     : arrays.rank[token] === 0 ? "The token the model expects." : `The model would rather write ${other}.`;
-  const gates = data.objectives.map((objective) => {
-    const gate = arrays[`gate:${objective.name}`][token];
-    return element("tr", {},
-      element("th", { scope: "row" }, objective.name),
-      element("td", {}, meter(gate, objective.rgb, `gate ${number(gate)}`)),
-      element("td", {}, number(gate)), element("td", {}, number(gate * -Math.expm1(arrays.log_p[token]))));
+  const gates = data.objectives.map(({ name, rgb }) => {
+    const gate = arrays[`gate:${name}`][token];
+    return tableRow(name, meter(gate, rgb, `gate ${number(gate)}`), number(gate), number(gate * error));
   });
+  const facts = [
+    ["conflict", number(arrays.conflict[token]), "How surely the model expects another token"],
+    ["margin (nats)", number(arrays.margin[token]), "log q - log p: by how much it prefers another token"],
+    ["NLL (nats)", number(-arrays.log_p[token]), "-log p"],
+    ["rank", number(arrays.rank[token]), "How many tokens it finds likelier"],
+    ["entropy (nats)", number(arrays.entropy[token]), "Of its distribution here"],
+    ["concentration", `${number(concentration)} (${number(Number((1 / concentration).toPrecision(3)))} choices)`,
+      "sum P²: DEFT's focus; its inverse is a number of equal choices"],
+    ["position", number(arrays.position[token]), "In the sequence, the prompt included"],
+  ];
+  const heads = ["objective", "", "gate", "signal"].map((name) => element("th", { scope: "col" }, name));
   return [
-    element("h2", {}, element("q", { class: "the-token" }, target.slice(1, -1)), conflict >= data.threshold ? element("em", {}, "conflict") : ""),
+    element("h2", {}, element("q", { class: "the-token" }, target.slice(1, -1)), conflict ? element("em", {}, "conflict") : ""),
     element("p", {}, verdict),
     element("table", { class: "choices" },
-      element("tr", {}, element("th", { scope: "row" }, target), element("td", {}, meter(p, [0, 158, 115], `p ${number(p)}`)), element("td", {}, number(p))),
-      element("tr", {}, element("th", { scope: "row" }, other), element("td", {}, meter(otherP, [213, 94, 0], `p ${number(otherP)}`)), element("td", {}, number(otherP)))),
+      tableRow(target, meter(p, [0, 158, 115], `p ${number(p)}`), number(p)),
+      tableRow(other, meter(otherP, [213, 94, 0], `p ${number(otherP)}`), number(otherP))),
     element("h3", {}, "How much each objective listens"),
-    element("table", { class: "gates" },
-      element("thead", {}, element("tr", {}, ...["objective", "", "gate", "signal"].map((name) => element("th", { scope: "col" }, name)))),
-      element("tbody", {}, ...gates)),
+    element("table", { class: "gates" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...gates)),
     element("h3", {}, "What the model thinks"),
-    element("table", { class: "facts" },
-      row("conflict", number(conflict), "How sure the model is that it is another token"),
-      row("NLL (nats)", number(-arrays.log_p[token]), "-log p"),
-      row("rank", number(arrays.rank[token]), "How many tokens it finds likelier"),
-      row("entropy (nats)", number(arrays.entropy[token]), "Of its distribution here"),
-      row("concentration", `${number(arrays.concentration[token])} (${number(Number((1 / arrays.concentration[token]).toPrecision(3)))} choices)`,
-        "sum P²: DEFT's focus; its inverse is a number of equal choices"),
-      row("position", number(arrays.position[token]), "In the sequence, the prompt included")),
+    element("table", { class: "facts" }, ...facts.map(([name, value, title]) => {
+      const row = tableRow(name, value);
+      row.title = title;
+      return row;
+    })),
   ];
 }
