@@ -25,7 +25,7 @@ from deftune.analysis.grid import BASE, Cell, Comparison, Evaluation, open_compa
 from deftune.analysis.tokens import write_token_table
 from deftune.data.files import write_atomic
 from deftune.data.rows import BadRows
-from deftune.evaluation.encodings import OPTIONS
+from deftune.evaluation.encodings import PROMPT_OPTIONS
 from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize
 from deftune.evaluation.generation import TransformersSampler
 from deftune.evaluation.items import Item
@@ -147,7 +147,7 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> None:
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:
     """A `deftune eval` result in the cell; answers that are there are not asked for again."""
     tasks, missing = evaluation_items(evaluation)
-    encoding = {name: getattr(cell.config.data, name) for name in OPTIONS}
+    encoding = {name: getattr(cell.config.data, name) for name in PROMPT_OPTIONS}
     settings = Settings(
         model=cell.name, suite=evaluation.suite or "", tasks={name: task.version for name, (task, _) in tasks.items()},
         samples=evaluation.samples_each(), temperatures=evaluation.sweep(), top_p=evaluation.top_p,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from deftune._version import __version__
-from deftune.cli import analyze, compare, doctor, evaluate, objectives, report, results, train
+from deftune.cli import analyze, compare, doctor, evaluate, inspect, objectives, report, results, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -20,6 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_to(commands)
     compare.add_to(commands)
     report.add_to(commands)
+    inspect.add_to(commands)
     analyze.add_to(commands)
     doctor.add_to(commands)
     return parser

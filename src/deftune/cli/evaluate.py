@@ -281,7 +281,7 @@ def make_sampler(args: argparse.Namespace, model: str, encoding: dict[str, Any])
     options = dict(encoding)
     template = options.pop("template")
     return TransformersSampler(
-        loaded, tokenizer, template=template, batch_size=args.batch_size or 16, encoder_options=options
+        loaded, tokenizer, template=template, batch_size=args.batch_size, encoder_options=options
     )
 
 

@@ -64,6 +64,12 @@ def read_source(
     return rows
 
 
+def read_fields(path_or_id: str | Path, *, split: str | None = None, bad: BadRows | None = None) -> Iterator[Record]:
+    """The rows of a source as its files have them, each with the place that `Row.where` names; none is converted."""
+    for _, records in _parts(str(path_or_id), split, None, BadRows() if bad is None else bad):
+        yield from records
+
+
 def _nothing_good(skipped: list[BadRow]) -> Fault:
     """A file that gives nothing is a mistake even where bad rows are skipped."""
     if not skipped:

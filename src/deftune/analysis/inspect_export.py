@@ -1,0 +1,88 @@
+"""Rows out of an inspection, in the form they came in: the suspicious ones with reasons, and all the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from deftune.analysis.inspect import Inspection, reasons
+from deftune.data.rows import Record
+
+KEY = "deftune_inspect"
+"""The field that an exported row has beside its own; formats ignore it, so that the file can be read back as data."""
+
+
+class Exported(NamedTuple):
+    """How many rows were written; of the kept ones, how many the inspection did not cover."""
+
+    flagged: int
+    kept: int
+    not_inspected: int
+
+
+def finding(inspection: Inspection, row: int, rank: int) -> dict[str, Any]:
+    """What is known against a row, as JSON has it."""
+    scores = {name: float(values[row]) for name, values in inspection.scores.items()}
+    return {
+        "where": inspection.rows[row]["where"],
+        "rank": rank,
+        "reasons": reasons(inspection, row),
+        "scores": {name: None if np.isnan(value) else round(value, 6) for name, value in scores.items()},
+    }
+
+
+def write_export(
+    inspection: Inspection, flagged: Sequence[int], records: Iterable[Record], *, export: Path | None, keep: Path | None
+) -> Exported:
+    """Write the ``flagged`` rows to ``export``, in their order, and all other ``records`` to ``keep``, in theirs.
+
+    ``records`` are the source's rows with their places; rows that were not inspected (over ``--rows``, or dropped)
+    are among those kept: nothing is lost. A flagged row that the source no longer has is an error. The files are JSONL
+    and appear whole or not at all.
+    """
+    wanted = {inspection.rows[row]["where"]: place for place, row in enumerate(flagged)}
+    inspected = {line["where"] for line in inspection.rows}
+    found: dict[int, dict[str, Any]] = {}
+    kept = not_inspected = 0
+    with contextlib.ExitStack() as files:
+        to_keep = files.enter_context(jsonl_file(keep)) if keep else None
+        for where, fields in records:
+            if where in wanted:
+                found[wanted[where]] = fields
+            elif to_keep:
+                write_line(to_keep, fields)
+                kept += 1
+                not_inspected += where not in inspected
+        if missing := [where for where, place in wanted.items() if place not in found]:
+            raise ValueError(f"{missing[0]}: is no longer in the data; write the token table again")
+        if export:
+            sink = files.enter_context(jsonl_file(export))
+            for place, row in enumerate(flagged):
+                write_line(sink, {**found[place], KEY: finding(inspection, int(row), place + 1)})
+    return Exported(len(found), kept, not_inspected)
+
+
+def write_line(sink: TextIO, fields: dict[str, Any]) -> None:
+    sink.write(json.dumps(fields, ensure_ascii=False, default=str) + "\n")
+
+
+@contextlib.contextmanager
+def jsonl_file(path: Path) -> Generator[TextIO]:
+    """A file to write lines into, under another name until it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        with temporary.open("w", encoding="utf-8") as sink:
+            yield sink
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

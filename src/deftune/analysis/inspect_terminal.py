@@ -1,0 +1,145 @@
+"""An inspection in a terminal: the summary, the ranked rows, and the first of them token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, habits, reasons, summary
+from deftune.data.preview import visible
+
+MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
+BEFORE, AFTER = 8, 5  # tokens of context in the list
+HABITS = 8  # tokens listed that are conflicts again and again
+WIDE = 130  # columns from which each row's gates are listed
+
+
+def render_inspection(inspection: Inspection, console: Console, *, by: str, top: int, in_full: int = 3) -> None:
+    """Print the summary, the ``top`` rows by the score ``by``, and the first ``in_full`` of them coloured."""
+    ranked = inspection.ranked_rows(by)[:top]
+    for line in summary_lines(inspection):
+        console.print(Text(line), soft_wrap=True)
+    console.print(objective_table(inspection))
+    console.print(habit_table(inspection))
+    console.print(row_table(inspection, ranked, by, wide=console.width >= WIDE))
+    marked = console.no_color or console.color_system is None
+    legend = (
+        f"confident conflicts are inside {MARKS[0]} {MARKS[1]}" if marked else "the redder, the surer of another token"
+    )
+    console.print(Text(f"The first {min(in_full, len(ranked))} in full; {legend}; ↵ is a newline\n"))
+    for row in ranked[:in_full].tolist():
+        console.print(Text(visible(inspection.rows[row]["where"]), style="bold"))
+        for reason in reasons(inspection, row):
+            console.print(Text(f"  {reason}", style="yellow"))
+        console.print(row_text(inspection, row, marked=marked))
+
+
+def summary_lines(inspection: Inspection) -> list[str]:
+    """The whole in a few sentences."""
+    found, facts = summary(inspection), inspection.facts
+    ends = found["format_conflicts"]
+    lines = [
+        f"{facts.get('model', '?')} reads {facts.get('data', '?')}: {found['rows']:,} rows, {found['tokens']:,} tokens",
+        f"{found['conflicts']:,} confident conflicts (conflict >= {CONFIDENT:g}): "
+        f"{found['conflicts'] / max(1, found['tokens']):.1%} of the tokens, {found['loss_share']:.0%} of the loss",
+        f"{found['contradicted_answers']:,} of {found['stated_answers']:,} stated answers are contradicted; "
+        f"{found['noisy_rows']:,} rows have most of their loss on conflicts",
+    ]
+    if ends:
+        lines.append(
+            f"{ends:,} of the conflicts are end or format tokens: an objective that lets go of conflicts may not learn "
+            f"them; `| eos(nll)` keeps them"
+        )
+    return [visible(line) for line in lines]
+
+
+def objective_table(inspection: Inspection) -> Table:
+    found = summary(inspection)
+    table = Table("objective", "mean gate on conflicts", "share of its push on conflicts", title_justify="left")
+    for name in inspection.objectives:
+        table.add_row(name, f"{found['gate'][name]:.3f}", f"{found['share'][name]:.1%}")
+    return table
+
+
+def habit_table(inspection: Inspection) -> Table:
+    table = Table(
+        "token", "conflicts", "of its places", "model expects", title="conflicts by habit", title_justify="left"
+    )
+    for habit in habits(inspection, HABITS):
+        share = f"{habit.conflicts / habit.places:.0%}"
+        table.add_row(Text(repr(habit.text)), f"{habit.conflicts:,}", share, Text(repr(habit.expected)))
+    return table
+
+
+def row_table(inspection: Inspection, ranked: np.ndarray, by: str, *, wide: bool) -> Table:
+    """The ranked rows: where, the score, the token that speaks most against each in its context, and the gates."""
+    label = next(score.label for score in ROW_SCORES if score.name == by)
+    table = Table(title=f"rows by {label}", title_justify="left")
+    table.add_column("", justify="right", no_wrap=True, min_width=len(str(len(ranked))))
+    table.add_column(label, justify="right", no_wrap=True, min_width=len(label))
+    table.add_column("where", overflow="ellipsis", no_wrap=True, max_width=28)
+    table.add_column("token in context", overflow="ellipsis", no_wrap=True, ratio=1)
+    table.add_column("p", justify="right", no_wrap=True)
+    table.add_column("model expects", no_wrap=True, max_width=18, overflow="ellipsis")
+    for name in inspection.objectives if wide else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    tokens = inspection.tokens
+    for place, row in enumerate(ranked.tolist(), 1):
+        token = int(inspection.worst[row])
+        score, where = float(inspection.scores[by][row]), tail(inspection.rows[row]["where"], 28)
+        gates = [f"{tokens[f'gate:{name}'][token]:.2g}" for name in inspection.objectives] if wide else []
+        table.add_row(
+            str(place), "-" if np.isnan(score) else f"{score:.3g}", Text(visible(where)),
+            context(inspection, token), f"{np.exp(tokens['log_p'][token]):.2g}",
+            Text(f"{inspection.texts[inspection.other[token]]!r} {np.exp(tokens['other_log_p'][token]):.2g}"), *gates,
+        )  # fmt: skip
+    return table
+
+
+def context(inspection: Inspection, token: int) -> Text:
+    """A token between some others, in one line."""
+    row = inspection.row_of(token)
+    first = max(int(inspection.start[row]), token - BEFORE)
+    last = min(int(inspection.start[row + 1]), token + 1 + AFTER)
+    parts = [
+        inspection.text_of(first, token),
+        inspection.text_of(token, token + 1),
+        inspection.text_of(token + 1, last),
+    ]
+    left, middle, right = (visible(" ".join(part.split("\n"))) for part in parts)
+    return Text.assemble((left, "dim"), (f"{MARKS[0]}{middle}{MARKS[1]}", "bold red"), (right, "dim"))
+
+
+def row_text(inspection: Inspection, row: int, *, marked: bool) -> Text:
+    """A row's answer, each token's background by its conflict; or, if ``marked``, confident conflicts in brackets."""
+    text = Text()
+    for token in range(int(inspection.start[row]), int(inspection.start[row + 1])):
+        piece = visible(inspection.texts[inspection.text[token]])
+        value = float(inspection.tokens["conflict"][token])
+        if marked:
+            text.append(f"{MARKS[0]}{piece}{MARKS[1]}" if value >= CONFIDENT else piece)
+        else:
+            text.append(piece, style=shade(value))
+    return text.append("\n")
+
+
+def shade(value: float) -> Style:
+    """White text on red, as strong as the conflict; none below a fifth, where it would only be noise."""
+    if value < 0.2:
+        return Style()
+    return Style(
+        color="white", bgcolor=f"rgb({int(60 + 150 * value)},{int(40 * (1 - value))},20)", bold=value >= CONFIDENT
+    )
+
+
+def tail(where: str, width: int) -> str:
+    """The end of a row's place, which tells rows apart.
+
+    >>> tail("data/gsm8k/train.jsonl.gz:96", 28)
+    'train.jsonl.gz:96'
+    """
+    name = where.rsplit("/", 1)[-1]
+    return name if len(name) <= width else "…" + name[-(width - 1) :]

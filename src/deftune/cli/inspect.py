@@ -1,0 +1,171 @@
+"""`deftune inspect`: what in a dataset contradicts a model, and how much each objective would listen."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from deftune.cli import analyze
+from deftune.cli.train import need_training
+
+# what shapes a token table: of no use, and so an error, beside a table that is made already
+TABLE_OPTIONS = ("rows", "format", "template", "mask", "max_length", "batch_tokens")
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="your data through your model: confident conflicts, suspicious rows, what each objective does",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="deftune inspect MODEL DATA --html page.html     look at it in a browser\n"
+        "deftune inspect MODEL DATA --export flagged.jsonl --keep rest.jsonl\n"
+        "deftune inspect --tokens tokens.parquet         a table that is made already",
+    )
+    parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or what `train` takes as a model")
+    parser.add_argument("data", nargs="?", help="a file, a folder, a hub id, or generated:NAME")
+    parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
+    parser.add_argument("--rows", type=int, help="the first rows only")
+    parser.add_argument("--by", metavar="SCORE", help="what ranks the rows: answer, conflict, noise, mean_nll, ...")
+    parser.add_argument("--top", type=int, default=50, help="rows to list and to export (default: 50)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to explore, all in one file")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the top rows, with reasons (JSONL)")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write all other rows of the data (JSONL)")
+    parser.add_argument(
+        "--tokens", type=Path, metavar="FILE", help="reuse this token table, or write it where not there"
+    )
+    parser.add_argument("--format", help="of the data (default: by its fields)")
+    parser.add_argument("--split")
+    parser.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
+    parser.add_argument("--mask", choices=["assistant", "completion", "all"], help="default: the run's, or assistant")
+    parser.add_argument("--max-length", type=int, help="default: the run's, or 2048")
+    parser.add_argument("--batch-tokens", type=int, help="places of a batch, padding included (default: 8192)")
+    parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read")
+    parser.set_defaults(run=run_inspect)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    need_training()
+    from rich.console import Console
+
+    check_arguments(args)
+    with token_table(args) as path:
+        from deftune.analysis.inspect import inspect_table
+        from deftune.objectives import objective
+
+        chosen = args.objectives and [str(objective(spec)) for spec in analyze.split_specs(args.objectives)]
+        inspection = inspect_table(path, chosen)
+    check_source(args, inspection.facts)
+    by = args.by or inspection.default_ranking
+    ranked = inspection.ranked_rows(by)[: args.top]
+    from deftune.analysis.inspect_terminal import render_inspection
+
+    render_inspection(inspection, Console(), by=by, top=args.top)
+    if args.html:
+        from deftune.analysis.page import write_page
+
+        print(f"{write_page(inspection, args.html)}: open it in a browser")
+    if args.export or args.keep:
+        from deftune.analysis.inspect_export import write_export
+        from deftune.data.rows import BadRows
+
+        bad = BadRows(skip=args.skip_bad_rows)
+        records = source_fields(inspection, args.split, bad)
+        done = write_export(inspection, ranked.tolist(), records, export=args.export, keep=args.keep)
+        if args.export:
+            print(f"{args.export}: {done.flagged:,} rows by {by}, with reasons")
+        if args.keep:
+            rest = f", {done.not_inspected:,} of them not inspected" if done.not_inspected else ""
+            print(f"{args.keep}: the other {done.kept:,} rows{rest}")
+        if bad.rows:
+            analyze.notice(f"{bad.summary()}: unreadable, and in neither file")
+    return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """What can be known to be wrong before a model is loaded."""
+    from deftune.analysis.inspect import ROW_SCORES
+
+    known = [score.name for score in ROW_SCORES]
+    if args.by and args.by not in known:
+        raise ValueError(f"--by: unknown score {args.by!r}. Known: {', '.join(known)}")
+    if args.top < 1:
+        raise ValueError(f"--top: at least 1, got {args.top}")
+    if args.tokens is not None and args.tokens.exists():
+        for name in TABLE_OPTIONS:
+            if getattr(args, name) not in (None, False):
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option}: {args.tokens} is made already; leave {option} out, or name a new table")
+        if args.skip_bad_rows and not (args.export or args.keep):
+            raise ValueError(f"--skip-bad-rows: {args.tokens} is made already, and nothing is exported; leave it out")
+    elif args.model is None or args.data is None:
+        hint = f"; {args.tokens} does not exist" if args.tokens else ""
+        raise ValueError(f"inspect: needs a model and data, or --tokens with a table{hint}")
+    outputs = [path.resolve() for path in (args.html, args.export, args.keep, args.tokens) if path]
+    if len(set(outputs)) < len(outputs):
+        raise ValueError("inspect: two of --html, --export, --keep and --tokens name the same file")
+    if args.data:
+        refuse_overwriting(args, args.data)
+
+
+def refuse_overwriting(args: argparse.Namespace, data: str) -> None:
+    """What is written is neither the data nor, in a folder of data, taken for data the next time."""
+    source = Path(data).resolve()
+    for path in (args.html, args.export, args.keep, args.tokens):
+        if path and source.exists() and path.resolve().is_relative_to(source):
+            raise ValueError(
+                f"{path}: is {'in the data folder' if source.is_dir() else 'the data itself'}; name another file"
+            )
+
+
+@contextlib.contextmanager
+def token_table(args: argparse.Namespace) -> Generator[Path]:
+    """The table that --tokens names, made where it is not there; without it, a temporary one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.tokens or Path(folder) / "tokens.parquet"
+        if not path.exists():
+            given = {
+                **vars(args), "out": path, "objectives": args.objectives or analyze.OBJECTIVES,
+                "format": args.format or "auto", "batch_tokens": args.batch_tokens or 8192,
+            }  # fmt: skip
+            with contextlib.redirect_stdout(sys.stderr):
+                analyze.run_tokens(argparse.Namespace(**given))
+            for aside in Path(folder).glob("*.bad_rows.jsonl"):  # they outlive a table that does not
+                shutil.move(aside, "bad_rows.jsonl")
+                analyze.notice("the skipped rows: bad_rows.jsonl")
+        yield path
+
+
+def check_source(args: argparse.Namespace, facts: dict[str, Any]) -> None:
+    """A table that is reused is of this model and data, and of the data as it is now where rows are copied from it."""
+    for name in ("model", "data"):
+        given = getattr(args, name)
+        if given is not None and given != facts.get(name):
+            raise ValueError(
+                f"{args.tokens}: was made with {name} {facts.get(name)!r}, not {given!r}; name a new table"
+            )
+    refuse_overwriting(args, facts.get("data", ""))
+    if args.export or args.keep:
+        source = Path(facts.get("data", ""))
+        if args.tokens and source.is_file() and source.stat().st_mtime > args.tokens.stat().st_mtime:
+            raise ValueError(
+                f"{source}: changed after {args.tokens} was made, so rows may have moved; make the table anew"
+            )
+
+
+def source_fields(inspection: Any, split: str | None, bad: Any) -> Iterator[Any]:
+    """The rows as the data has them, each with its place; generated ones as messages."""
+    from deftune.data.regimes import generate
+    from deftune.data.sources import read_fields
+
+    data: str = inspection.facts["data"]
+    if not data.startswith("generated:"):
+        return read_fields(data, split=split, bad=bad)
+    size = max(line["row"] for line in inspection.rows) + 1
+    rows = generate(data.removeprefix("generated:"), split=split or "train", size=size)
+    return ((row.where, {"messages": list(row.messages)}) for row in rows)
