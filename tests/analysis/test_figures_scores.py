@@ -17,7 +17,8 @@ from deftune.analysis.figures_scores import (
 from deftune.analysis.style import look_of
 from deftune.cli import main
 from deftune.evaluation.evaluate import Result, Settings, summarize
-from deftune.evaluation.suites import SUITES, Item, task_named
+from deftune.evaluation.items import Item
+from deftune.evaluation.suites import SUITES, task_named
 
 pytest.importorskip("matplotlib")
 
