@@ -12,7 +12,9 @@ from deftune import token_stats
 from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.sources import read_source
+from deftune.data.templates import TEMPLATES
 from deftune.training.head import shifted
+from deftune.training.models import load_tokenizer
 from deftune.training.results import complete, load_result, merge
 from deftune.training.runs import Run
 from deftune.training.scoring import bootstrap, score
@@ -147,3 +149,10 @@ def test_a_moved_run_is_found_by_its_folder(lora_run, tmp_path, capsys):
     assert main(["train", str(tmp_path / "b")]) == 0
     assert "already finished" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "a").exists()
+
+
+def test_a_run_keeps_the_template_it_was_trained_with(make_config, tmp_path):
+    """Whoever loads the folder by itself, `lm_eval` or a server, prompts as training did."""
+    with open(os.devnull, "w") as nowhere:
+        outcome = train_run(make_config(tmp_path / "run", {"data.template": "plain"}), Console(file=nowhere))
+    assert load_tokenizer(str(outcome.run.model)).chat_template == TEMPLATES["plain"]
