@@ -25,10 +25,10 @@ import torch
 from deftune.analysis.grid import BASE, Cell, Comparison, Evaluation
 from deftune.analysis.tables import AVERAGE
 from deftune.analysis.tokens import read_token_table
+from deftune.data.files import write_atomic
 from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import bootstrap_interval, estimate, half_of, holm, macro_average, paired
 from deftune.evaluation.suites import task_named
-from deftune.training.checkpoints import write_atomic
 from deftune.training.runs import Run
 from deftune.training.scoring import bootstrap
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, reasons, summary
 from deftune.analysis.style import look_of
-from deftune.training.checkpoints import write_atomic
+from deftune.data.files import write_atomic
 
 SCRIPTS = ("data.js", "list.js", "reader.js", "app.js")
 KEPT_BITS = 12  # of a float32's 23 bits of fraction: 1 part in 8192, more than the page prints, and half the size

@@ -23,7 +23,7 @@ def run_report(args: argparse.Namespace) -> int:
     from deftune.analysis.grid_summary import summarize_comparison
     from deftune.analysis.report import render_report
     from deftune.analysis.report_figures import report_figures
-    from deftune.training.checkpoints import write_atomic
+    from deftune.data.files import write_atomic
 
     comparison = load_comparison(args.folder)
     summary = summarize_comparison(comparison)
