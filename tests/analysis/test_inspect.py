@@ -62,11 +62,11 @@ def test_row_scores_are_their_formulas():
     inspection = make_inspection()
     for row, tokens in enumerate(ROWS):
         p, q = np.array([t[1] for t in tokens]), np.array([t[3] for t in tokens])
-        nll = -np.log(p)
+        nll, gap = -np.log(p), np.maximum(0, np.log(q / p))
         squares = p**2 + q**2 + (1 - p - q) ** 2 / 1000
         sure = 1 - p**squares >= CONFIDENT
         expected = {
-            "conflict": (1 - p**squares)[:-1].max(), "noise": nll[sure].sum() / nll.sum(), "mean_nll": nll.mean(),
+            "conflict": (q * gap).mean(), "noise": nll[sure].sum() / nll.sum(), "mean_nll": nll.mean(),
             "max_nll": nll.max(), "mean_p": p.mean(),
         }  # fmt: skip
         for name, value in expected.items():

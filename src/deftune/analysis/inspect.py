@@ -47,7 +47,7 @@ class Score(NamedTuple):
 
 ROW_SCORES = (
     Score("answer", "answer margin", "Nats by which the model prefers another token where the row states its answer"),
-    Score("conflict", "conflict", "The largest conflict on any of its tokens, end and format tokens aside"),
+    Score("conflict", "conflict", "Mean over tokens of q log(q/p): how surely and how much the model disagrees"),
     Score("noise", "loss on conflicts", "Share of the row's NLL that sits on confident conflicts"),
     Score("mean_nll", "mean NLL", "Mean of -log p: the row's loss"),
     Score("max_nll", "max NLL", "The largest -log p of its tokens"),
@@ -222,7 +222,7 @@ def row_scores(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.nda
     at_answers = np.maximum.reduceat(np.where(answers, tokens["margin"].astype(np.float64), -np.inf), first)
     return {
         "answer": np.where(np.isinf(at_answers), np.nan, at_answers),
-        "conflict": np.maximum.reduceat(np.where(tokens["is_format"], 0.0, tokens["conflict"]), first),
+        "conflict": np.add.reduceat(np.exp(tokens["other_log_p"], dtype=np.float64) * tokens["margin"], first) / count,
         "noise": np.add.reduceat(nll * confident, first) / np.where(total > 0, total, 1.0),
         "mean_nll": total / count,
         "max_nll": np.maximum.reduceat(nll, first),
