@@ -47,7 +47,7 @@ class Score(NamedTuple):
 
 ROW_SCORES = (
     Score("answer", "answer margin", "Nats by which the model prefers another token where the row states its answer"),
-    Score("conflict", "conflict", "Mean over tokens of q log(q/p): how hard and how surely the model disagrees"),
+    Score("conflict", "conflict", "Mean over tokens of q log(q/p): how surely and how much the model disagrees"),
     Score("noise", "loss on conflicts", "Share of the row's NLL that sits on confident conflicts"),
     Score("mean_nll", "mean NLL", "Mean of -log p: the row's loss"),
     Score("max_nll", "max NLL", "The largest -log p of its tokens"),

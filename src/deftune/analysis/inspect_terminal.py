@@ -12,9 +12,9 @@ from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, habits, 
 from deftune.data.preview import visible
 
 MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
-BEFORE, AFTER = 8, 5  # tokens of context in the list
+NEAR = 20  # tokens of context to either side, as far as there is room
 HABITS = 8  # tokens listed that are conflicts again and again
-WIDE = 130  # columns from which each row's gates are listed
+WIDE = 100  # characters of a row from which on its gates are listed, where there is room for them
 
 
 def render_inspection(inspection: Inspection, console: Console, *, by: str, top: int, in_full: int = 3) -> None:
@@ -24,7 +24,7 @@ def render_inspection(inspection: Inspection, console: Console, *, by: str, top:
         console.print(Text(line), soft_wrap=True)
     console.print(objective_table(inspection))
     console.print(habit_table(inspection))
-    console.print(row_table(inspection, ranked, by, wide=console.width >= WIDE))
+    console.print(row_table(inspection, ranked, by, width=console.width))
     marked = console.no_color or console.color_system is None
     legend = (
         f"confident conflicts are inside {MARKS[0]} {MARKS[1]}" if marked else "the redder, the surer of another token"
@@ -74,42 +74,43 @@ def habit_table(inspection: Inspection) -> Table:
     return table
 
 
-def row_table(inspection: Inspection, ranked: np.ndarray, by: str, *, wide: bool) -> Table:
+def row_table(inspection: Inspection, ranked: np.ndarray, by: str, *, width: int) -> Table:
     """The ranked rows: where, the score, the token that speaks most against each in its context, and the gates."""
     label = next(score.label for score in ROW_SCORES if score.name == by)
     table = Table(title=f"rows by {label}", title_justify="left")
-    table.add_column("", justify="right", no_wrap=True, min_width=len(str(len(ranked))))
-    table.add_column(label, justify="right", no_wrap=True, min_width=len(label))
-    table.add_column("where", overflow="ellipsis", no_wrap=True, max_width=28)
-    table.add_column("token in context", overflow="ellipsis", no_wrap=True, ratio=1)
-    table.add_column("p", justify="right", no_wrap=True)
-    table.add_column("model expects", no_wrap=True, max_width=18, overflow="ellipsis")
-    for name in inspection.objectives if wide else ():
-        table.add_column(name, justify="right", no_wrap=True)
+    wheres = [tail(inspection.rows[row]["where"], 28 if width >= WIDE else 16) for row in ranked.tolist()]
+    widths = {"": len(str(len(ranked))), "score": 6, "where": max(map(len, wheres)), "p": 7, "model expects": 14}
+    gated = inspection.objectives if width >= WIDE + 9 * len(inspection.objectives) else []
+    widths |= dict.fromkeys(gated, 6)
+    frame = 3 * (len(widths) + 1) + 1
+    # rich would squeeze the short columns to nothing for the sake of the long one
+    widths["token in context"] = max(16, min(60, width - sum(widths.values()) - frame))
+    for name in ("", "score", "where", "token in context", "p", "model expects", *gated):
+        right = name in ("", "score", "p", *gated)
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis", width=widths[name]
+        )
     tokens = inspection.tokens
     for place, row in enumerate(ranked.tolist(), 1):
         token = int(inspection.worst[row])
-        score, where = float(inspection.scores[by][row]), tail(inspection.rows[row]["where"], 28)
-        gates = [f"{tokens[f'gate:{name}'][token]:.2g}" for name in inspection.objectives] if wide else []
+        score = float(inspection.scores[by][row])
+        gates = [f"{tokens[f'gate:{name}'][token]:.2g}" for name in gated]
         table.add_row(
-            str(place), "-" if np.isnan(score) else f"{score:.3g}", Text(visible(where)),
-            context(inspection, token), f"{np.exp(tokens['log_p'][token]):.2g}",
+            str(place), "-" if np.isnan(score) else f"{score:.3g}", Text(visible(wheres[place - 1])),
+            context(inspection, token, widths["token in context"]), f"{np.exp(tokens['log_p'][token]):.2g}",
             Text(f"{inspection.texts[inspection.other[token]]!r} {np.exp(tokens['other_log_p'][token]):.2g}"), *gates,
         )  # fmt: skip
     return table
 
 
-def context(inspection: Inspection, token: int) -> Text:
-    """A token between some others, in one line."""
+def context(inspection: Inspection, token: int, width: int) -> Text:
+    """A token between its neighbours, in one line of ``width`` characters."""
     row = inspection.row_of(token)
-    first = max(int(inspection.start[row]), token - BEFORE)
-    last = min(int(inspection.start[row + 1]), token + 1 + AFTER)
-    parts = [
-        inspection.text_of(first, token),
-        inspection.text_of(token, token + 1),
-        inspection.text_of(token + 1, last),
-    ]
-    left, middle, right = (visible(" ".join(part.split("\n"))) for part in parts)
+    first, last = int(inspection.start[row]), int(inspection.start[row + 1])
+    spans = [(max(first, token - NEAR), token), (token, token + 1), (token + 1, min(last, token + 1 + NEAR))]
+    left, middle, right = (visible(inspection.text_of(*span).replace("\n", " ")) for span in spans)
+    room = max(0, width - len(middle) - 2)
+    left = left[-(room - min(len(right), room // 2)) :] if room else ""
     return Text.assemble((left, "dim"), (f"{MARKS[0]}{middle}{MARKS[1]}", "bold red"), (right, "dim"))
 
 
