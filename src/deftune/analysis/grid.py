@@ -195,7 +195,7 @@ def slug(spec: str) -> str:
     """A folder's name for an objective's spec; two specs that would look alike are told apart by a hash.
 
     >>> slug("deft"), slug("alpha(0.5)")
-    ('deft', 'alpha-0.5-7ab5')
+    ('deft', 'alpha-0.5-3776')
     """
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")
     return plain if plain == spec else f"{plain}-{hashlib.sha256(spec.encode()).hexdigest()[:4]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
+    args.line = shlex.join(["deftune", *(sys.argv[1:] if argv is None else argv)])  # for what records it
     try:
         return args.run(args)
     except BrokenPipeError:  # `deftune ... | head`

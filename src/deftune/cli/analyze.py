@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -162,7 +161,7 @@ def run_tokens(args: argparse.Namespace) -> int:
             written = write_token_table(
                 args.out, model, tokenizer, rows, encoder=encoder, objectives=objectives,
                 batch_tokens=args.batch_tokens, bad=bad,
-                facts={"model": args.model, "data": args.data, "command": shlex.join(["deftune", *sys.argv[1:]])},
+                facts={"model": args.model, "data": args.data, "command": args.line},
                 progress=lambda done: bar.advance(task, done),
             )  # fmt: skip
     for line in written.facts:

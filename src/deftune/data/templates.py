@@ -28,6 +28,12 @@ TEMPLATES: dict[str, str] = {
 }
 
 
+def set_template(tokenizer: Any, name: str | None) -> None:
+    """Make ``name`` the tokenizer's own: whoever prompts the model then writes what training showed."""
+    template, own = resolve_template(tokenizer, name), tokenizer.chat_template
+    tokenizer.chat_template = {**own, "default": template} if isinstance(own, dict) else template
+
+
 def resolve_template(tokenizer: Any, name: str | None) -> str:
     """The Jinja text that ``name`` stands for; None is the tokenizer's own.
 

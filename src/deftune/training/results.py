@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deftune.data.templates import set_template
 from deftune.training.checkpoints import PREFIX, CheckpointError, checkpoints, sealed_folder, step_of, verify
 from deftune.training.models import load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run
@@ -28,7 +29,9 @@ def load_result(name: str, notice: Callable[[str], None] = lambda _: None) -> tu
     options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     if step == 0:
         source = resolve_model(config.model.name, notice)
-        return load_model(source, **options), load_tokenizer(source, **options)
+        tokenizer = load_tokenizer(source, **options)
+        set_template(tokenizer, config.data.template)
+        return load_model(source, **options), tokenizer
     folder = result_folder(run) if step is None else checkpoint_folder(run, step)
     tokenizer = load_tokenizer(str(folder))
     if not is_adapter(folder):

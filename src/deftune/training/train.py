@@ -23,6 +23,7 @@ from deftune.data.files import write_atomic
 from deftune.data.regimes import generate
 from deftune.data.rows import BadRows, Row
 from deftune.data.sources import mix, read_source, split_rows
+from deftune.data.templates import set_template
 from deftune.objectives import objective as parse_objective
 from deftune.training import checkpoints
 from deftune.training.config import ConfigError, Data, RunConfig, Source
@@ -132,9 +133,7 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     tokenizer = load_tokenizer(source, **options)
     encoder = make_encoder(data, tokenizer)
-    # saved with the model: whoever prompts it afterwards writes what training showed
-    own: Any = tokenizer.chat_template
-    tokenizer.chat_template = {**own, "default": encoder.template} if isinstance(own, dict) else encoder.template
+    set_template(tokenizer, data.template)  # saved with the model
     train = encode_rows(rows, encoder, skip_bad_rows=data.skip_bad_rows)
     evaluation = encode_rows(held, encoder, skip_bad_rows=data.skip_bad_rows) if held else None
     sequences: list[Any] = pack(train.examples, data.max_length) if data.packing else list(train.examples)
