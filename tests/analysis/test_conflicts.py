@@ -127,8 +127,8 @@ def test_many_tokens_are_drawn_as_a_sample_and_counted_whole(monkeypatch, table)
 
 
 def test_pairs_are_named_by_their_steps():
-    assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a:10")) == "steps 0 to 10"
-    assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a")) == "steps 0 to end"
+    assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a:10")) == "a, steps 0 to 10"
+    assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a")) == "a, steps 0 to end"
     assert pair_name(tokens([0.1], model="smollm2"), tokens([0.1], model="runs/a")) == "smollm2 to runs/a"
 
 
@@ -147,5 +147,7 @@ def test_the_command_from_a_runs_checkpoints(tmp_path, capsys, run):
     again = tmp_path / "again" / "conflicts"
     assert main(["analyze", "conflicts", "--table", f"{out}.parquet", "--out", str(again)]) == 0
     assert again.with_suffix(".svg").read_bytes() == out.with_suffix(".svg").read_bytes()
+    assert main(["analyze", "conflicts", *paths, *paths]) == 2
+    assert "two pairs are called 'run, steps 0 to 2'" in capsys.readouterr().err
     assert main(["analyze", "conflicts", paths[0]]) == 2
     assert "tables come in pairs, BEFORE AFTER; got 1" in capsys.readouterr().err

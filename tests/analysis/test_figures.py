@@ -8,6 +8,7 @@ import torch
 from deftune import objective, token_stats
 from deftune.analysis.figures import (
     bin_of,
+    focus_anchors,
     gradient_map_table,
     histogram_table,
     p_edges,
@@ -75,7 +76,7 @@ def test_gradient_map_panels_show_the_table():
         assert sorted(shown[~np.isnan(shown)]) == pytest.approx(sorted(line["normalised"] for line in mine))
         tail = sum(line["mass"] for line in mine if line["p_high"] <= 1.0001e-3)
         head = sum(line["mass"] for line in mine if line["p_low"] >= 0.5)
-        assert panel.get_title() == f"p ≤ 10⁻³ {tail:.0%}, p > ½ {head:.0%}"
+        assert panel.get_title() == f"≤10⁻³: {tail:.0%}   >½: {head:.0%}"
         assert panel.get_xscale() == "log"
 
 
@@ -130,6 +131,14 @@ def test_progress_is_what_the_run_recorded(run):
     assert p.get_ydata().tolist() == [record["p"] for record in records]
     assert concentration.get_ydata().tolist() == [record["concentration"] for record in records]
     assert paper.get_xydata().tolist() == [[0, 0.65], [4, 0.75], [3, 0.95]]  # the last stands at the run's end
+
+
+def test_the_papers_focus_stands_beside_ours(run):
+    lines = focus_anchors(progress_table([("strong", run.folder), ("mine", run.folder)]))
+    records = [record for record in run.read_metrics() if record["kind"] == "train"]
+    assert [(line["updates"], line["paper"]) for line in lines] == [(0, 0.65), (4, 0.75), ("end", 0.95)]
+    assert lines[0]["ours"] == records[0]["concentration"] and lines[2]["ours"] == records[3]["concentration"]
+    assert np.isnan(lines[1]["ours"])  # the run has three updates before its last step
 
 
 def test_only_the_papers_regimes_have_its_anchors(run):

@@ -257,11 +257,13 @@ def test_gradients_are_the_closed_form(spec, margin):
 
 
 def test_a_target_that_ties_with_the_largest_is_the_argmax():
-    z = torch.tensor([[2.0, 2.0, 2.0, 0.0], [1.0, 3.0, 3.0, 0.0]])
-    found = Measurement([], Context()).columns(z, torch.tensor([1, 0]))
-    assert found["rank"].tolist() == [0, 2]
-    assert found["top_id"][0] == 1 and found["other_id"][0] in (0, 2)
-    assert found["top_log_p"][0] == found["log_p"][0]
+    z, targets = torch.zeros(4, 4), torch.arange(4)
+    found = Measurement([], Context()).columns(z, targets)
+    assert found["rank"].tolist() == [0] * 4 and torch.equal(found["top_id"], targets)
+    assert (found["other_id"] != targets).all()
+    assert torch.equal(found["top_log_p"], found["log_p"])
+    below = Measurement([], Context()).columns(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), torch.tensor([0]))
+    assert below["rank"].tolist() == [2]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_a_mistake_is_one_line_and_exit_code_2():
 def test_plot_writes_pictures_and_their_tables(tmp_path, capsys: pytest.CaptureFixture[str]):
     assert main(["objectives", "plot", "nll", "deft", "--out", str(tmp_path / "new")]) == 0
     names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {f"{stem}.{kind}" for stem in ("gates", "signal_maps") for kind in ("png", "svg", "csv")}
+    assert names == {f"{stem}.{kind}" for stem in ("gates", "signal_maps") for kind in ("png", "svg", "pdf", "csv")}
     assert (tmp_path / "new/gates.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     rows = list(csv.DictReader((tmp_path / "new/gates.csv").open()))
     for row in rows:

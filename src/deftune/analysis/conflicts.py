@@ -17,6 +17,7 @@ of an objective with a focus can rise while p rises; ``objective`` shows it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,12 +108,14 @@ def p_and_loss(table: pa.Table, objective: Objective) -> tuple[np.ndarray, np.nd
 
 
 def pair_name(before: pa.Table, after: pa.Table) -> str:
-    """What a pair of token tables is called: the steps of a run, or the two models."""
+    """What a pair of token tables is called: the run and its steps, or the two models."""
     models = [str(table_facts(table).get("model", "?")) for table in (before, after)]
     runs, steps = zip(
         *(name.rsplit(":", 1) if name.rsplit(":", 1)[-1].isdecimal() else (name, "end") for name in models)
     )
-    return f"steps {steps[0]} to {steps[1]}" if runs[0] == runs[1] else f"{models[0]} to {models[1]}"
+    if runs[0] == runs[1]:
+        return f"{Path(runs[0]).name}, steps {steps[0]} to {steps[1]}"
+    return f"{models[0]} to {models[1]}"
 
 
 def conflict_shares(table: Any) -> list[dict[str, Any]]:

@@ -130,7 +130,7 @@ def plot_gradient_maps(table: Table) -> Figure:
             axis.set_xlim(p_bins[0], 1)
             tail = part["mass"][part["p_high"] <= TAIL_P * (1 + 1e-9)].sum()
             head = part["mass"][part["p_low"] >= HEAD_P].sum()
-            shares = f"p ≤ 10⁻³ {tail:.0%}, p > ½ {head:.0%}"
+            shares = f"≤10⁻³: {tail:.0%}   >½: {head:.0%}"
             axis.set_title(shares, fontsize=6, pad=2)
             if row == 0:
                 axis.annotate(
@@ -233,6 +233,23 @@ def progress_table(runs: Sequence[tuple[str, str | Path]]) -> list[dict[str, Any
              **{key: r[key] for key in ("p", "focus", "concentration", "entropy", "nll")}}
             for r in records
         ]  # fmt: skip
+    return lines
+
+
+def focus_anchors(table: Table) -> list[dict[str, Any]]:
+    """The paper's printed focus beside each run's mean sum P^2 after as many updates; NaN where a run is shorter."""
+    columns = columns_of(table, ("regime", "run", "objective", "updates", "concentration"), "focus_anchors")
+    lines: list[dict[str, Any]] = []
+    for run in distinct(zip(*(columns[name].tolist() for name in ("regime", "run", "objective")))):
+        regime, folder, objective = run
+        mine = (columns["regime"] == regime) & (columns["run"] == folder)
+        updates, values = columns["updates"][mine], columns["concentration"][mine]
+        for step, paper in PAPER_FOCUS.get(regime, ()):
+            found = values[updates == (updates.max() if step is None else step)]
+            lines.append({
+                "regime": regime, "run": folder, "objective": objective, "updates": "end" if step is None else step,
+                "ours": float(found[0]) if len(found) else float("nan"), "paper": paper,
+            })  # fmt: skip
     return lines
 
 

@@ -95,6 +95,11 @@ def _draw(axis: Any, x: np.ndarray, part: Mapping[str, np.ndarray], name: str, *
     )  # fmt: skip
 
 
+def _aside(names: Sequence[str], width: float) -> dict[str, float]:
+    """How far each objective is drawn from its place: intervals at the same place would hide each other."""
+    return {name: 0.01 * width * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
+
+
 def _legend_below(figure: Figure, axes: Sequence[Any]) -> None:
     found: dict[str, Any] = {}
     for axis in axes:
@@ -113,13 +118,13 @@ def plot_temperatures(table: Table) -> Figure:
     regimes = distinct(columns["regime"].tolist())
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, COLUMN_INCHES * len(regimes)), 2.6))
     names = distinct(columns["objective"].tolist())
-    spread = 0.004 * float(np.ptp(columns["temperature"]) or 1.0)  # side by side, where intervals would hide each other
+    aside = _aside(names, float(np.ptp(columns["temperature"]) or 1.0))
     for axis, regime in zip(axes[0], regimes):
-        for place, name in enumerate(names):
+        for name in names:
             mine = (columns["regime"] == regime) & (columns["objective"] == name)
             if mine.any():
                 part = {key: values[mine] for key, values in columns.items()}
-                _draw(axis, part["temperature"] + spread * (place - (len(names) - 1) / 2), part, name, joined=True)
+                _draw(axis, part["temperature"] + aside[name], part, name, joined=True)
         axis.set(xlabel="sampling temperature", title=regime)
         axis.grid()
     axes[0][0].set_ylabel("score (%)")
@@ -163,10 +168,11 @@ def plot_continuum(table: Table) -> Figure:
     columns = columns_of(table, (*SCORE, "base_p"), "plot_continuum")
     figure, axes = new_figure(1, 1, (COLUMN_INCHES, 2.7))
     axis = axes[0][0]
-    for name in distinct(columns["objective"].tolist()):
+    aside = _aside(distinct(columns["objective"].tolist()), 1.0)
+    for name in aside:
         mine = columns["objective"] == name
         part = {key: values[mine] for key, values in columns.items()}
-        _draw(axis, part["base_p"], part, name, joined=True)
+        _draw(axis, part["base_p"] + aside[name], part, name, joined=True)
     for regime in distinct(columns["regime"].tolist()):
         x = float(columns["base_p"][columns["regime"] == regime][0])
         axis.annotate(
@@ -174,7 +180,7 @@ def plot_continuum(table: Table) -> Figure:
             ha="center", fontsize=7,
         )  # fmt: skip
     axis.set(xlabel="mean p of the base model on the training data", ylabel="score (%)")
-    axis.set_xlim(0, max(1.0, float(columns["base_p"].max())))
+    axis.set_xlim(-0.04, 1.04)
     axis.grid()
     _legend_below(figure, [axis])
     return figure

@@ -252,12 +252,13 @@ def run_conflicts(args: argparse.Namespace) -> int:
         if len(args.inputs) % 2:
             raise ValueError(f"analyze conflicts: tables come in pairs, BEFORE AFTER; got {len(args.inputs)}")
         read = [read_token_table(path, NEEDED) for path in args.inputs]
-        table = pa.concat_tables(
-            conflict_table(
-                before, after, pair=pair_name(before, after), objective=args.objective, threshold=args.threshold
-            )
-            for before, after in zip(read[::2], read[1::2])
-        )
+        pairs: dict[str, Any] = {}
+        for before, after in zip(read[::2], read[1::2]):
+            name = pair_name(before, after)
+            if name in pairs:
+                raise ValueError(f"analyze conflicts: two pairs are called {name!r}; draw them in two figures")
+            pairs[name] = conflict_table(before, after, pair=name, objective=args.objective, threshold=args.threshold)
+        table = pa.concat_tables(pairs.values())
     print_lines(conflict_shares(table))
     return draw(args, plot_conflicts, table)
 
@@ -293,13 +294,16 @@ def run_histograms(args: argparse.Namespace) -> int:
 
 def run_progress(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.figures import plot_progress, progress_table
+    from deftune.analysis.figures import focus_anchors, plot_progress, progress_table
 
     need_inputs(args, "strong=runs/first")
     if args.table is not None:
-        return draw(args, plot_progress, given_table(args))
-    runs = [(name, path) for _, name, path in map(parse_named, args.inputs)]
-    return draw(args, plot_progress, progress_table(runs))
+        table = given_table(args)
+    else:
+        table = progress_table([(name, path) for _, name, path in map(parse_named, args.inputs)])
+    if anchors := focus_anchors(table):
+        print_lines(anchors)
+    return draw(args, plot_progress, table)
 
 
 def read_scores(args: argparse.Namespace) -> list[dict[str, Any]]:
