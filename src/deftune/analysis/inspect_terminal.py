@@ -46,7 +46,7 @@ def summary_lines(inspection: Inspection) -> list[str]:
         f"{found['conflicts']:,} confident conflicts (conflict >= {CONFIDENT:g}): "
         f"{found['conflicts'] / max(1, found['tokens']):.1%} of the tokens, {found['loss_share']:.0%} of the loss",
         f"{found['contradicted_answers']:,} of {found['stated_answers']:,} stated answers are contradicted; "
-        f"{found['noisy_rows']:,} rows have most of their loss on conflicts",
+        f"rows with most of their loss on conflicts: {found['noisy_rows']:,}",
     ]
     if ends:
         lines.append(
