@@ -248,6 +248,19 @@ def test_eos_takes_over_on_the_special_ids_only():
     assert torch.equal(loss, torch.where(special, stats.nll, stats.error))
 
 
+@pytest.mark.parametrize("number", [1, 8, 9, 300])
+def test_eos_with_many_special_ids(number):
+    """Few are compared one by one, many in one search; order, repetition and ids that do not occur change nothing."""
+    targets = torch.arange(12).repeat(2)
+    stats = replace(from_columns(*-torch.rand(3, 24, dtype=torch.float64), vocab_size=400), targets=targets)
+    ids = (399, 5, 0, 5, 398, 11, *range(100, 394))[:number]
+    special = torch.tensor([y in ids for y in targets.tolist()])
+    assert special.any() == (number > 1)
+    gate, loss = gate_and_loss("linear | eos(nll)", stats, Context(special_ids=ids))
+    assert torch.equal(gate, torch.where(special, 1.0, stats.p))
+    assert torch.equal(loss, torch.where(special, stats.nll, stats.error))
+
+
 @properties
 @given(st.floats(0, 1), st.floats(0.01, 0.5))
 def test_warmup_goes_from_nll_to_self(progress, f):

@@ -28,7 +28,7 @@ def note_rows(flag: Tensor, log_p: Tensor, places: Tensor) -> None:
     if log_p.numel():
         _notes.append(Note(flag, log_p, places, torch.cuda.current_stream(log_p.device)))
         if len(_notes) > MOST:
-            answer(_notes[0], int(_notes[0].flag))
+            answer(_notes[0], look(_notes[0]))
 
 
 def latest_note(device: torch.device) -> Note | None:
@@ -36,6 +36,12 @@ def latest_note(device: torch.device) -> Note | None:
     if _notes and _notes[-1].stream == torch.cuda.current_stream(device):
         return _notes[-1]
     return None
+
+
+def look(note: Note) -> int:
+    """Wait for a flag, on the stream that writes it."""
+    with torch.cuda.stream(note.stream):
+        return int(note.flag)
 
 
 def answer(note: Note, flag: int) -> None:
@@ -56,4 +62,4 @@ def raise_pending(*, wait: bool = True) -> None:
     """
     for note in list(_notes):
         if wait or note.stream == torch.cuda.current_stream(note.stream.device):
-            answer(note, int(note.flag))
+            answer(note, look(note))

@@ -5,16 +5,19 @@ kernels. A `Program` is that work, from the rows to their gradients, on tensors 
 is written the first times, then it is captured, and from there on replayed by a single launch. What a call has that the
 next one has not (its rows, its scale, dW) goes in and out by copies beside it.
 
-An objective is replayed as it was evaluated when it was captured, so only what depends on nothing else is: no progress,
-no statistics of the step. One that looks at its values on the host (`.item()`) cannot be captured: it runs as written.
+An objective is replayed as it was evaluated when it was captured, so only one that depends on nothing else is: one of
+deftune's own, without progress or statistics of the step. A user's may read a schedule or a counter of its own, which a
+replay would not see. What looks at values on the host, or copies to the device, cannot be captured: it runs as written.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from deftune.kernels.backends import Gradients, Supervised, TritonBackend, balanced, product
 from deftune.kernels.head import Head
-from deftune.kernels.statistics import log_p_of, stats_of
+from deftune.kernels.statistics import compute_dtype, log_p_of, stats_of
 from deftune.objectives import Context, Objective
 
 if TYPE_CHECKING:
@@ -30,24 +33,26 @@ if TYPE_CHECKING:
 
 SMALL = 1e12  # operations of a chunk: 1.5 ms of an H200's tensor cores
 CAPTURE_AT = 3  # the run of a program that captures it: what comes once or twice is not worth it
-MOST = 64  # programs kept
+MOST = 64  # programs kept in a room: weights that move (FSDP) make new ones all the time
+ROOMS = 2  # rooms kept on a device
 PAD = 128  # rows of a program are a multiple of this: few programs, little padding
 
 
 class Place(NamedTuple):
-    """What a head's tensors look like, and the stream on which they are worked on."""
+    """What a head's tensors look like, and the stream and thread that work on them, one call after the other."""
 
     device: torch.device
     stream: int
+    thread: int
     dtype: torch.dtype
-    hidden_dtype: torch.dtype
+    gradient: torch.dtype  # of dX
     vocab_size: int
     width: int
     copied: bool  # the weight is not as the GEMMs need it
 
 
 class Room:
-    """The tensors that the programs of one place work on; they stay where they are."""
+    """The tensors that the programs of one place work on, which stay where they are, and the programs."""
 
     def __init__(self, place: Place, rows: int):
         def new(*size: int, dtype: torch.dtype = place.dtype) -> Tensor:
@@ -55,8 +60,9 @@ class Room:
 
         width = place.width
         self.rows = rows
+        self.programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self.x, self.scaled, self.u = new(rows, width), new(rows, width), new(rows, width, dtype=torch.float32)
-        self.dx = new(rows, width, dtype=place.hidden_dtype)
+        self.dx = new(rows, width, dtype=place.gradient)
         self.e = new(rows, -(-place.vocab_size // 64) * 64)
         self.weight = new(place.vocab_size, width) if place.copied else None
         self.index = torch.arange(rows, device=place.device)
@@ -68,9 +74,11 @@ class Room:
 
 @dataclass
 class Program:
-    """A chunk of ``rows`` rows in a `Room`: statistics, objective, dX, and v X for dW."""
+    """A chunk of ``rows`` rows in a `Room`: statistics, objective, dX, and v X for dW.
 
-    room: Room
+    Room and head are those it was made for; not kept, lest a model stay in memory for its programs.
+    """
+
     rows: int
     objective: Objective
     context: Context
@@ -81,8 +89,8 @@ class Program:
     capturable: bool = True
     likeliest: Tensor | None = None
 
-    def work(self, head: Head) -> None:
-        room, rows = self.room, self.rows
+    def work(self, room: Room, head: Head) -> None:
+        rows = self.rows
         facts = torch.full((4,), rows, dtype=torch.int64, device=room.x.device)
         some = Supervised(room.x[:rows], room.index[:rows], room.y[:rows], facts)
         backend = TritonBackend(head, room.x.dtype, some)
@@ -97,64 +105,75 @@ class Program:
         backend.spread(chunk, torch.where(live, gate * room.scale, 0.0), 1.0, hidden, self.wanted[1])
         room.record[6, :rows] = backend.vectors[3]
 
-    def run(self, head: Head) -> None:
-        """``head`` is the one it is made for; not kept, lest a model stay in memory for its programs."""
+    def run(self, room: Room, head: Head) -> None:
         self.runs += 1
         if self.graph is not None:
             self.graph.replay()
         elif self.runs < CAPTURE_AT or not self.capturable:
-            self.work(head)
+            self.work(room, head)
         else:
-            self.capture(head)
+            self.capture(room, head)
 
-    def capture(self, head: Head) -> None:
+    def capture(self, room: Room, head: Head) -> None:
         """Run once more, refusing reads of the device, then record the launches and replay them."""
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
-            try:
-                torch.cuda.set_sync_debug_mode("error")
-                self.work(head)
-            except RuntimeError:
-                self.capturable = False
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-        if not self.capturable:
-            return self.work(head)  # what was more than a read of the device is raised here
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        aside, pool = _shared(here.device)
+        try:
+            with refusing_reads():
+                self.work(room, head)
+            self.graph = record(self, room, head)
+        except RuntimeError:
+            self.capturable = False
+            self.work(room, head)  # what was more than a read, or no memory for a graph, is raised here
+        else:
+            self.graph.replay()
+
+
+@contextmanager
+def refusing_reads() -> Generator[None]:
+    """What waits for the device is an error: under a capture it would spoil more than itself."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def record(program: Program, room: Room, head: Head) -> torch.cuda.CUDAGraph:
+    """The launches of a program's work as a graph.
+
+    Graphs of a room share their memory, which they use one after the other; what they return is copied. It is named by
+    one of them: a pool whose last graph is gone cannot be used again.
+    """
+    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    graphs = (other.graph for other in room.programs.values())
+    pool = next((other.pool() for other in graphs if other is not None), None)
+    with _lock:  # one capture at a time
+        if here not in _streams:
+            _streams[here] = torch.cuda.Stream(here.device)
+        aside = _streams[here]
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self.work(head)
-            graph.capture_end()
+            try:
+                program.work(room, head)
+            finally:
+                graph.capture_end()  # whatever happened: the stream must not be left capturing
         here.wait_stream(aside)
-        graph.replay()
-        self.graph = graph
+    return graph
 
 
-_rooms: dict[Place, Room] = {}
-_programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-_pools: dict[torch.device, Any] = {}
-
-
-def _shared(device: torch.device) -> tuple[torch.cuda.Stream, Any]:
-    """Where to capture, and the memory that programs share: they never run side by side, what they return is copied.
-
-    The stream is kept: cuBLAS holds 32 MiB for each that it has seen.
-    """
-    if device not in _pools:
-        _streams.setdefault(device, torch.cuda.Stream(device))
-        _pools[device] = torch.cuda.graph_pool_handle()
-    return _streams[device], _pools[device]
+_lock = threading.Lock()
+_rooms: OrderedDict[Place, Room] = OrderedDict()
+# Where to capture for a stream. Kept: cuBLAS holds 32 MiB for each that it has seen. One for each stream, since graphs
+# captured on the same one share these, and two streams run side by side.
+_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def clear() -> None:
     """Forget every program and free what they hold."""
-    _programs.clear()
     _rooms.clear()
-    _pools.clear()
 
 
 def suits(
@@ -169,29 +188,33 @@ def suits(
         and objective.kind == "local"
         and context.step is None
         and "progress" not in objective.requires
-        and _hashable(objective)
+        and constant(objective)
         and 6 * rows * head.weight.numel() < SMALL
         and not torch.cuda.is_current_stream_capturing()
     )
 
 
-def _hashable(objective: Objective) -> bool:
-    """A user's own may hold a list."""
-    try:
-        hash(objective)
-    except TypeError:
-        return False
-    return True
+def constant(value: object) -> bool:
+    """Whether an objective is known to be what its type and numbers say, and so are its parts: one of deftune's own.
+
+    A user's may read anything, and one that is no dataclass of its own compares equal to another with other numbers.
+    """
+    if isinstance(value, Objective):
+        own = type(value).__module__.startswith("deftune.")
+        return own and all(constant(getattr(value, field.name)) for field in fields(value))
+    return isinstance(value, (int, float, str))
 
 
 def room_for(place: Place, rows: int) -> Room:
-    """One for each place, as large as was needed."""
-    room = _rooms.get(place)
-    if room is None or room.rows < rows:
-        for key in [key for key, program in _programs.items() if program.room is room]:
-            del _programs[key]
-        _rooms.pop(place, None)
-        room = _rooms[place] = Room(place, rows)
+    """One for each place, as large as was needed; the last few places of a device keep theirs."""
+    with _lock:
+        room = _rooms.pop(place, None)
+        if room is not None and room.rows < rows:
+            room = None  # freed before the larger one is made
+        others = [other for other in _rooms if other.device == place.device]
+        for other in others[: max(0, len(others) - ROOMS + 1)]:
+            del _rooms[other]
+        room = _rooms[place] = room or Room(place, rows)
     return room
 
 
@@ -202,7 +225,11 @@ class Replay:
         weight, hidden = head.weight, rows.hidden
         copied = weight.dtype != dtype or not weight.is_contiguous()
         stream = torch.cuda.current_stream().cuda_stream if hidden.is_cuda else 0
-        place = Place(hidden.device, stream, dtype, hidden.dtype, head.vocab_size, head.width, copied)
+        # as `Call.new_gradients` has it
+        gradient = compute_dtype(dtype) if hidden.dtype == torch.float16 else hidden.dtype
+        place = Place(
+            hidden.device, stream, threading.get_ident(), dtype, gradient, head.vocab_size, head.width, copied
+        )
         self.size = -(-size // PAD) * PAD
         self.room = room_for(place, self.size)
         if self.room.weight is not None:
@@ -219,16 +246,15 @@ class Replay:
         take_rows(rows.hidden, rows.index, rows.y, rows.facts, first, room.x[: self.size], room.y, room.live)
 
     def program(self, rows: int, call: Call, wanted: Sequence[bool]) -> Program:
-        objective, ids, head = call.objective, call.context.special_ids, self.head
+        objective, ids, head, programs = call.objective, call.context.special_ids, self.head, self.room.programs
         assert objective is not None
-        key = (id(self.room), head.weight.data_ptr(), head.scale, head.softcap, rows, objective, ids, *wanted)
-        if key not in _programs:
-            context = Context(special_ids=ids)
-            _programs[key] = Program(self.room, rows, objective, context, call.top, tuple(wanted))
-        _programs.move_to_end(key)
-        if len(_programs) > MOST:
-            _programs.popitem(last=False)
-        return _programs[key]
+        key = (head.weight.data_ptr(), head.scale, head.softcap, rows, objective, ids, *wanted)
+        if key not in programs:
+            programs[key] = Program(rows, objective, Context(special_ids=ids), call.top, tuple(wanted))
+        programs.move_to_end(key)
+        if len(programs) > MOST:
+            programs.popitem(last=False)
+        return programs[key]
 
     def run(
         self, call: Call, wanted: Sequence[bool], scale: Tensor | float
@@ -238,10 +264,7 @@ class Replay:
 
         room, count = self.room, call.count
         into = call.new_gradients(wanted)
-        if isinstance(scale, Tensor):
-            room.scale.copy_(scale)
-        else:
-            room.scale.fill_(scale)
+        room.scale.fill_(scale)  # of a tensor on the host it takes the number: no copy to wait for
         record = aligned(7, count, torch.float64, room.x.device)
         tops: list[Tensor] = []
         size = balanced(count, self.size, PAD)
@@ -251,7 +274,7 @@ class Replay:
             rows = min(size, count - start)
             part = slice(start, start + rows)
             program = self.program(-(-rows // PAD) * PAD, call, wanted)
-            program.run(self.head)
+            program.run(room, self.head)
             record[:, part] = room.record[:, :rows]
             if program.likeliest is not None:
                 tops.append(program.likeliest[:rows].clone())
