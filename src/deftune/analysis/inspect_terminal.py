@@ -12,7 +12,7 @@ from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, habits, 
 from deftune.data.preview import visible
 
 MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
-BEFORE, AFTER = 8, 5  # tokens of context in the list
+CONTEXT = {True: (8, 5), False: (3, 3)}  # wide? -> tokens before and after one in the list
 HABITS = 8  # tokens listed that are conflicts again and again
 WIDE = 130  # columns from which each row's gates are listed
 
@@ -78,39 +78,43 @@ def row_table(inspection: Inspection, ranked: np.ndarray, by: str, *, wide: bool
     """The ranked rows: where, the score, the token that speaks most against each in its context, and the gates."""
     label = next(score.label for score in ROW_SCORES if score.name == by)
     table = Table(title=f"rows by {label}", title_justify="left")
-    table.add_column("", justify="right", no_wrap=True, min_width=len(str(len(ranked))))
-    table.add_column(label, justify="right", no_wrap=True, min_width=len(label))
-    table.add_column("where", overflow="ellipsis", no_wrap=True, max_width=28)
-    table.add_column("token in context", overflow="ellipsis", no_wrap=True, ratio=1)
+    # In a narrow terminal rich takes width from columns that may wrap, and only then from all alike: those two may,
+    # and the texts in them are cut instead.
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column(label.replace(" ", "\n"), justify="right", no_wrap=True)
+    table.add_column("where", no_wrap=True)
+    table.add_column("token in context", overflow="ellipsis")
     table.add_column("p", justify="right", no_wrap=True)
-    table.add_column("model expects", no_wrap=True, max_width=18, overflow="ellipsis")
+    table.add_column("model expects", max_width=18, overflow="ellipsis")
     for name in inspection.objectives if wide else ():
         table.add_column(name, justify="right", no_wrap=True)
     tokens = inspection.tokens
     for place, row in enumerate(ranked.tolist(), 1):
         token = int(inspection.worst[row])
-        score, where = float(inspection.scores[by][row]), tail(inspection.rows[row]["where"], 28)
+        score, where = float(inspection.scores[by][row]), tail(inspection.rows[row]["where"], 28 if wide else 20)
         gates = [f"{tokens[f'gate:{name}'][token]:.2g}" for name in inspection.objectives] if wide else []
         table.add_row(
             str(place), "-" if np.isnan(score) else f"{score:.3g}", Text(visible(where)),
-            context(inspection, token), f"{np.exp(tokens['log_p'][token]):.2g}",
-            Text(f"{inspection.texts[inspection.other[token]]!r} {np.exp(tokens['other_log_p'][token]):.2g}"), *gates,
+            context(inspection, token, *CONTEXT[wide]), f"{np.exp(tokens['log_p'][token]):.2g}",
+            Text(f"{inspection.texts[inspection.other[token]]!r} {np.exp(tokens['other_log_p'][token]):.2g}",
+                 no_wrap=True), *gates,
         )  # fmt: skip
     return table
 
 
-def context(inspection: Inspection, token: int) -> Text:
+def context(inspection: Inspection, token: int, before: int, after: int) -> Text:
     """A token between some others, in one line."""
     row = inspection.row_of(token)
-    first = max(int(inspection.start[row]), token - BEFORE)
-    last = min(int(inspection.start[row + 1]), token + 1 + AFTER)
+    first = max(int(inspection.start[row]), token - before)
+    last = min(int(inspection.start[row + 1]), token + 1 + after)
     parts = [
         inspection.text_of(first, token),
         inspection.text_of(token, token + 1),
         inspection.text_of(token + 1, last),
     ]
     left, middle, right = (visible(" ".join(part.split("\n"))) for part in parts)
-    return Text.assemble((left, "dim"), (f"{MARKS[0]}{middle}{MARKS[1]}", "bold red"), (right, "dim"))
+    marked = f"{MARKS[0]}{middle}{MARKS[1]}"
+    return Text.assemble((left, "dim"), (marked, "bold red"), (right, "dim"), no_wrap=True)
 
 
 def row_text(inspection: Inspection, row: int, *, marked: bool) -> Text:
