@@ -1,6 +1,7 @@
 """`deftune inspect`, as a user runs it, on the tiny model."""
 
 import json
+import re
 
 import pytest
 
@@ -46,6 +47,15 @@ def test_a_table_is_reused_without_its_model(table, capsys, monkeypatch):
     assert "⟦" in printed  # no terminal: marks instead of colour
 
 
+def test_a_narrow_terminal_still_tells_which_row(table, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["inspect", "--tokens", str(table)]) == 0
+    ranked = capsys.readouterr().out.partition("rows by")[2].partition("in full")[0]
+    lines = [line for line in ranked.splitlines() if line.startswith("│")]
+    assert lines and all(re.match(r"│ \d+ │ +[\d.e+-]+ │ \S+:\d+ +│.*⟦.*⟧", line) for line in lines)
+    assert max(map(len, ranked.splitlines())) <= 80
+
+
 def test_a_table_of_another_model_or_data_is_refused(table, capsys, model_folder, data_file):
     assert "was made with model" in error_of(capsys, "smollm2", data_file, "--tokens", table)
     assert "was made with data" in error_of(capsys, model_folder, "other.jsonl", "--tokens", table)
@@ -55,6 +65,8 @@ def test_no_option_is_ignored(table, capsys):
     for option, value in (("--rows", "3"), ("--max-length", "64"), ("--format", "messages"), ("--template", "plain")):
         assert f"{option}: {table} is made already" in error_of(capsys, "--tokens", table, option, value)
     assert "nothing is exported" in error_of(capsys, "--tokens", table, "--skip-bad-rows")
+    assert "--split" in error_of(capsys, "--tokens", table, "--split", "test")
+    assert "is a folder; name a file" in error_of(capsys, "--tokens", table, "--html", table.parent)
 
 
 def test_mistakes_are_one_line(table, tmp_path, capsys, model_folder, data_file):

@@ -8,6 +8,14 @@ import pytest
 from deftune.data.files import write_atomic
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_atomic(tmp_path / "folder", "text")
+    assert caught.value.filename == str(tmp_path / "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
 @pytest.mark.parametrize("moment", ["write", "fsync", "replace"])
 def test_write_atomic_keeps_the_old_file(tmp_path, monkeypatch, moment):
     path = tmp_path / "status.json"

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from deftune.cli import main
+from deftune.cli.eval_tables import render_summary
 from deftune.evaluation.comparison import compare
 from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, grade, load_items, summarize
 from deftune.evaluation.generation import Output, SamplerError
@@ -84,6 +85,7 @@ def test_a_server_that_dies_loses_nothing(tmp_path, tasks):
 def test_another_evaluation_is_not_mixed_in(tmp_path, tasks):
     result = Result(tmp_path / "r")
     result.open(settings(tasks))
+    result.samples.write_text("{}\n")
     with pytest.raises(ValueError, match=r"holds another evaluation \(seed: 0 -> 1\); choose another"):
         result.open(settings(tasks, seed=1))
     (tmp_path / "x").mkdir()
@@ -155,8 +157,10 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
     [
         (["eval", "m"], "name a --suite, a --task or a --task-file"),
         (["eval", "m", "--suite", "maths"], "math"),
-        (["eval", "show", "nowhere"], "has no summary yet"),
-        (["eval", "compare", "a"], "eval compare: takes two or more folders, got 1"),
+        (["eval", "show", "nowhere"], "nowhere: is no result (no settings.json); `deftune eval MODEL` makes one"),
+        (["eval", "compare", "a"], "eval compare: write it as `deftune eval compare BASE RUN [RUN ...]`, got 1"),
+        (["eval", "m", "--suite", "math", "--data", "nowhere"], "--data: nowhere: no such folder"),
+        (["eval", "m", "--task-file", "no.yaml"], "no.yaml: no such file; a task of your own is a small YAML file"),
         (["eval", "a", "b"], "one model at a time"),
     ],
 )
@@ -166,6 +170,51 @@ def test_wrong_inputs_are_one_line(arguments, text, capsys, tmp_path, monkeypatc
     err = capsys.readouterr().err
     assert text in err and len(err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--temperature", "-1"], "temperature: a number from 0 (greedy), got -1.0"),
+        (["--temperature", "1", "--temperature", "1"], "temperature: 1 is given twice"),
+        (["--temperature", "1", "--top-p", "0"], "top_p: above 0, at most 1 (all tokens), got 0.0"),
+        (["--samples", "4"], "--samples: greedy answers (T = 0) are the same whatever it is"),
+        (["--top-p", "0.9"], "--top-p: greedy answers"),
+        (["--rule", "lenient"], "--rule: is for multiple choice, and none is asked"),
+        ([], "model: unknown name 'm'"),
+    ],
+)
+def test_what_is_refused_leaves_no_folder(options, text, own_task, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", "m", "--task-file", str(own_task), *options]) == 2
+    err = capsys.readouterr().err
+    assert text in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_folder_without_an_answer_holds_nothing(tmp_path, tasks):
+    result = Result(tmp_path / "r")
+    result.open(settings(tasks))
+    result.open(settings(tasks, seed=1))  # the first try died before its first answer
+    assert result.settings()["seed"] == 1
+
+
+def test_too_few_items_to_choose_a_temperature_on(tmp_path, tasks):
+    task, items = tasks["gsm8k"]
+    summary = run(tmp_path / "r", {"gsm8k": (task, items[:1])}, Told())[2]
+    assert summary["best_temperature"] == {} and len(summary["rows"]) == 2
+    assert "gsm8k: too few items to choose a temperature" in render_summary(summary)
+
+
+def test_answers_do_not_steer_the_terminal(tmp_path, tasks, capsys):
+    answers = {**ANSWERS, "a": "one\n\x1b[2Jtwo"}
+    result, _, summary = run(tmp_path / "r", tasks, Told(answers))
+    (result.folder / "summary.json").write_text(json.dumps(summary))
+    assert main(["eval", "show", str(result.folder)]) == 0
+    out = capsys.readouterr().out
+    assert "one\n\\x1b[2Jtwo" in out and "\x1b" not in out
+    assert main(["eval", "show", str(result.folder), "--task", "math500"]) == 2
+    assert "has no task 'math500'; it has gsm8k" in capsys.readouterr().err
 
 
 def test_list(capsys):

@@ -123,7 +123,7 @@ def conflict_shares(table: Any) -> list[dict[str, Any]]:
 
     The shares within a quadrant are NaN where it is empty.
     """
-    columns = columns_of(table, ("pair", "d_p", "quadrant", "confident"), "conflict_shares")
+    columns = columns_of(table, ("pair", "d_p", "quadrant", "confident"), "conflicts")
     lines: list[dict[str, Any]] = []
     for pair in distinct(columns["pair"].tolist()):
         mine = columns["pair"] == pair
@@ -147,7 +147,7 @@ def plot_conflicts(table: Any) -> Figure:
 
     Of more than 4,000 tokens a panel shows a sample, and says so; the bars count all.
     """
-    columns = columns_of(table, ("pair", "d_p", "d_l", "quadrant", "confident"), "plot_conflicts")
+    columns = columns_of(table, ("pair", "d_p", "d_l", "quadrant", "confident"), "conflicts")
     shares = conflict_shares(table)
     width = min(PAGE_INCHES, max(3.35, 2.3 * len(shares)))
     figure, axes = new_figure(2, len(shares), (width, 3.9), height_ratios=(1.5, 1), sharey="row")

@@ -74,8 +74,17 @@ def gradient_map_table(
     same regime and objective, ``mass`` the bin's share of the whole gradient.
     """
     chosen = list(objectives or distinct(name for table in tables.values() for name in table_objectives(table)))
+    for table in tables.values():
+        have = table_objectives(table)
+        if unknown := [name for name in chosen if name not in have]:
+            raise ValueError(
+                f"gradient map: a table has no gradients of {unknown[0]}, only of {', '.join(have)}; name it when the "
+                f"table is made (`deftune analyze tokens --objectives`)"
+            )
     parts = {
-        regime: columns_of(table, ["p", "entropy", *(f"gradient:{name}" for name in chosen)], f"gradient map, {regime}")
+        regime: columns_of(
+            table, ["p", "entropy", *(f"gradient:{name}" for name in chosen)], f"gradient map{regime and f', {regime}'}"
+        )
         for regime, table in tables.items()
     }
     highest = max(float(part["entropy"].max()) for part in parts.values())
@@ -109,7 +118,7 @@ def plot_gradient_maps(table: Table) -> Figure:
     Above a panel are the shares of the whole gradient that tokens with p <= 1e-3 and with p > 1/2 get.
     """
     names = ("regime", "objective", "p_low", "p_high", "entropy_low", "entropy_high", "normalised", "mass")
-    columns = columns_of(table, names, "plot_gradient_maps")
+    columns = columns_of(table, names, "gradients")
     regimes, objectives = distinct(columns["regime"].tolist()), distinct(columns["objective"].tolist())
     p_bins = np.unique([*columns["p_low"], *columns["p_high"]])
     h_bins = np.unique([*columns["entropy_low"], *columns["entropy_high"]])
@@ -170,7 +179,7 @@ def histogram_table(
 
 def probability_shares(table: Table) -> list[dict[str, Any]]:
     """The two ends of each histogram: the shares of tokens with p <= 1e-3 and with p > 1/2."""
-    columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share"), "probability_shares")
+    columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share"), "histograms")
     lines: list[dict[str, Any]] = []
     for regime, model in distinct(zip(columns["regime"].tolist(), columns["model"].tolist())):
         mine = (columns["regime"] == regime) & (columns["model"] == model)
@@ -189,7 +198,7 @@ def plot_histograms(table: Table) -> Figure:
 
     The density has a logarithmic axis too: what objectives do to the tail could not be seen beside the head.
     """
-    columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share", "density"), "plot_histograms")
+    columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share", "density"), "histograms")
     ends = {(line["regime"], line["model"]): line for line in probability_shares(table)}
     regimes = distinct(columns["regime"].tolist())
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.4 * len(regimes)), 2.6), sharex=True)
@@ -238,7 +247,7 @@ def progress_table(runs: Sequence[tuple[str, str | Path]]) -> list[dict[str, Any
 
 def focus_anchors(table: Table) -> list[dict[str, Any]]:
     """The paper's printed focus beside each run's mean sum P^2 after as many updates; NaN where a run is shorter."""
-    columns = columns_of(table, ("regime", "run", "objective", "updates", "concentration"), "focus_anchors")
+    columns = columns_of(table, ("regime", "run", "objective", "updates", "concentration"), "progress")
     lines: list[dict[str, Any]] = []
     for run in distinct(zip(*(columns[name].tolist() for name in ("regime", "run", "objective")))):
         regime, folder, objective = run
@@ -259,7 +268,7 @@ def plot_progress(table: Table) -> Figure:
 
     Diamonds are the paper's printed values of a, where the regime has its name; the last of them stands at the end.
     """
-    columns = columns_of(table, ("regime", "run", "objective", "updates", "p", "concentration"), "plot_progress")
+    columns = columns_of(table, ("regime", "run", "objective", "updates", "p", "concentration"), "progress")
     regimes = distinct(columns["regime"].tolist())
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.35 * len(regimes)), 2.5), sharey=True)
     for axis, regime in zip(axes[0], regimes):

@@ -114,7 +114,7 @@ SCORE = ("regime", "objective", "temperature", "score", "low", "high")
 @styled
 def plot_temperatures(table: Table) -> Figure:
     """The score against the sampling temperature, a line per objective with its 95% interval, a panel per regime."""
-    columns = columns_of(table, SCORE, "plot_temperatures")
+    columns = columns_of(table, SCORE, "temperatures")
     regimes = distinct(columns["regime"].tolist())
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, COLUMN_INCHES * len(regimes)), 2.6))
     names = distinct(columns["objective"].tolist())
@@ -165,7 +165,7 @@ def continuum_table(
 @styled
 def plot_continuum(table: Table) -> Figure:
     """The capability continuum: the score against the base model's mean p, a line per objective over the regimes."""
-    columns = columns_of(table, (*SCORE, "base_p"), "plot_continuum")
+    columns = columns_of(table, (*SCORE, "base_p"), "continuum")
     figure, axes = new_figure(1, 1, (COLUMN_INCHES, 2.7))
     axis = axes[0][0]
     aside = _aside(distinct(columns["objective"].tolist()), 1.0)
@@ -201,7 +201,7 @@ def entropy_table(scores: Table, entropies: Mapping[tuple[str, str], float]) -> 
 @styled
 def plot_entropy(table: Table) -> Figure:
     """The score against the model's mean entropy: a row per regime, a panel per sampling temperature."""
-    columns = columns_of(table, (*SCORE, "entropy"), "plot_entropy")
+    columns = columns_of(table, (*SCORE, "entropy"), "entropy")
     regimes, temperatures = distinct(columns["regime"].tolist()), sorted(set(columns["temperature"].tolist()))
     size = (min(PAGE_INCHES, max(COLUMN_INCHES, 2.3 * len(temperatures))), 0.5 + 2.0 * len(regimes))
     figure, axes = new_figure(len(regimes), len(temperatures), size, sharey="row")

@@ -63,8 +63,8 @@ def verdicts(summary: Record) -> list[tuple[str, bool, str]]:
                 sign = 1 if record["b"] == reference else -1
                 other = record["a"] if sign > 0 else record["b"]
                 decided = record["p_holm"] < LEVEL
-                points = 100 * sign * record["difference"]
-                ends = [100 * sign * record[key] for key in ("low", "high") if record[key] is not None]
+                points = 100 * sign * record["difference"] + 0.0  # no -0.00
+                ends = [100 * sign * record[key] + 0.0 for key in ("low", "high") if record[key] is not None]
                 interval = f" [{min(ends):+.2f}, {max(ends):+.2f}]" if ends else ""
                 how = (
                     f"{'above' if points > 0 else 'below'} {reference}"

@@ -128,7 +128,8 @@ def columns_of(table: Table, names: Iterable[str], what: str) -> dict[str, Any]:
         lines = cast("Sequence[Mapping[str, Any]]", table)
         have, take = list(lines[0]) if lines else names, lambda name: np.asarray([line[name] for line in lines])
     if missing := [name for name in names if name not in have]:
-        raise ValueError(f"{what}: the table has no column {missing[0]!r} (it has {', '.join(map(str, have))})")
+        shown = [*map(str, have[:12]), *(["..."] if len(have) > 12 else [])]  # a token table has dozens
+        raise ValueError(f"{what}: the table has no column {missing[0]!r} (it has {', '.join(shown)})")
     taken = {name: take(name) for name in names}
     if len({len(column) for column in taken.values()}) > 1:
         raise ValueError(f"{what}: the table's columns have different lengths")

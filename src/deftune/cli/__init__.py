@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("deftune: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
+    except OSError as error:  # a file that cannot be read or written
+        what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+        print(f"deftune: {what}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"deftune: {error}", file=sys.stderr)
         return 2

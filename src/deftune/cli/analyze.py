@@ -26,12 +26,12 @@ def add_to(commands: Any) -> None:
         "--objectives", default=OBJECTIVES, metavar="A,B", help=f"columns for these (default: {OBJECTIVES})"
     )
     tokens.add_argument("--rows", type=int, help="the first rows only (of generated:NAME: how many; default 1000)")
-    tokens.add_argument("--format", default="auto")
-    tokens.add_argument("--split")
+    tokens.add_argument("--format", default="auto", help="of the data (default: by its fields)")
+    tokens.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
     tokens.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
     tokens.add_argument("--mask", choices=["assistant", "completion", "all"], help="default: the run's, or assistant")
     tokens.add_argument("--max-length", type=int, help="default: the run's, or 2048")
-    tokens.add_argument("--batch-tokens", type=int, default=8192, help="places of a batch, padding included")
+    tokens.add_argument("--batch-tokens", type=int, default=8192, help="places of a batch, padding included (8192)")
     tokens.add_argument(
         "--skip-bad-rows", action="store_true", help="write unreadable rows to OUT.bad_rows.jsonl and go on"
     )
@@ -47,7 +47,7 @@ def add_to(commands: Any) -> None:
 
     gradients = figure(
         actions, "gradients", "gradient norms over p and entropy, a panel per objective", "REGIME=TABLE", "TABLE",
-        "token tables; one without a regime's name needs none",
+        "token tables, a row of panels each; REGIME= may be left out of a single one",
     )  # fmt: skip
     gradients.add_argument("--objectives", metavar="A,B", help="panels for these (default: all of the tables)")
     gradients.set_defaults(run=run_gradients)
@@ -138,6 +138,8 @@ def run_tokens(args: argparse.Namespace) -> int:
 
     if args.out.suffix != ".parquet":
         raise ValueError(f"--out: {args.out} is not named .parquet, which it would be")
+    if args.rows is not None and args.rows < 1:
+        raise ValueError(f"--rows: at least 1, got {args.rows}; leave it out to read all")
     if args.batch_tokens < 1:
         raise ValueError(f"--batch-tokens: at least 1, got {args.batch_tokens}")
     objectives = parse_objectives(split_specs(args.objectives))

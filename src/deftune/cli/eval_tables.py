@@ -41,6 +41,11 @@ def render_sampled(summary: Record) -> str:
         score = best["score"]
         halves = " and ".join(f"T={half['temperature']:g}" for half in best["halves"])
         lines.append(f"{task} at its best temperature (chosen on the other half: {halves}): {100 * score['mean']:.2f}")
+    if "best_temperature" in summary:
+        few = dict.fromkeys(row["task"] for row in summary["rows"] if row["task"] not in summary["best_temperature"])
+        lines += [
+            f"{task}: too few items to choose a temperature on one half and score it on the other" for task in few
+        ]
     return "\n".join(lines)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from deftune.cli.train import need_training
 
 VERBS = {
-    "show": "a result: its table, and answers (--wrong: only those) or rows",
-    "compare": "BASE RUN [RUN ...]: what was gained and lost, paired, with p-values",
-    "list": "the suites, their tasks, and which of them have data",
-    "export-tasks": "write tasks for lm-evaluation-harness into a folder",
+    "show": ("RESULT", "its table, and answers (--wrong: only those) or rows"),
+    "compare": ("BASE RUN [RUN ...]", "results: what was gained and lost, paired, with p-values"),
+    "list": ("[--data DIR]", "the suites, their tasks, and which of them have data"),
+    "export-tasks": ("FOLDER --suite math ...", "write tasks for lm-evaluation-harness into a folder"),
 }
 # what each way of calling honours; anything else is refused, never ignored
 _PROMPTED = {"suite", "task", "task_file", "data", "limit"}
@@ -41,20 +41,26 @@ def add_to(commands: Any) -> None:
         description="deftune eval MODEL --suite math --data DIR            a model, a run or an endpoint's model\n"
         "deftune eval MODEL --suite math --suite medical ...   several suites, e.g. what a run forgot\n"
         "deftune eval MODEL --suite heldout --data FILE        token statistics of any dataset\n"
-        + "\n".join(f"deftune eval {verb:41} {about}" for verb, about in VERBS.items()),
+        + "\n".join(f"deftune eval {f'{verb} {takes}':40} {about}" for verb, (takes, about) in VERBS.items()),
     )
     parser.add_argument("what", nargs="+", metavar="MODEL | " + " | ".join(VERBS))
     what = parser.add_argument_group("what is asked")
     what.add_argument("--suite", action="append", default=[], help="math, medical, figfont or heldout; repeatable")
-    what.add_argument("--task", action="append", default=[], help="single tasks by name")
+    what.add_argument("--task", action="append", default=[], help="a single task by name; repeatable")
     what.add_argument("--task-file", action="append", default=[], type=Path, help="a task of your own (YAML)")
     what.add_argument("--data", help="folder with the benchmarks' files (default: the hub); of heldout: the dataset")
     what.add_argument("--limit", type=int, help="a sample of the items: for a try")
     how = parser.add_argument_group("how it is answered")
     how.add_argument("--samples", type=int, help="answers per item where T > 0 (default: the suite's)")
-    how.add_argument("--temperature", action="append", type=float, default=[], help="repeat for a sweep; 0 is greedy")
-    how.add_argument("--top-p", type=float)
-    how.add_argument("--seed", type=int)
+    how.add_argument(
+        "--temperature",
+        action="append",
+        type=float,
+        default=[],
+        help="repeat for a sweep; 0 is greedy (default: the suite's; single tasks 0)",
+    )
+    how.add_argument("--top-p", type=float, help="nucleus sampling (default: 1, all tokens)")
+    how.add_argument("--seed", type=int, help="of the sampling (default: 0)")
     how.add_argument("--max-new-tokens", type=int, help="default: the task's")
     how.add_argument("--rule", choices=["strict", "lenient"], help="multiple-choice extraction (default: strict)")
     how.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
@@ -80,7 +86,9 @@ def run_eval(args: argparse.Namespace) -> int:
         check_options(args, verb)
         least, most = {"show": (1, 1), "compare": (2, 99), "list": (0, 0), "export-tasks": (1, 1)}[verb]
         if not least <= len(rest) <= most:
-            raise ValueError(f"eval {verb}: takes {least if least == most else 'two or more'} folders, got {len(rest)}")
+            raise ValueError(
+                f"eval {verb}: write it as `deftune eval {verb} {VERBS[verb][0]}`, got {len(rest)} folders"
+            )
         handlers: dict[str, Callable[[argparse.Namespace, list[Path]], int]] = {
             "show": run_show, "compare": run_compare, "list": run_list, "export-tasks": run_export,
         }  # fmt: skip
@@ -105,7 +113,8 @@ def check_options(args: argparse.Namespace, way: str) -> None:
             continue
         if name not in OPTIONS[way] | {"what", "run", "command"}:
             what = {"sampled": "a suite of questions", "heldout": "--suite heldout"}.get(way, f"eval {way}")
-            use = ", ".join(sorted(way for way, names in OPTIONS.items() if name in names))
+            ways = sorted(way for way, names in OPTIONS.items() if name in names)
+            use = ", ".join("questions" if way == "sampled" else way for way in ways)
             raise ValueError(f"--{name.replace('_', '-')}: means nothing to {what} (it is for {use}); leave it out")
 
 
@@ -151,6 +160,8 @@ def load_tasks(args: argparse.Namespace, suite: Any) -> Any:
     from deftune.evaluation.suites import task_named
     from deftune.evaluation.task_files import load_task_file
 
+    if args.data and not Path(args.data).is_dir():
+        raise ValueError(f"--data: {args.data}: no such folder")
     names = [(task_named(n), False) for n in (suite.tasks if suite else ())]
     names += [(task_named(n), True) for n in args.task] + [(load_task_file(path), True) for path in args.task_file]
     return load_items(names, Path(args.data) if args.data else None, args.limit)
@@ -191,9 +202,12 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
             max_new_tokens=args.max_new_tokens, rule=args.rule or "strict", encoding=encoding,
         )  # fmt: skip
         result = Result(result_folder(args, model, suite.name if suite else "tasks"))
-        result.open(settings)
+        result.check(settings)
         jobs.append((suite, tasks, missing, settings, result))
+    check_effect(args, [(settings, tasks) for _, tasks, _, settings, _ in jobs])
     sampler = make_sampler(args, model, encoding)
+    for *_, settings, result in jobs:
+        result.open(settings)
     summaries: dict[str, Any] = {}
     for suite, tasks, missing, settings, result in jobs:
         for name, why in missing.items():
@@ -215,6 +229,19 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
     return 0
 
 
+def check_effect(args: argparse.Namespace, jobs: list[tuple[Any, Any]]) -> None:
+    """An option that changes no answer or verdict of what is asked is an error."""
+    if all(temperature == 0 for settings, _ in jobs for temperature in settings.temperatures):
+        for name in ("samples", "top_p", "seed"):
+            if getattr(args, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: greedy answers (T = 0) are the same whatever it is; leave it out, or "
+                    f"give a --temperature above 0"
+                )
+    if args.rule and not any(task.kind == "choice" for _, tasks in jobs for task, _ in tasks.values()):
+        raise ValueError("--rule: is for multiple choice, and none is asked; leave it out")
+
+
 def run_heldout(args: argparse.Namespace, model: str) -> int:
     from deftune.cli.eval_tables import render_summary
     from deftune.data.encoding import Encoder, encode_rows
@@ -234,8 +261,9 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
     bad = BadRows(skip=args.skip_bad_rows)
     rows = read_data(settings, bad)
     result = Result(result_folder(args, model, "heldout"))
-    result.open(settings)
+    result.check(settings)
     loaded, tokenizer = load(model)
+    result.open(settings)
     with quiet():
         encoder = Encoder(tokenizer, **settings.encoding)
         encoded = encode_rows(rows, encoder, skip_bad_rows=args.skip_bad_rows)
@@ -287,6 +315,7 @@ def make_sampler(args: argparse.Namespace, model: str, encoding: dict[str, Any])
 
 def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
     from deftune.cli.eval_tables import render_summary
+    from deftune.data.preview import printable
     from deftune.evaluation.evaluate import Result
     from deftune.evaluation.heldout import read_rows
 
@@ -302,17 +331,20 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
         print(f"{'nll':>8}{'p':>8}{'focus':>8}{'tokens':>8}  row")
         for r in rows[:number]:
             means = "".join(f"{r[name] / r['tokens']:>8.3f}" for name in ("nll", "p", "focus"))
-            print(f"{means}{r['tokens']:>8}  {r['where']}")
+            print(f"{means}{r['tokens']:>8}  {printable(r['where'])}")
         return 0
     print(render_summary(summary))
     records = [r for r in result.read_graded() if not args.wrong or r["score"] < 1]
     if args.task:
+        known = dict.fromkeys(row["task"] for row in summary["rows"])
+        if unknown := [name for name in args.task if name not in known]:
+            raise ValueError(f"--task: {folders[0]} has no task {unknown[0]!r}; it has {', '.join(known)}")
         records = [r for r in records if r["task"] in args.task]
     for r in records[:number]:
-        print(f"\n--- {r['id']} T={r['temperature']:g} sample {r['sample']}: score {r['score']:g}")
+        print(f"\n--- {printable(r['id'])} T={r['temperature']:g} sample {r['sample']}: score {r['score']:g}")
         print(
-            f"question: {r['prompt']}\nanswer:   {r['text']}\n"
-            f"taken:    {r['answer']!r} ({r['how']})\ngold:     {r['gold']}"
+            f"question: {printable(r['prompt'])}\nanswer:   {printable(r['text'])}\n"
+            f"taken:    {r['answer']!r} ({r['how']})\ngold:     {printable(str(r['gold']))}"
         )
     if len(records) > number:
         print(f"\n{len(records) - number} more; --rows N shows more")

@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
         "--tokens", type=Path, metavar="FILE", help="reuse this token table, or write it where not there"
     )
     parser.add_argument("--format", help="of the data (default: by its fields)")
-    parser.add_argument("--split")
+    parser.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
     parser.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
     parser.add_argument("--mask", choices=["assistant", "completion", "all"], help="default: the run's, or assistant")
     parser.add_argument("--max-length", type=int, help="default: the run's, or 2048")
@@ -101,11 +101,16 @@ def check_arguments(args: argparse.Namespace) -> None:
             if getattr(args, name) not in (None, False):
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option}: {args.tokens} is made already; leave {option} out, or name a new table")
-        if args.skip_bad_rows and not (args.export or args.keep):
-            raise ValueError(f"--skip-bad-rows: {args.tokens} is made already, and nothing is exported; leave it out")
+        for name in ("split", "skip_bad_rows"):
+            if getattr(args, name) and not (args.export or args.keep):
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option}: {args.tokens} is made already, and nothing is exported; leave it out")
     elif args.model is None or args.data is None:
         hint = f"; {args.tokens} does not exist" if args.tokens else ""
         raise ValueError(f"inspect: needs a model and data, or --tokens with a table{hint}")
+    for path in (args.html, args.export, args.keep, args.tokens):
+        if path and path.is_dir():
+            raise ValueError(f"{path}: is a folder; name a file")
     outputs = [path.resolve() for path in (args.html, args.export, args.keep, args.tokens) if path]
     if len(set(outputs)) < len(outputs):
         raise ValueError("inspect: two of --html, --export, --keep and --tokens name the same file")

@@ -170,7 +170,11 @@ def run_preview(args: argparse.Namespace) -> int:
         print(text, file=sys.stderr)
 
     bad = BadRows(skip=args.skip_bad_rows)
+    if args.rows < 0 or args.limit < 1:
+        raise ValueError(f"data preview: --rows from 0 and --limit from 1, got {args.rows} and {args.limit}")
     if args.data.startswith("generated:"):
+        if args.format != "auto":
+            raise ValueError("--format: generated rows have none; leave it out")
         rows = generate(args.data.removeprefix("generated:"), split=args.split or "train", size=args.limit)
     else:
         rows = read_source(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)

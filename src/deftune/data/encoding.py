@@ -283,7 +283,7 @@ class Encoder:
                 raise EncodingError(
                     row.where,
                     f"the text spells the end-of-turn token {found[0]} (in {_snippet(text[found.start() :][:24])}), "
-                    f"which the tokenizer would read as the end of a turn; remove it from the row",
+                    f"which would be read as the end of a turn; remove it from the row or pass --skip-bad-rows",
                 )
 
 

@@ -85,9 +85,23 @@ def visible(text: str) -> str:
     return "".join(_visible(character) for character in text)
 
 
+def printable(text: str) -> str:
+    """Text as it is, but for what could steer the terminal, which is written out.
+
+    >>> print(printable("two\\nlines, \\x1b[2J none of them cleared"))
+    two
+    lines, \\x1b[2J none of them cleared
+    """
+    return "".join(character if character in "\n\t" else _written_out(character) for character in text)
+
+
 def _visible(character: str) -> str:
     if character == "\n":
         return "↵\n"
     if character == "\t":
         return "→\t"
+    return _written_out(character)
+
+
+def _written_out(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from deftune.evaluation.statistics import (
     best_temperature,
     bootstrap_interval,
     clustered_standard_error,
+    half_of,
     macro_average,
     mean_over_items,
     pass_at_k,
@@ -51,6 +53,15 @@ class Settings:
     rule: str = "strict"
     encoding: dict[str, Any] = field(default_factory=dict[str, Any])  # template and such; {} of an endpoint
 
+    def __post_init__(self) -> None:
+        for temperature in self.temperatures:
+            if not 0 <= temperature < math.inf:
+                raise ValueError(f"temperature: a number from 0 (greedy), got {temperature}")
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"temperature: {max(self.temperatures, key=self.temperatures.count):g} is given twice")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: above 0, at most 1 (all tokens), got {self.top_p}")
+
     def samples_at(self, temperature: float) -> int:
         """Greedy answers are all the same: one is enough."""
         return 1 if temperature == 0 else self.samples
@@ -64,30 +75,39 @@ class Result:
         self.samples = folder / "samples.jsonl"
         self.graded = folder / "graded.jsonl"
 
-    def open(self, settings: Any) -> None:
-        """Begin, or go on; another evaluation's folder is refused."""
+    def check(self, settings: Any) -> None:
+        """Refuse a folder that holds something else: before a model is loaded, and without writing anything."""
         path = self.folder / "settings.json"
-        now = json.loads(json.dumps({"deftune": __version__, **dataclasses.asdict(settings)}))
+        now = json.loads(json.dumps(dataclasses.asdict(settings)))
+        held = sorted(entry.name for entry in self.folder.iterdir()) if self.folder.exists() else []
+        if held in ([], [path.name]):  # no answer yet: begun, but nothing came of it
+            return
         if path.is_file():
             before = json.loads(path.read_text(encoding="utf-8"))
             before.pop("deftune", None)
-            changed = differences(before, {name: value for name, value in now.items() if name != "deftune"})
-            if changed:
+            if changed := differences(before, now):
                 raise ValueError(
                     f"{self.folder}: holds another evaluation ({'; '.join(changed[:4])}); choose another "
                     f"folder with --out"
                 )
             return
-        if self.folder.exists() and any(self.folder.iterdir()):
-            raise ValueError(f"{self.folder}: is not empty and no result; choose another folder with --out")
+        raise ValueError(f"{self.folder}: is not empty and no result; choose another folder with --out")
+
+    def open(self, settings: Any) -> None:
+        """Begin, or go on; another evaluation's folder is refused."""
+        self.check(settings)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(now, indent=1))
+        if [entry.name for entry in self.folder.iterdir()] in ([], ["settings.json"]):
+            now = {"deftune": __version__, **dataclasses.asdict(settings)}
+            write_atomic(self.folder / "settings.json", json.dumps(now, indent=1))
 
     def settings(self) -> Record:
         try:
             return json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.folder}: is no result (no settings.json)") from error
+            raise ValueError(
+                f"{self.folder}: is no result (no settings.json); `deftune eval MODEL` makes one"
+            ) from error
 
     def read_samples(self) -> list[Record]:
         """Every answer so far; a line cut off by a kill is asked for again."""
@@ -101,6 +121,7 @@ class Result:
     def summary(self) -> Record:
         path = self.folder / "summary.json"
         if not path.is_file():
+            self.settings()  # or an error that says it is no result
             raise ValueError(f"{self.folder}: has no summary yet; run the same `deftune eval` again, it goes on")
         return json.loads(path.read_text(encoding="utf-8"))
 
@@ -232,7 +253,8 @@ def summarize(
     if len(settings.temperatures) > 1:
         summary["best_temperature"] = {
             name: dataclasses.asdict(best_temperature({t: by_item(graded, name, t) for t in settings.temperatures}))
-            for name in tasks
+            for name, (_, items) in tasks.items()
+            if len({half_of(item.id) for item in items}) == 2  # a try of a few items may leave a half empty
         }
     if suite is not None:
         summary["averages"] = [average(suite, rows, temperature) for temperature in settings.temperatures]
@@ -263,5 +285,7 @@ def load_items(
                 raise
             missing[task.name] = str(error)
     if not found:
-        raise ValueError("no task has data: " + "; ".join(missing.values()))
+        first, *others = missing.values()
+        more = f"; nor have {len(others)} others, see `deftune eval list`" if others else ""
+        raise ValueError(f"no task has data: {first}{more}")
     return found, missing

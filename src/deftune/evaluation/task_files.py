@@ -39,6 +39,8 @@ def load_task_file(path: str | Path) -> Task:
     def wrong(what: str) -> ConfigError:
         return ConfigError(f"{path}: {what}")
 
+    if not path.is_file():
+        raise wrong("no such file; a task of your own is a small YAML file: docs/evaluation.md has one")
     content = read_yaml(path)
     _check_keys(content, _FILE_KEYS, wrong, "")
     for key in ("name", "version", "kind", "data"):

@@ -51,8 +51,8 @@ def linear_loss(
     the gradients. Gradients are made in the forward pass, for what requires one (a frozen head costs no dW), and scaled
     by the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
     ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. ``chunk_rows`` bounds the tokens
-    worked on at a time (default: chosen for speed; fewer take less memory). Under autocast hidden and weight take
-    its dtype, as in a linear layer; the head's gradient is accumulated in float32 in any case.
+    worked on at a time (default: chosen for speed; fewer take less memory; graphs round it up to 128). Under autocast
+    hidden and weight take its dtype, as in a linear layer; the head's gradient is accumulated in float32 in any case.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     >>> loss = linear_loss(hidden, weight, torch.tensor([0, 2]), "linear")
