@@ -111,7 +111,7 @@ def check_options(args: argparse.Namespace, way: str) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: at least 1, got {value}")
         if value == []:
             continue
-        if name not in OPTIONS[way] | {"what", "run", "command"}:
+        if name not in OPTIONS[way] | {"what", "run", "command", "line"}:
             what = {"sampled": "a suite of questions", "heldout": "--suite heldout"}.get(way, f"eval {way}")
             ways = sorted(way for way, names in OPTIONS.items() if name in names)
             use = ", ".join("questions" if way == "sampled" else way for way in ways)
