@@ -87,7 +87,7 @@ def test_similarity_has_an_interval_too(tmp_path, results):
 
 
 def test_a_folder_that_is_no_result_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no summary yet"):
+    with pytest.raises(ValueError, match="is no result"):
         score_table([("", "nll", tmp_path)])
 
 

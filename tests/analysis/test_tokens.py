@@ -414,7 +414,7 @@ def test_the_command_limits_rows_and_generates(tmp_path, capsys, model_folder):
         (["--batch-tokens", "0"], "--batch-tokens: at least 1"),
         (["--objectives", "nll,mile(1)"], "depends on a whole optimizer step"),
         (["--objectives", "nll,,deft"], "objective spec is empty"),
-        (["--rows", "0"], "limit: at least 1 row"),
+        (["--rows", "0"], "--rows: at least 1, got 0"),
         (["--max-length", "1"], "max_length: a token and its target need at least 2"),
         (["--template", "chatlm"], "Did you mean 'chatml'?"),
     ],
