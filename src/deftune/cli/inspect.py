@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import shutil
 import sys
 import tempfile
@@ -138,7 +139,8 @@ def token_table(args: argparse.Namespace) -> Generator[Path]:
                 **vars(args), "out": path, "objectives": args.objectives or analyze.OBJECTIVES,
                 "format": args.format or "auto", "batch_tokens": args.batch_tokens or 8192,
             }  # fmt: skip
-            with contextlib.redirect_stdout(sys.stderr):
+            # where a table is that will be gone is nobody's business
+            with contextlib.redirect_stdout(sys.stderr if args.tokens else io.StringIO()):
                 analyze.run_tokens(argparse.Namespace(**given))
             for aside in Path(folder).glob("*.bad_rows.jsonl"):  # they outlive a table that does not
                 shutil.move(aside, "bad_rows.jsonl")
