@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny_chat import make_model, make_rows, make_tokenizer
+from tiny_chat import make_model, make_rows
 
+import tiny
 from deftune.data.rows import Row
 from deftune.training.config import RunConfig
 from deftune.training.runs import Run
@@ -16,7 +17,7 @@ from deftune.training.train import train_run
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return make_tokenizer()
+    return tiny.make_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -2,42 +2,15 @@
 
 from pathlib import Path
 
-import torch
-import transformers
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import tiny
 from deftune.analysis.grid import Comparison, load_comparison
-from deftune.data.templates import TEMPLATES
-
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 
 def save_model(folder: Path) -> Path:
-    """A 2-layer Llama of width 32 with a byte-level tokenizer and ChatML."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )  # fmt: skip
-    backend.train_from_iterator(["user assistant system sort these words in ascending order"], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>"
-    )
-    tokenizer.chat_template = TEMPLATES["chatml"]
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    tokenizer = tiny.make_tokenizer(["user assistant system sort these words in ascending order"])
+    return tiny.save_model(folder, tokenizer, max_position_embeddings=2048)
 
 
 def content(model: Path, folder: Path) -> dict:

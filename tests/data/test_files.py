@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from deftune.data.files import write_atomic
+from deftune.data.files import whole_file, write_atomic
 
 
 def test_an_error_names_the_file_that_was_asked_for(tmp_path):
@@ -32,3 +32,10 @@ def test_write_atomic_keeps_the_old_file(tmp_path, monkeypatch, moment):
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
     write_atomic(path, "new")
     assert path.read_text() == "new"
+
+
+def test_an_error_of_another_file_is_not_put_on_this_one(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught, whole_file(tmp_path / "out"):
+        (tmp_path / "source").read_bytes()
+    assert caught.value.filename == str(tmp_path / "source")
+    assert list(tmp_path.iterdir()) == []

@@ -5,14 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from deftune.data.templates import TEMPLATES
+import tiny
 from deftune.training.config import RunConfig
-
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 
 def conversations(number: int, seed: int = 0) -> list[dict]:
@@ -33,40 +28,12 @@ def conversations(number: int, seed: int = 0) -> list[dict]:
     return found
 
 
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Byte-level BPE trained on the conversations, ChatML, `<|im_end|>` ends a turn."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    text = [message["content"] for row in conversations(60) for message in row["messages"]]
-    backend.train_from_iterator([*text, "user\nassistant\nsystem\n"], trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>"
-    )
-    tokenizer.chat_template = TEMPLATES["chatml"]
-    return tokenizer
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """The folder of a 2-layer Llama of width 32 with tied embeddings, and its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = make_tokenizer()
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    """The folder of the tiny model, its tokenizer trained on the conversations."""
+    text = [message["content"] for row in conversations(60) for message in row["messages"]]
+    tokenizer = tiny.make_tokenizer([*text, "user\nassistant\nsystem\n"], size=320)
+    return tiny.save_model(tmp_path_factory.mktemp("models") / "tiny", tokenizer)
 
 
 @pytest.fixture(scope="session")

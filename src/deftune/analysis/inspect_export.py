@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from deftune.analysis.inspect import Inspection, reasons
+from deftune.data.files import whole_file
 from deftune.data.rows import Record
 
 KEY = "deftune_inspect"
@@ -68,21 +68,13 @@ def write_export(
     return Exported(len(found), kept, not_inspected)
 
 
-def write_line(sink: TextIO, fields: dict[str, Any]) -> None:
-    sink.write(json.dumps(fields, ensure_ascii=False, default=str) + "\n")
+def write_line(sink: BinaryIO, fields: dict[str, Any]) -> None:
+    sink.write(json.dumps(fields, ensure_ascii=False, default=str).encode() + b"\n")
 
 
 @contextlib.contextmanager
-def jsonl_file(path: Path) -> Generator[TextIO]:
-    """A file to write lines into, under another name until it is complete."""
+def jsonl_file(path: Path) -> Generator[BinaryIO]:
+    """A file to write lines into, there when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        with temporary.open("w", encoding="utf-8") as sink:
-            yield sink
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as sink:
+        yield sink

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,6 +23,7 @@ from deftune._version import __version__
 from deftune.analysis.measurement import Measurement, measure, parse_objectives
 from deftune.analysis.pieces import Pieces
 from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
+from deftune.data.files import whole_file
 from deftune.data.rows import BadRows, Fault, Row, raw_text
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
@@ -265,19 +265,10 @@ def write_token_table(
 
 @contextlib.contextmanager
 def parquet_file(path: Path, schema: pa.Schema) -> Generator[pq.ParquetWriter]:
-    """A file to write batches into, under another name until it is complete."""
+    """A file to write batches into, there when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    try:
-        with open(temporary, "wb") as sink:
-            with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
-                yield writer
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as sink, pq.ParquetWriter(sink, schema, compression="zstd") as writer:
+        yield writer
 
 
 def rows_path(path: str | Path) -> Path:

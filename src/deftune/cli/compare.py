@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training
+from deftune.cli.train import need_training, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
 
@@ -61,12 +61,7 @@ def run_init(args: argparse.Namespace) -> int:
     need_comparison()
     from deftune.analysis.grid import STARTER
 
-    if args.file.exists():
-        raise ValueError(f"{args.file}: exists; name another file")
-    args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_text(STARTER, encoding="utf-8")
-    print(f"{args.file} written; next:\n  deftune compare run {args.file} --dry-run\n  deftune compare run {args.file}")
-    return 0
+    return write_starter(args.file, STARTER, "deftune compare run")
 
 
 def run_run(args: argparse.Namespace) -> int:

@@ -92,12 +92,16 @@ def run_init(args: argparse.Namespace) -> int:
     need_training()
     from deftune.training.recipes import render_recipe, starter
 
-    text = render_recipe(args.recipe) if args.recipe else starter()
-    if args.file.exists():
-        raise ValueError(f"{args.file}: exists; name another file")
-    args.file.parent.mkdir(parents=True, exist_ok=True)
-    args.file.write_text(text, encoding="utf-8")
-    print(f"{args.file} written; next:\n  deftune train {args.file} --dry-run\n  deftune train {args.file}")
+    return write_starter(args.file, render_recipe(args.recipe) if args.recipe else starter(), "deftune train")
+
+
+def write_starter(path: Path, text: str, command: str) -> int:
+    """A new file to begin with, and the commands that take it."""
+    if path.exists():
+        raise ValueError(f"{path}: exists; name another file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"{path} written; next:\n  {command} {path} --dry-run\n  {command} {path}")
     return 0
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def sync(path: Path) -> None:
@@ -15,19 +18,31 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """A small file, whole or as it was before. What a kill leaves aside is gone with the next write."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Generator[BinaryIO]:
+    """A file to write into, under another name until it is complete; what was there before stays until then.
+
+    What a kill leaves aside is gone with the next write.
+    """
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # of the file that was asked for, not of the one aside
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if error.filename not in (None, str(temporary)):  # another file, that what is written comes from
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not of the one aside
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """A small file, whole or as it was before."""
+    with whole_file(path) as file:
+        file.write(text.encode())
