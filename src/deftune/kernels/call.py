@@ -53,7 +53,7 @@ class Call:
     facts: Tensor | None  # of the triton backend's survey: their number, ..., its NaN flag
     chunk_rows: int | None  # a bound from the caller
     early: Backend | None  # one that has begun with the first chunk
-    replay: Replay | None  # or the first chunk's rows, taken for a graph
+    replay: Replay | None  # or one that has measured it, by a graph
 
     def __post_init__(self) -> None:
         self.count = self.index.shape[0]
@@ -170,7 +170,7 @@ def prepare(
         with plain(hidden.device):
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
             if keep and objective and suits(head, objective, context, weights, dtype, size):
-                replay = Replay(rows.all, head, dtype, size)
+                replay = Replay(rows.all, head, dtype, size, objective, context, top)
             else:
                 # a step objective's first pass is for its statistic, without gradients
                 first = keep and not (objective and objective.kind == "step" and context.step is None)

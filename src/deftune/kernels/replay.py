@@ -1,9 +1,10 @@
 """Small heads: the work on a chunk as one CUDA graph.
 
-Where the GPU needs about a millisecond for a chunk, the host takes longer than that to launch its two dozen
-kernels. A `Program` is that work, from the rows to their gradients, on tensors that stay where they are: it runs as it
-is written the first times, then it is captured, and from there on replayed by a single launch. What a call has that the
-next one has not (its rows, its scale, dW) goes in and out by copies beside it.
+Where the GPU needs less than a millisecond for a chunk, the host takes longer than that to launch its two dozen
+kernels. A `Program` is most of them, from the rows to their gates, on tensors that stay where they are: it runs as it
+is written the first times, then it is captured, and from there on replayed by a single launch. How many rows there are
+is read on the device, so that a call's first chunk is under way before the host knows. What a call has that the next
+one has not (its rows, its scale, the gradients) goes in and out by launches beside it.
 
 An objective is replayed as it was evaluated when it was captured, so only one that depends on nothing else is: one of
 deftune's own, without progress or statistics of the step. A user's may read a schedule or a counter of its own, which a
@@ -16,16 +17,16 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deftune.kernels.backends import Gradients, Supervised, TritonBackend, balanced, product
+from deftune.kernels.backends import Gradients, Supervised, TritonBackend, product
 from deftune.kernels.head import Head
-from deftune.kernels.statistics import compute_dtype, log_p_of, stats_of
+from deftune.kernels.statistics import log_p_of, stats_of
 from deftune.objectives import Context, Objective
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ class Place(NamedTuple):
     stream: int
     thread: int
     dtype: torch.dtype
-    gradient: torch.dtype  # of dX
     vocab_size: int
     width: int
     copied: bool  # the weight is not as the GEMMs need it
@@ -62,19 +62,18 @@ class Room:
         self.rows = rows
         self.programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self.x, self.scaled, self.u = new(rows, width), new(rows, width), new(rows, width, dtype=torch.float32)
-        self.dx = new(rows, width, dtype=place.gradient)
         self.e = new(rows, -(-place.vocab_size // 64) * 64)
         self.weight = new(place.vocab_size, width) if place.copied else None
         self.index = torch.arange(rows, device=place.device)
         self.y = new(rows, dtype=torch.int64)
-        self.live = new(1, dtype=torch.int64)  # rows that are there
-        self.record = new(7, rows, dtype=torch.float64)  # the five columns, the value and t
-        self.scale = new(1, dtype=torch.float64)
+        self.facts = new(4, dtype=torch.int64)  # as those of a call: rows that are there, ..., a NaN among them
+        self.record = new(7, rows, dtype=torch.float64)  # the five columns, value and gate
+        self.aside = torch.cuda.Stream(place.device) if place.device.type == "cuda" else None
 
 
 @dataclass
 class Program:
-    """A chunk of ``rows`` rows in a `Room`: statistics, objective, dX, and v X for dW.
+    """A chunk of at most ``rows`` rows in a `Room`: statistics and objective.
 
     Room and head are those it was made for; not kept, lest a model stay in memory for its programs.
     """
@@ -83,27 +82,21 @@ class Program:
     objective: Objective
     context: Context
     top: int
-    wanted: Sequence[bool]
     runs: int = 0
     graph: Any = None
     capturable: bool = True
+    vectors: Tensor | None = None  # [4, rows]: as `target_logits` makes them
     likeliest: Tensor | None = None
 
     def work(self, room: Room, head: Head) -> None:
         rows = self.rows
-        facts = torch.full((4,), rows, dtype=torch.int64, device=room.x.device)
-        some = Supervised(room.x[:rows], room.index[:rows], room.y[:rows], facts)
+        some = Supervised(room.x[:rows], room.index[:rows], room.y[:rows], room.facts)
         backend = TritonBackend(head, room.x.dtype, some)
-        backend.e, backend.u, backend.scaled = room.e, room.u[:rows], room.scaled[:rows]
+        backend.e, self.vectors = room.e, backend.vectors
         chunk = backend.measure(slice(0, rows), room.record[:5, :rows], True, self.top)
         self.likeliest = None if chunk.top is None else log_p_of(chunk.top, chunk.columns)
         stats = stats_of(chunk.columns, self.likeliest, chunk.y, head.vocab_size)
-        gate, value = self.objective.evaluate(stats, self.context)
-        live = room.index[:rows] < room.live
-        room.record[5, :rows] = torch.where(live, value, 0.0)
-        hidden = room.dx[:rows] if self.wanted[0] else None
-        backend.spread(chunk, torch.where(live, gate * room.scale, 0.0), 1.0, hidden, self.wanted[1])
-        room.record[6, :rows] = backend.vectors[3]
+        room.record[6, :rows], room.record[5, :rows] = self.objective.evaluate(stats, self.context)
 
     def run(self, room: Room, head: Head) -> None:
         self.runs += 1
@@ -146,13 +139,11 @@ def record(program: Program, room: Room, head: Head) -> torch.cuda.CUDAGraph:
     Graphs of a room share their memory, which they use one after the other; what they return is copied. It is named by
     one of them: a pool whose last graph is gone cannot be used again.
     """
-    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    graph, here, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), room.aside
+    assert aside is not None
     graphs = (other.graph for other in room.programs.values())
     pool = next((other.pool() for other in graphs if other is not None), None)
     with _lock:  # one capture at a time
-        if here not in _streams:
-            _streams[here] = torch.cuda.Stream(here.device)
-        aside = _streams[here]
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -166,9 +157,6 @@ def record(program: Program, room: Room, head: Head) -> torch.cuda.CUDAGraph:
 
 _lock = threading.Lock()
 _rooms: OrderedDict[Place, Room] = OrderedDict()
-# Where to capture for a stream. Kept: cuBLAS holds 32 MiB for each that it has seen. One for each stream, since graphs
-# captured on the same one share these, and two streams run side by side.
-_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 
 
 def clear() -> None:
@@ -219,77 +207,100 @@ def room_for(place: Place, rows: int) -> Room:
 
 
 class Replay:
-    """One call: its rows are taken into a room and worked on there, chunk by chunk."""
+    """One call: its rows are taken into a room and worked on there, chunk by chunk, the first of them at once."""
 
-    def __init__(self, rows: Supervised, head: Head, dtype: torch.dtype, size: int):
+    def __init__(
+        self, rows: Supervised, head: Head, dtype: torch.dtype, size: int, objective: Objective, context: Context,
+        top: int,
+    ):  # fmt: skip
         weight, hidden = head.weight, rows.hidden
         copied = weight.dtype != dtype or not weight.is_contiguous()
         stream = torch.cuda.current_stream().cuda_stream if hidden.is_cuda else 0
-        # as `Call.new_gradients` has it
-        gradient = compute_dtype(dtype) if hidden.dtype == torch.float16 else hidden.dtype
-        place = Place(
-            hidden.device, stream, threading.get_ident(), dtype, gradient, head.vocab_size, head.width, copied
-        )
+        place = Place(hidden.device, stream, threading.get_ident(), dtype, head.vocab_size, head.width, copied)
         self.size = -(-size // PAD) * PAD
         self.room = room_for(place, self.size)
         if self.room.weight is not None:
             weight = self.room.weight.copy_(weight)
         self.head = Head(weight, None, head.scale, head.softcap)
         self.all = replace(rows, hidden=hidden.contiguous())
-        self.take(0)  # before the host knows how many there are
+        self.program = self.program_for(objective, context, top)
+        self.measure(0)  # before the host knows how many there are
 
-    def take(self, first: int) -> None:
-        from deftune.kernels.triton_rows import take_rows
-
-        rows, room = self.all, self.room
-        assert rows.facts is not None
-        take_rows(rows.hidden, rows.index, rows.y, rows.facts, first, room.x[: self.size], room.y, room.live)
-
-    def program(self, rows: int, call: Call, wanted: Sequence[bool]) -> Program:
-        objective, ids, head, programs = call.objective, call.context.special_ids, self.head, self.room.programs
-        assert objective is not None
-        key = (head.weight.data_ptr(), head.scale, head.softcap, rows, objective, ids, *wanted)
+    def program_for(self, objective: Objective, context: Context, top: int) -> Program:
+        ids, head, programs = context.special_ids, self.head, self.room.programs
+        key = (head.weight.data_ptr(), head.scale, head.softcap, self.size, objective, ids)
         if key not in programs:
-            programs[key] = Program(rows, objective, Context(special_ids=ids), call.top, tuple(wanted))
+            programs[key] = Program(self.size, objective, Context(special_ids=ids), top)
         programs.move_to_end(key)
         if len(programs) > MOST:
             programs.popitem(last=False)
         return programs[key]
 
+    def measure(self, first: int) -> None:
+        """Statistics and gates of the rows from ``first`` on."""
+        from deftune.kernels.triton_rows import take_rows
+
+        rows, room = self.all, self.room
+        assert rows.facts is not None
+        take_rows(rows.hidden, rows.index, rows.y, rows.facts, first, room.x[: self.size], room.y, room.facts)
+        self.program.run(room, self.head)
+
     def run(
         self, call: Call, wanted: Sequence[bool], scale: Tensor | float
     ) -> tuple[Tensor, Gradients, Tensor, Tensor | None]:
         """As `linear.fused`."""
-        from deftune.kernels.triton_rows import aligned, subtract_targets
+        from deftune.kernels.triton_rows import aligned, sort_targets, subtract_targets
 
         room, count = self.room, call.count
         into = call.new_gradients(wanted)
-        room.scale.fill_(scale)  # of a tensor on the host it takes the number: no copy to wait for
-        record = aligned(7, count, torch.float64, room.x.device)
+        # many small kernels that wait for each other: beside the chunks. The host has seen the count, so all that came
+        # before this call is done, and nothing has to be waited for
+        with torch.cuda.stream(room.aside) if room.aside is not None else nullcontext():
+            runs = sort_targets(call.targets, self.head.vocab_size) if into.weight is not None else None
+        record = aligned(6, count, torch.float64, room.x.device)
+        targets = torch.empty(count, dtype=torch.float32, device=room.x.device)  # t of every row
         tops: list[Tensor] = []
-        size = balanced(count, self.size, PAD)
-        for start in range(0, count, size):
+        for start in range(0, count, self.size):
             if start:
-                self.take(start)
-            rows = min(size, count - start)
-            part = slice(start, start + rows)
-            program = self.program(-(-rows // PAD) * PAD, call, wanted)
-            program.run(room, self.head)
-            record[:, part] = room.record[:, :rows]
-            if program.likeliest is not None:
-                tops.append(program.likeliest[:rows].clone())
-            if into.hidden is not None:
-                into.hidden.index_copy_(0, call.index[part], room.dx[:rows])
+                self.measure(start)
+            part = slice(start, min(start + self.size, count))
+            rows = part.stop - start
+            if self.program.likeliest is not None:
+                tops.append(self.program.likeliest[:rows].clone())
+            self.spread(call, part, scale, into, targets[part])
             if into.weight is not None:
-                e = room.e[: program.rows, : self.head.vocab_size]
-                product(e.T, room.scaled[: program.rows], into.weight, add=start > 0)
-        if into.weight is not None and count:
-            subtract_targets(self.all.hidden, call.index, call.targets, record[6], into.weight)
+                e = room.e[:rows, : self.head.vocab_size]
+                product(e.T, room.scaled[:rows], into.weight, add=start > 0)
+            record[:, part] = room.record[:6, :rows]
+        if into.weight is not None and runs is not None and count:
+            if room.aside is not None:
+                torch.cuda.current_stream().wait_stream(room.aside)
+            subtract_targets(self.all.hidden, call.index, runs, targets, into.weight)
         elif into.weight is not None:
             into.weight.zero_()
         loss = record[5].sum() * scale if count else record.new_zeros(())
         assert call.facts is not None
-        call.facts[3:] = record[0].isnan().any()
+        call.facts[3:] = room.facts[3:]
         call.check_nan(record[0])
         top = None if not call.top else torch.cat(tops) if tops else call.top_log_p([], record)
         return loss.float(), into, record[:5], top
+
+    def spread(self, call: Call, part: slice, scale: Tensor | float, into: Gradients, targets: Tensor) -> None:
+        """A chunk's rows of dX, t of its targets, and v X for dW."""
+        from deftune.kernels.triton_rows import finish_rows
+
+        room, rows, vectors = self.room, part.stop - part.start, self.program.vectors
+        assert vectors is not None
+        gate, u, scaled = room.record[6, :rows], None, None
+        if isinstance(scale, Tensor):
+            gate, scale = gate * scale, 1.0
+        if into.hidden is not None:
+            u = room.u[:rows]
+            product(room.e[:rows, : self.head.vocab_size], self.head.weight, u)
+        if into.weight is not None:
+            scaled = room.scaled[:rows]
+        z_y, reference, v, _ = vectors[:, :rows].unbind()
+        finish_rows(
+            gate, room.record[:5, :rows], reference, z_y, v, targets, room.x[:rows], room.y[:rows], call.index[part],
+            self.head, scale, u, into.hidden, scaled,
+        )  # fmt: skip

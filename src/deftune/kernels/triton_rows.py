@@ -70,6 +70,11 @@ def _survey(
         tl.store(labels_ptr + to, tl.where(wrong, 0, y), mask=kept)
         bad = tl.minimum(bad, tl.min(tl.where(kept & wrong, at, N), axis=0))
         count += tl.sum(kept.to(tl.int32), axis=0)
+    for start in range(count, N, BLOCK):  # what is read before the host knows the count
+        at = start + tl.arange(0, BLOCK)
+        zero = tl.zeros((BLOCK,), dtype=tl.int64)
+        tl.store(index_ptr + at, zero, mask=at < N)
+        tl.store(labels_ptr + at, zero, mask=at < N)
     tl.store(facts_ptr, count.to(tl.int64))
     tl.store(facts_ptr + 1, bad.to(tl.int64))
     tl.store(facts_ptr + 2, tl.load(earlier_ptr) if EARLIER else 0)
@@ -78,14 +83,16 @@ def _survey(
 
 @triton.jit(do_not_specialize=["first"])
 def _take_rows(
-    hidden_ptr, index_ptr, labels_ptr, count_ptr, x_ptr, y_ptr, live_ptr, first, C, D, BLOCK_D: tl.constexpr
+    hidden_ptr, index_ptr, labels_ptr, count_ptr, x_ptr, y_ptr, facts_ptr, first, C, D, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     # rows beyond the count become 0, with label 0: whatever stands in the hidden states is not to be seen
     row = tl.program_id(0)
     live = tl.load(count_ptr) - first
     there = row < live
     if row == 0:
-        tl.store(live_ptr, tl.minimum(tl.maximum(live, 0), C))
+        tl.store(facts_ptr, tl.minimum(tl.maximum(live, 0), C))
+        if first == 0:
+            tl.store(facts_ptr + 3, 0)
     place = tl.load(index_ptr + first + row, mask=there, other=0)
     tl.store(y_ptr + row, tl.load(labels_ptr + first + row, mask=there, other=0))
     for start in range(0, D, BLOCK_D):
@@ -192,15 +199,15 @@ def _repair_row(
         tl.store(e_ptr + row * stride_e + v, e.to(e_ptr.dtype.element_ty), mask=v < V)
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["C", "first"])
 def _reduce_tiles(
-    tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, nan_ptr,
-    plane, pitch, C, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
+    tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, nan_ptr, count_ptr,
+    plane, pitch, C, first, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    live = rows < C
+    live = rows < tl.minimum(C, tl.load(count_ptr) - first)
     z_y = tl.load(z_ptr + rows, mask=live, other=0.0)
     shift = z_y
     for start in range(0, TILES, BLOCK_T):
@@ -305,7 +312,8 @@ def _finish_rows(
 
 @triton.jit(do_not_specialize=["C"])
 def _subtract_targets(
-    x_ptr, index_ptr, sorted_ptr, order_ptr, t_ptr, dw_ptr, C, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+    x_ptr, index_ptr, sorted_ptr, order_ptr, t_ptr, dw_ptr, C, D, SHORT: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # rows come sorted by target; the first of a run of equal targets adds up the whole run: no atomics
     first = tl.program_id(0)
@@ -318,7 +326,7 @@ def _subtract_targets(
         more = True
         while more:
             at = start + tl.arange(0, BLOCK_R)
-            same = (at < C) & (tl.load(sorted_ptr + at, mask=at < C, other=-1) == y)
+            same = (at < C) & (tl.load(sorted_ptr + at, mask=at < C, other=0) == y)
             rows = tl.load(order_ptr + at, mask=same, other=0)
             place = tl.load(index_ptr + rows, mask=same, other=0).to(tl.int64)
             x = tl.load(x_ptr + place[:, None] * D + d[None, :], mask=same[:, None] & (d < D)[None, :], other=0.0)
@@ -326,66 +334,58 @@ def _subtract_targets(
             total += tl.sum(x.to(tl.float32) * t[:, None], axis=0)
             start += BLOCK_R
             more = tl.sum(same.to(tl.int32), axis=0) == BLOCK_R
-        out = dw_ptr + y.to(tl.int64) * D + d
+        label = y.to(tl.int64)
+        out = dw_ptr + (label & 0xFFFF if SHORT else label) * D + d
         tl.store(out, tl.load(out, mask=d < D, other=0.0) - total, mask=d < D)
 
 
-@triton.jit
-def _candidates(
-    tiles_ptr, e_ptr, ref_ptr, z_ptr, cols_ptr, pitch, V, TILES, stride_e, COUNT,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+@triton.jit(do_not_specialize=["first"])
+def _top_logits(
+    tiles_ptr, e_ptr, ref_ptr, target_ptr, x_ptr, w_ptr, bias_ptr, out_ptr, count_ptr,
+    pitch, V, D, TILES, stride_e, first, scale, softcap, COUNT, K,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # The COUNT largest logits but the target's. Each round takes the tile that leads. What a tile gives first is its
-    # maximum, known in fp32; what it gives later is found on the stored E and named in cols, to be computed anew.
+    # maximum, known in fp32; what it gives later is found on the stored E and computed anew.
     row = tl.program_id(0).to(tl.int64)
-    t = tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_N)
-    lead = tl.load(tiles_ptr + t.to(tl.int64) * pitch + row, mask=t < TILES, other=LEFT_OUT)
-    ref = tl.load(ref_ptr + row)
-    # (E, column) as one ordered integer: E's upper 16 bits, then columns from the left
-    last = tl.full((BLOCK_T,), 0x7FFFFFFF, dtype=tl.int32)
-    for j in range(COUNT):
-        z, tile = tl.max(lead, axis=0, return_indices=True)
-        here = t == tile
-        before = tl.max(tl.where(here, last, 0), axis=0)
-        cols = tile * BLOCK_N + n
-        e = tl.load(e_ptr + row * stride_e + cols, mask=cols < V, other=0.0).to(tl.float32)
-        key = (e.to(tl.int32, bitcast=True) & 0x7FFF0000) | (0xFFFF - n)
-        key = tl.where(cols < V, key, 0)
-        now = tl.max(tl.where(key < before, key, 0), axis=0)
-        after = tl.max(tl.where(key < now, key, 0), axis=0)
-        tl.store(z_ptr + row * COUNT + j, z)
-        # the first of a tile is named too if E cannot tell it from the next; a column with E = 0 never is
-        named = (before != 0x7FFFFFFF) | ((now >> 16) == (after >> 16))
-        named = named & ((now >> 16) != 0)
-        tl.store(cols_ptr + row * COUNT + j, tl.where(named, tile * BLOCK_N + (0xFFFF - (now & 0xFFFF)), -1))
-        bound = (after & 0x7FFF0000).to(tl.float32, bitcast=True)
-        lead = tl.where(here, tl.where(bound > 0, tl.log(bound) + ref, LEFT_OUT), lead)
-        last = tl.where(here, now, last)
-
-
-@triton.jit
-def _gathered_logits(
-    x_ptr, w_ptr, bias_ptr, cols_ptr, z_ptr, D, scale, softcap, COUNT,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, BLOCK_J)
-    cols = tl.load(cols_ptr + row * COUNT + j, mask=j < COUNT, other=-1)
-    named = cols >= 0
-    if tl.sum(named.to(tl.int32), axis=0) > 0:
-        total = tl.zeros((BLOCK_J,), dtype=tl.float32)
-        for start in range(0, D, BLOCK_D):
-            d = start + tl.arange(0, BLOCK_D)
-            x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-            mask = named[:, None] & (d < D)[None, :]
-            w = tl.load(w_ptr + cols.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            total += tl.sum(w * x[None, :], axis=1)
-        bias = tl.load(bias_ptr + cols, mask=named, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-        z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        # a tile that ran out of columns stays out
-        out = z_ptr + row * COUNT + j
-        tl.store(out, z, mask=named & (tl.load(out, mask=named, other=0.0) > LEFT_OUT))
+    if row < tl.load(count_ptr) - first:
+        t = tl.arange(0, BLOCK_T)
+        n = tl.arange(0, BLOCK_N)
+        slots = tl.arange(0, BLOCK_J)
+        lead = tl.load(tiles_ptr + t.to(tl.int64) * pitch + row, mask=t < TILES, other=LEFT_OUT)
+        ref = tl.load(ref_ptr + row)
+        # (E, column) as one ordered integer: E's upper 16 bits, then columns from the left
+        last = tl.full((BLOCK_T,), 0x7FFFFFFF, dtype=tl.int32)
+        found = tl.where(slots == COUNT, tl.load(target_ptr + row), float("-inf"))
+        for j in range(COUNT):
+            z, tile = tl.max(lead, axis=0, return_indices=True)
+            here = t == tile
+            before = tl.max(tl.where(here, last, 0), axis=0)
+            cols = tile * BLOCK_N + n
+            e = tl.load(e_ptr + row * stride_e + cols, mask=cols < V, other=0.0).to(tl.float32)
+            key = (e.to(tl.int32, bitcast=True) & 0x7FFF0000) | (0xFFFF - n)
+            key = tl.where(cols < V, key, 0)
+            now = tl.max(tl.where(key < before, key, 0), axis=0)
+            after = tl.max(tl.where(key < now, key, 0), axis=0)
+            # the first of a tile is computed too if E cannot tell it from the next; a column with E = 0 never is, and
+            # a tile that ran out of columns stays out
+            anew = (before != 0x7FFFFFFF) | ((now >> 16) == (after >> 16))
+            if anew & ((now >> 16) != 0) & (z > LEFT_OUT):
+                col = (tile * BLOCK_N + (0xFFFF - (now & 0xFFFF))).to(tl.int64)
+                dot = tl.zeros((BLOCK_D,), dtype=tl.float32)
+                for start in range(0, D, BLOCK_D):
+                    d = start + tl.arange(0, BLOCK_D)
+                    x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+                    dot += x * tl.load(w_ptr + col * D + d, mask=d < D, other=0.0).to(tl.float32)
+                bias = tl.load(bias_ptr + col).to(tl.float32) if HAS_BIAS else 0.0
+                z = _logit(tl.sum(dot, axis=0), bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            found = tl.where(slots == j, z, found)
+            bound = (after & 0x7FFF0000).to(tl.float32, bitcast=True)
+            lead = tl.where(here, tl.where(bound > 0, tl.log(bound) + ref, LEFT_OUT), lead)
+            last = tl.where(here, now, last)
+        found = tl.sort(found, descending=True)
+        tl.store(out_ptr + row * K + slots, found, mask=slots < K)
 
 
 @triton.jit
@@ -431,7 +431,7 @@ def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
     The first two are [N], 0 from the count on; facts, int64, are the count, the place of the first label outside
     [0, V) (N: none; the label then stands as 0), what the flag ``earlier`` said, and a flag that is still 0.
     """
-    places, labels = aligned(2, len(targets), torch.int64, targets.device).zero_().unbind()
+    places, labels = aligned(2, len(targets), torch.int64, targets.device).unbind()
     facts = torch.empty(4, dtype=torch.int64, device=targets.device)
     _survey[(1,)](
         targets, places, labels, facts, facts if earlier is None else earlier, len(targets), vocab_size, ignore,
@@ -441,15 +441,15 @@ def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
 
 
 def take_rows(
-    hidden: Tensor, index: Tensor, labels: Tensor, count: Tensor, first: int, x: Tensor, y: Tensor, live: Tensor
+    hidden: Tensor, index: Tensor, labels: Tensor, count: Tensor, first: int, x: Tensor, y: Tensor, facts: Tensor
 ) -> None:  # fmt: skip
     """hidden[index] and the labels from ``first`` on into x [C, D] and y [C]; rows beyond ``count`` are 0.
 
-    ``count`` and ``live`` [1], how many of the C are there, are on the device.
+    ``facts`` are those of the C rows, as `survey` makes a call's: how many are there; the flag is 0 from the first on.
     """
     width = hidden.shape[1]
     _take_rows[(len(x),)](
-        hidden, index, labels, count, x, y, live, first, len(x), width,
+        hidden, index, labels, count, x, y, facts, first, len(x), width,
         BLOCK_D=min(1024, triton.next_power_of_2(width)),
     )  # fmt: skip
 
@@ -458,7 +458,7 @@ def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor
     """[4, rows], fp32: z_y and reference of the rows x[index], as many as ``count`` says; room for v and t."""
     vectors = aligned(4, len(y), torch.float32, x.device)
     z, ref, _, _ = vectors.unbind()
-    rows = 16
+    rows = 4
     _target_logits[(triton.cdiv(len(y), rows),)](
         x, head.weight, head.bias, index, y, z, ref, count, len(y), head.width, *_head_numbers(head), HEADROOM,
         **_head_options(head), BLOCK_R=rows, BLOCK_D=128,
@@ -497,17 +497,18 @@ def processors(device: torch.device) -> int:
 
 def reduce_tiles(
     tiles: Tensor, z_y: Tensor, out: Tensor, x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None,
-    nan: Tensor,
+    nan: Tensor, number: Tensor, first: int,
 ) -> None:  # fmt: skip
     """log_p, entropy, log_collision, log_sum and shift of each row into ``out`` [5, C], float64, rows adjacent.
 
     Rows of ``e`` that left its range are recomputed about their maximum; ``ref`` then says so. A NaN sets ``nan``.
+    ``number`` and ``first`` are `exponentials`' count and first.
     """
     _, count, rows = tiles.shape
-    block = 16
+    block = 8
     _reduce_tiles[(triton.cdiv(rows, block),)](
-        tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, nan,
-        tiles.stride(0), tiles.stride(1), rows, count, out.stride(0), head.vocab_size, head.width,
+        tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, nan, number,
+        tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.vocab_size, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW,
         **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
@@ -530,35 +531,40 @@ def finish_rows(
     )  # fmt: skip
 
 
-def subtract_targets(x: Tensor, index: Tensor, y: Tensor, t: Tensor, dw: Tensor) -> None:
-    """dw[y] -= t x[index]; rows with the same target are added up in order, by one program: no atomics."""
-    ordered, order = torch.sort(y.int(), stable=True)
-    rows, width = len(y), x.shape[1]
+def sort_targets(y: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(labels, order): rows with the same label side by side. Two bytes, wrapped around, do in half the passes."""
+    return torch.sort(y.to(torch.int16 if vocab_size <= 1 << 16 else torch.int32), stable=True)
+
+
+def subtract_targets(x: Tensor, index: Tensor, runs: tuple[Tensor, Tensor], t: Tensor, dw: Tensor) -> None:
+    """dw[y] -= t x[index], y as `sort_targets` has them; rows of a label are added up by one program: no atomics."""
+    ordered, order = runs
+    rows, width = len(ordered), x.shape[1]
     block = min(1024, triton.next_power_of_2(width))
     _subtract_targets[(rows, triton.cdiv(width, block))](
-        x, index, ordered, order, t, dw, rows, width, BLOCK_R=4, BLOCK_D=block
+        x, index, ordered, order, t, dw, rows, width, SHORT=ordered.dtype == torch.int16, BLOCK_R=4, BLOCK_D=block
     )  # fmt: skip
 
 
-def top_logits(x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, k: int) -> Tensor:
+def top_logits(
+    x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, k: int, number: Tensor, first: int
+) -> Tensor:  # fmt: skip
     """The min(k, V) largest logits of each row in fp32, falling: [C, min(k, V)].
 
     A few more than k are looked at, so that the rounding of E hides none but among more such near-ties (2^-8) than
-    that; there one stands for another of the same probability.
+    that; there one stands for another of the same probability. ``number`` and ``first`` are `exponentials`' count and
+    first.
     """
     k = min(k, head.vocab_size)
     count = min(k + 4, head.vocab_size)
-    cols = torch.empty(len(x), count, dtype=torch.int32, device=x.device)
-    z = torch.empty(len(x), count, dtype=torch.float32, device=x.device)
-    _candidates[(len(x),)](
-        tiles, e, ref, z, cols, tiles.stride(1), head.vocab_size, tiles.shape[1], e.stride(0), count,
-        BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=BLOCK_N, num_warps=1,
+    out = torch.empty(len(x), k, dtype=torch.float32, device=x.device)
+    _top_logits[(len(x),)](
+        tiles, e, ref, z_y, x, head.weight, head.bias, out, number,
+        tiles.stride(1), head.vocab_size, head.width, tiles.shape[1], e.stride(0), first, *_head_numbers(head), count,
+        k, **_head_options(head), BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=BLOCK_N,
+        BLOCK_J=triton.next_power_of_2(count + 1), BLOCK_D=256, num_warps=1,
     )  # fmt: skip
-    _gathered_logits[(len(x),)](
-        x, head.weight, head.bias, cols, z, head.width, *_head_numbers(head), count,
-        **_head_options(head), BLOCK_J=triton.next_power_of_2(count), BLOCK_D=128,
-    )  # fmt: skip
-    return torch.cat([z_y[:, None], z], 1).topk(k).values
+    return out
 
 
 def scaled(tensors: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
