@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,7 +211,9 @@ def test_finished_cells_are_left_alone_and_lost_ones_made_again(finished, capsys
         (cells[2].folder / "eval-tasks" / name).unlink()
     cells[2].set_state("running", stage="measure")
     started = []
-    outcome = run_grid(finished, lambda cell: started.append(cell.name) or run_here(cell), lambda _: None)
+    outcome = run_grid(
+        finished, lambda cells, begin: run_here(cells, lambda cell: started.append(cell.name)), lambda _: None
+    )
     assert outcome.exit_code == 0 and started == [cells[2].name]
     assert samples.read_text() == whole
     assert (cells[2].folder / "run" / "model" / "model.safetensors").read_bytes() == weights
@@ -245,7 +248,7 @@ def test_weights_go_when_they_are_not_kept(tmp_path, model):
     (cell,) = comparison.cells()
     assert not (cell.folder / "run" / "model").exists()
     assert cell.state()["state"] == "finished"
-    assert run_grid(comparison, lambda cell: pytest.fail("a finished cell was started"), lambda _: None).exit_code == 0
+    assert run_grid(comparison, lambda cells, _: iter(cells and pytest.fail("started")), lambda _: None).exit_code == 0
 
 
 @pytest.mark.slow
@@ -276,6 +279,39 @@ def test_a_killed_grid_stops_its_cell_and_goes_on(tmp_path, model):
     assert "1 of 1 cells finished, 0 failed" in done.stdout
     assert "resuming from" in (cell.folder / "log.txt").read_text()
     assert [r["step"] for r in run.read_metrics()] == list(range(1, 201))
+
+
+@pytest.mark.slow
+def test_two_cells_at_a_time(tmp_path, model):
+    """SIGTERM stops both; the same command finishes them, and a cell that fails is not in the others' way."""
+    what = content(model, tmp_path / "grid") | {"seeds": [0], "base": False}
+    what["train"] |= {"max_steps": 200, "epochs": 1000}
+    path = write(tmp_path / "c.yaml", what)
+    command = [sys.executable, "-m", "deftune", "compare", "run", str(path), "--jobs", "2"]
+    cells = load_comparison(path).cells()
+    assert len(cells) == 2
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not all(len(Run(cell.folder / "run").read_metrics()) > 6 for cell in cells):
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 143 and "stopped; the same command goes on" in out
+    assert [cell.state()["state"] for cell in cells] == ["stopped", "stopped"]
+    shutil.rmtree(cells[0].folder / "run")
+    (cells[0].folder / "run").write_text("in the way")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "1 of 2 cells finished, 1 failed" in done.stdout, done.stdout + done.stderr
+    assert f"{cells[0].name} failed: ConfigError" in done.stdout
+    assert [cell.state()["state"] for cell in cells] == ["failed", "finished"]
+
+
+@pytest.mark.parametrize("words", [["--jobs", "0"], ["--jobs", "2", "--dry-run"], ["--jobs", "2", "--cell", "x"]])
+def test_jobs_that_cannot_be(tmp_path, model, words, capsys):
+    path = write(tmp_path / "c.yaml", content(model, tmp_path / "grid"))
+    assert main(["compare", "run", str(path), *words]) == 2
+    assert "--jobs: " in capsys.readouterr().err and not (tmp_path / "grid").exists()
 
 
 @pytest.mark.slow

@@ -136,9 +136,17 @@ def test_a_comparison_of_answers_alone_has_no_token_figures(tmp_path, finished):
     """What was not measured is left out, not drawn empty."""
     summary = json.loads(json.dumps(summarize_comparison(finished)))
     summary["regimes"]["weak"]["evaluations"] = []
-    titles = report_figures(finished, summary)
-    assert "Score against sampling temperature" not in titles
-    assert "Target probabilities on held-out tokens, one seed of each" in titles
+    names = [drawn.name for drawn in report_figures(finished, summary)]
+    assert names == ["gradients", "histograms", "progress"]
+
+
+def test_figures_are_saved_with_their_tables(tmp_path, finished, capsys):
+    assert main(["report", finished.folder, "--out", str(tmp_path / "r.html"), "--figures", str(tmp_path / "f")]) == 0
+    found = {path.name for path in (tmp_path / "f").iterdir()}
+    for name in ("temperatures", "histograms", "progress", "entropy"):
+        assert {f"{name}.png", f"{name}.svg", f"{name}.pdf", f"{name}.csv"} <= found
+    assert {"gradients.png", "gradients.csv"} <= found
+    assert "continuum.png" not in found  # one regime
 
 
 HOSTILE = "</title></style><img src=x onerror=document.title='taken'><script>document.title='taken'</script>&'\""

@@ -88,7 +88,7 @@ def test_float32_answers_are_those_of_the_plain_loop(model, tokenizer, settings,
     """Whatever the number of slots: 1, fewer than answers (each refilled), as many, and more."""
     asked = prompts(18)
     found = answers(make_sampler(model, tokenizer, batch_size=8), asked, **settings)
-    assert len({tokens for _, tokens, _ in found.values()}) > 3  # they end at different times
+    assert len({tokens for _, tokens, _ in found.values()}) > 1  # they end at different times
     for size in (1, 5, 200):
         assert answers(make_sampler(model, tokenizer, batch_size=size), asked, **settings) == found
     padded(monkeypatch)

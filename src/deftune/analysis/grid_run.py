@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,71 +206,109 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
                     )
 
 
-def run_grid(comparison: Comparison, start: Callable[[Cell], str], say: Say) -> GridOutcome:
-    """Every cell that is not finished, in order; ``start`` runs one and returns its state."""
+Begin = Callable[[Cell], None]
+Runner = Callable[[Sequence[Cell], Begin], Iterator[tuple[Cell, str]]]  # runs cells; each with its state, as they end
+
+
+def run_grid(comparison: Comparison, runner: Runner, say: Say) -> GridOutcome:
+    """Every cell that is not finished."""
     check_comparison(comparison, say)
     open_comparison(comparison)
     outcome = GridOutcome()
     cells = comparison.cells()
-    for number, cell in enumerate(cells, 1):
+    places = {cell.name: f"[{number}/{len(cells)}]" for number, cell in enumerate(cells, 1)}
+    waiting: list[Cell] = []
+    for cell in cells:
         if cell.state()["state"] == "finished":
             outcome.finished.append(cell.name)
-            continue
-        say(f"[{number}/{len(cells)}] {cell.name}")
-        state = start(cell)
+        else:
+            waiting.append(cell)
+    for cell, state in runner(waiting, lambda cell: say(f"{places[cell.name]} {cell.name}")):
         if state == "stopped":
             outcome.stopped = True
-            say("stopped; the same command goes on")
-            break
-        if state == "finished":
+        elif state == "finished":
             outcome.finished.append(cell.name)
         else:
             outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
-            say(f"  failed: {outcome.failed[cell.name]}")
+            say(f"  {cell.name} failed: {outcome.failed[cell.name]}")
+    if outcome.stopped:
+        say("stopped; the same command goes on")
     return outcome
 
 
-def run_here(cell: Cell) -> str:
-    """A cell in this process."""
-    try:
-        return run_cell(cell)
-    except Exception:
-        return "failed"  # recorded
+def run_here(cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
+    """Cells in this process, one after the other."""
+    for cell in cells:
+        begin(cell)
+        try:
+            state = run_cell(cell)
+        except Exception:
+            state = "failed"  # recorded
+        yield cell, state
+        if state == "stopped":
+            return
 
 
-def run_in_child(cell: Cell) -> str:
-    """A cell in a process of its own, its output in `log.txt`; a signal to stop is passed on."""
-    cell.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--cell", cell.name]
-    told = False
-    with (cell.folder / "log.txt").open("ab") as log:
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, FOLLOW_STDIN: "1"},
-            start_new_session=True,  # Ctrl-C reaches it once, from here
-        )  # fmt: skip
+def run_in_children(jobs: int) -> Runner:
+    """Cells in processes of their own, ``jobs`` at a time; a signal to stop is passed on to all of them."""
+
+    def run(cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
+        waiting, running, told = list(cells), dict[str, Child](), False
 
         def stop(number: int, frame: Any) -> None:
             nonlocal told
             told = True
-            child.send_signal(signal.SIGTERM)
+            for child in running.values():
+                child.process.send_signal(signal.SIGTERM)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            code = child.wait()
+            while running or (waiting and not told):
+                while waiting and len(running) < jobs and not told:
+                    cell = waiting.pop(0)
+                    begin(cell)
+                    running[cell.name] = Child(cell)
+                    if told:  # while it started
+                        running[cell.name].process.send_signal(signal.SIGTERM)
+                ended = [child for child in running.values() if child.process.poll() is not None]
+                for child in ended:
+                    del running[child.cell.name]
+                    yield child.cell, child.end(told)
+                if not ended:
+                    time.sleep(0.1)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if child.stdin is not None:
-                child.stdin.close()
-    state = cell.state()["state"]
-    if code == 0 and state == "finished":
-        return "finished"
-    if told or state == "stopped":
-        return "stopped"
-    if state != "failed":  # it had no time to say so
-        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        cell.set_state("failed", error=f"{how}; see {cell.folder / 'log.txt'}")
-    return "failed"
+
+    return run
+
+
+class Child:
+    """A cell in a process of its own, its output in `log.txt`."""
+
+    def __init__(self, cell: Cell):
+        self.cell = cell
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--cell", cell.name]
+        with (cell.folder / "log.txt").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, FOLLOW_STDIN: "1"},
+                start_new_session=True,  # Ctrl-C reaches it once, from here
+            )  # fmt: skip
+
+    def end(self, told: bool) -> str:
+        """The state of the cell whose process is over; ``told``: it was asked to stop."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        code, state = self.process.returncode, self.cell.state()["state"]
+        if code == 0 and state == "finished":
+            return "finished"
+        if told or state == "stopped":
+            return "stopped"
+        if state != "failed":  # it had no time to say so
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            self.cell.set_state("failed", error=f"{how}; see {self.cell.folder / 'log.txt'}")
+        return "failed"
 
 
 def follow_starter() -> None:

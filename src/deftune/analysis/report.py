@@ -1,7 +1,7 @@
 """`deftune report`: a comparison as one HTML page that needs nothing else, and that no text in it can take over.
 
 No script, no request: a Content-Security-Policy says so to the browser. Everything that comes from a config, a model's
-name or a result is escaped. The figures come in as SVG by title (`report_figures` makes them).
+name or a result is escaped. The figures come in as SVG by title (`page_figures` makes them).
 """
 
 from __future__ import annotations

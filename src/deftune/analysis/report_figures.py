@@ -1,14 +1,21 @@
-"""The figures of a comparison's report, as SVG texts by title."""
+"""The figures of a comparison's report, each with its table."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deftune.analysis.figures import histogram_table, plot_histograms, plot_progress, progress_table
+from deftune.analysis.figures import (
+    gradient_map_table,
+    histogram_table,
+    plot_gradient_maps,
+    plot_histograms,
+    plot_progress,
+    progress_table,
+)
 from deftune.analysis.figures_scores import (
     continuum_table,
     entropy_table,
@@ -28,22 +35,38 @@ Record = Mapping[str, Any]
 SCALE = 1.8  # pixels of the page for a point of the paper
 
 
-def report_figures(comparison: Comparison, summary: Record) -> dict[str, str]:
-    """Title -> SVG, of whatever the comparison has: a sweep, token tables, runs, several regimes."""
+class Drawn(NamedTuple):
+    """A figure of the report, and the table it was drawn from."""
+
+    name: str
+    title: str
+    figure: Figure
+    table: Any
+
+
+def report_figures(comparison: Comparison, summary: Record) -> list[Drawn]:
+    """Of whatever the comparison has: a sweep, token tables, runs, several regimes."""
     scores = score_lines(summary)
-    drawn: dict[str, Callable[[], Figure | None]] = {
-        "Score against sampling temperature": lambda: temperature_figure(scores),
-        "Target probabilities on held-out tokens, one seed of each": lambda: histogram_figure(comparison),
-        "Probability and concentration while training, one seed of each": lambda: progress_figure(comparison),
-        "Score against the untuned model's mean p": lambda: continuum_figure(scores, summary),
-        "Score against the tuned model's mean entropy": lambda: entropy_figure(scores, summary),
-    }
-    found: dict[str, str] = {}
-    for title, draw in drawn.items():
-        figure = draw()
-        if figure is not None:
-            found[title] = svg_text(figure, f"figure{len(found) + 1}")
-    return found
+    tables: list[tuple[str, str, Callable[[Any], Figure], Any]] = [
+        ("temperatures", "Score against sampling temperature", plot_temperatures, swept(scores)),
+        ("gradients", "Gradient norms on held-out tokens, before tuning", plot_gradient_maps, gradients(comparison)),
+        (
+            "histograms",
+            "Target probabilities on held-out tokens, one seed of each",
+            plot_histograms,
+            shares(comparison),
+        ),
+        ("progress", "Probability and concentration while training, one seed of each", plot_progress, runs(comparison)),
+        ("continuum", "Score against the untuned model's mean p", plot_continuum_held_out, by_p(scores, summary)),
+        ("entropy", "Score against the tuned model's mean entropy", plot_entropy, by_entropy(scores, summary)),
+    ]
+    return [Drawn(name, title, plot(table), table) for name, title, plot, table in tables if table is not None]
+
+
+def page_figures(drawn: Sequence[Drawn]) -> dict[str, str]:
+    """Title -> SVG. The gradient maps are images, which the page's policy does not allow."""
+    lines = [one for one in drawn if one.name != "gradients"]
+    return {one.title: svg_text(one.figure, f"figure{number}") for number, one in enumerate(lines, 1)}
 
 
 def score_lines(summary: Record) -> list[dict[str, Any]]:
@@ -65,30 +88,39 @@ def score_lines(summary: Record) -> list[dict[str, Any]]:
     return lines
 
 
-def temperature_figure(scores: list[dict[str, Any]]) -> Figure | None:
-    swept = {line["regime"] for line in scores if line["temperature"] != scores[0]["temperature"]}
-    return plot_temperatures(scores) if swept else None
+def swept(scores: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    return scores if len({line["temperature"] for line in scores}) > 1 else None
 
 
-def histogram_figure(comparison: Comparison) -> Figure | None:
-    """The first seed of each objective at the first learning rate: a histogram of one model, not of several."""
+def first_tables(comparison: Comparison, columns: Sequence[str] | None) -> dict[tuple[str, str], Any]:
+    """The first seed of each objective at the first learning rate: tokens of one model, not of several."""
     tables: dict[tuple[str, str], Any] = {}
     for cell in comparison.cells():
         path = cell.folder / "tokens.parquet"
         if cell.state()["state"] == "finished" and path.is_file() and (cell.regime, cell.objective) not in tables:
-            tables[cell.regime, cell.objective] = read_token_table(path, ["p", "log_p"])
-    return plot_histograms(histogram_table(tables)) if tables else None
+            tables[cell.regime, cell.objective] = read_token_table(path, columns)
+    return tables
 
 
-def progress_figure(comparison: Comparison) -> Figure | None:
-    runs: dict[tuple[str, str], tuple[str, Path]] = {}
+def gradients(comparison: Comparison) -> Any:
+    untuned = {regime: table for (regime, name), table in first_tables(comparison, None).items() if name == BASE}
+    return gradient_map_table(untuned) if untuned else None
+
+
+def shares(comparison: Comparison) -> Any:
+    tables = first_tables(comparison, ["p", "log_p"])
+    return histogram_table(tables) if tables else None
+
+
+def runs(comparison: Comparison) -> list[dict[str, Any]] | None:
+    found: dict[tuple[str, str], tuple[str, Path]] = {}
     for cell in comparison.cells():
         if cell.objective != BASE and cell.state()["state"] == "finished":
-            runs.setdefault((cell.regime, cell.objective), (cell.regime, cell.folder / "run"))
-    return plot_progress(progress_table(list(runs.values()))) if runs else None
+            found.setdefault((cell.regime, cell.objective), (cell.regime, cell.folder / "run"))
+    return progress_table(list(found.values())) if found else None
 
 
-def continuum_figure(scores: list[dict[str, Any]], summary: Record) -> Figure | None:
+def by_p(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:
     base_p = {
         regime: record["p"]["mean"]
         for regime, about in summary["regimes"].items()
@@ -100,12 +132,16 @@ def continuum_figure(scores: list[dict[str, Any]], summary: Record) -> Figure | 
         return None
     lowest = min(line["temperature"] for line in known)
     at = [line for line in known if line["temperature"] == lowest]
-    figure = plot_continuum(continuum_table(at, {line["regime"]: base_p[line["of"]] for line in at}))
+    return continuum_table(at, {line["regime"]: base_p[line["of"]] for line in at})
+
+
+def plot_continuum_held_out(table: Any) -> Figure:
+    figure = plot_continuum(table)
     figure.axes[0].set_xlabel("mean p of the untuned model on held-out tokens")
     return figure
 
 
-def entropy_figure(scores: list[dict[str, Any]], summary: Record) -> Figure | None:
+def by_entropy(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:
     entropies: dict[tuple[str, str], float] = {}
     for regime, about in summary["regimes"].items():
         for record in about["tokens"]:
@@ -114,7 +150,7 @@ def entropy_figure(scores: list[dict[str, Any]], summary: Record) -> Figure | No
     if not known:
         return None
     by_place = {(line["regime"], line["objective"]): entropies[line["of"], line["objective"]] for line in known}
-    return plot_entropy(entropy_table(known, by_place))
+    return entropy_table(known, by_place)
 
 
 @styled

@@ -28,6 +28,12 @@ def add_to(commands: Any) -> None:
     run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the file")
     run.add_argument("--dry-run", action="store_true", help="list the cells and what they would take")
     run.add_argument("--cell", metavar="NAME", help="this cell only, in this process: for an array of jobs")
+    run.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="cells at a time, on the same device (default 1); their times then say little",
+    )
     run.set_defaults(run=run_run)
 
     show = actions.add_parser("show", help="scores, differences, token statistics and cost of what is finished")
@@ -67,9 +73,13 @@ def run_init(args: argparse.Namespace) -> int:
 def run_run(args: argparse.Namespace) -> int:
     need_comparison()
     from deftune.analysis.grid import load_comparison, open_comparison
-    from deftune.analysis.grid_run import dry_run_grid, follow_starter, run_cell, run_grid, run_in_child
+    from deftune.analysis.grid_run import dry_run_grid, follow_starter, run_cell, run_grid, run_in_children
     from deftune.analysis.grid_summary import summarize_comparison
 
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs: at least 1, got {args.jobs}")
+    if args.jobs is not None and (args.cell or args.dry_run):
+        raise ValueError(f"--jobs: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
     comparison = load_comparison(args.config, args.set)
     if args.dry_run:
         if args.cell:
@@ -80,7 +90,7 @@ def run_run(args: argparse.Namespace) -> int:
         follow_starter()
         open_comparison(comparison)
         return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
-    outcome = run_grid(comparison, run_in_child, lambda text: print(text, flush=True))
+    outcome = run_grid(comparison, run_in_children(args.jobs or 1), lambda text: print(text, flush=True))
     if outcome.finished:
         summarize_comparison(comparison)
     print(f"{len(outcome.finished)} of {len(comparison.cells())} cells finished, {len(outcome.failed)} failed")

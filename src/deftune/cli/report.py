@@ -14,6 +14,7 @@ def add_to(commands: Any) -> None:
     report = commands.add_parser("report", help="a comparison as one self-contained HTML page")
     report.add_argument("folder", type=Path, help="a comparison's folder (`deftune compare run` makes one)")
     report.add_argument("--out", type=Path, help="default: FOLDER/report.html")
+    report.add_argument("--figures", type=Path, metavar="DIR", help="also save its figures here: PNG, SVG, PDF, tables")
     report.set_defaults(run=run_report)
 
 
@@ -22,7 +23,8 @@ def run_report(args: argparse.Namespace) -> int:
     from deftune.analysis.grid import load_comparison
     from deftune.analysis.grid_summary import summarize_comparison
     from deftune.analysis.report import render_report
-    from deftune.analysis.report_figures import report_figures
+    from deftune.analysis.report_figures import page_figures, report_figures
+    from deftune.analysis.style import save_figure
     from deftune.data.files import write_atomic
 
     comparison = load_comparison(args.folder)
@@ -31,8 +33,12 @@ def run_report(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.folder}: no cell is finished yet; `deftune compare run {args.folder}` goes on")
     out = args.out or Path(comparison.folder) / "report.html"
     environment = json.loads((Path(comparison.folder) / "environment.json").read_text(encoding="utf-8"))
-    page = render_report(comparison, summary, report_figures(comparison, summary), environment, out)
+    drawn = report_figures(comparison, summary)
+    page = render_report(comparison, summary, page_figures(drawn), environment, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, page)
     print(out)
+    if args.figures:
+        for one in drawn:
+            print(save_figure(one.figure, args.figures / one.name, one.table)[0])
     return 0
