@@ -19,6 +19,7 @@ from deftune.analysis.style import (
     Table,
     columns_of,
     distinct,
+    legend_below,
     line_style,
     look_of,
     new_figure,
@@ -270,24 +271,24 @@ def plot_progress(table: Table) -> Figure:
     """
     columns = columns_of(table, ("regime", "run", "objective", "updates", "p", "concentration"), "progress")
     regimes = distinct(columns["regime"].tolist())
-    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.35 * len(regimes)), 2.5), sharey=True)
+    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.35 * len(regimes)), 2.9), sharey=True)
     for axis, regime in zip(axes[0], regimes):
         for run in distinct(columns["run"][columns["regime"] == regime].tolist()):
             mine = (columns["regime"] == regime) & (columns["run"] == run)
             name = str(columns["objective"][mine][0])
             colour = line_style(name)["color"]
-            axis.plot(columns["updates"][mine], columns["p"][mine], color=colour, label=f"{name}: p")
-            axis.plot(
-                columns["updates"][mine], columns["concentration"][mine], color=colour, ls="--", label=f"{name}: ΣP²"
-            )
+            axis.plot(columns["updates"][mine], columns["p"][mine], color=colour, label=name)
+            axis.plot(columns["updates"][mine], columns["concentration"][mine], color=colour, ls="--")
         if anchors := PAPER_FOCUS.get(regime):
             last = float(columns["updates"][columns["regime"] == regime].max())
             axis.plot(
                 [last if step is None else step for step, _ in anchors], [focus for _, focus in anchors], "D",
                 mfc="none", mec="#7F7F7F", label="paper's a, Llama-3.1-8B",
             )  # fmt: skip
+        axis.plot([], [], color="#7F7F7F", label="p")
+        axis.plot([], [], color="#7F7F7F", ls="--", label="ΣP²")
         axis.set(xlabel="optimizer updates", title=regime, ylim=(0, 1.02))
         axis.grid()
-        axis.legend()
     axes[0][0].set_ylabel("mean over the step's tokens")
+    legend_below(figure, axes[0])
     return figure

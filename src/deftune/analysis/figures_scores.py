@@ -18,6 +18,7 @@ from deftune.analysis.style import (
     Table,
     columns_of,
     distinct,
+    legend_below,
     line_style,
     look_of,
     new_figure,
@@ -100,14 +101,6 @@ def _aside(names: Sequence[str], width: float) -> dict[str, float]:
     return {name: 0.01 * width * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
 
 
-def _legend_below(figure: Figure, axes: Sequence[Any]) -> None:
-    found: dict[str, Any] = {}
-    for axis in axes:
-        handles, labels = axis.get_legend_handles_labels()
-        found |= dict(zip(labels, handles))
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(6, len(found)))
-
-
 SCORE = ("regime", "objective", "temperature", "score", "low", "high")
 
 
@@ -128,7 +121,7 @@ def plot_temperatures(table: Table) -> Figure:
         axis.set(xlabel="sampling temperature", title=regime)
         axis.grid()
     axes[0][0].set_ylabel("score (%)")
-    _legend_below(figure, axes[0])
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -182,7 +175,7 @@ def plot_continuum(table: Table) -> Figure:
     axis.set(xlabel="mean p of the base model on the training data", ylabel="score (%)")
     axis.set_xlim(-0.04, 1.04)
     axis.grid()
-    _legend_below(figure, [axis])
+    legend_below(figure, [axis])
     return figure
 
 
@@ -218,5 +211,5 @@ def plot_entropy(table: Table) -> Figure:
             if row == len(regimes) - 1:
                 axis.set_xlabel("mean entropy (nats)")
         axes[row][0].set_ylabel(f"{regime}\nscore (%)" if regime else "score (%)")
-    _legend_below(figure, [axis for row in axes for axis in row])
+    legend_below(figure, [axis for row in axes for axis in row])
     return figure

@@ -143,6 +143,16 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
+def legend_below(figure: Figure, axes: Sequence[Any]) -> None:
+    """One legend for all panels, each name once, where it hides nothing."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        found |= dict(zip(labels, handles))
+    columns = max(2, int(figure.get_figwidth() / 1.1))  # inches that a name takes
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(columns, len(found)))
+
+
 @styled
 def save_figure(figure: Figure, stem: str | Path, table: Table) -> list[Path]:
     """``stem``.png, .svg and .pdf, and the table beside them: Parquet for a pyarrow Table, else CSV; the paths.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deftune.kernels.call import Call
 
 SMALL = 1e12  # operations of a chunk: 1.5 ms of an H200's tensor cores
+MOST_COPIED = 1 << 27  # elements of a weight of another dtype: its copy stays in the room
 CAPTURE_AT = 3  # the run of a program that captures it: what comes once or twice is not worth it
 MOST = 64  # programs kept in a room: weights that move (FSDP) make new ones all the time
 ROOMS = 2  # rooms kept on a device
@@ -178,6 +179,7 @@ def suits(
         and "progress" not in objective.requires
         and constant(objective)
         and 6 * rows * head.weight.numel() < SMALL
+        and (head.weight.dtype == dtype or head.weight.numel() < MOST_COPIED)
         and not torch.cuda.is_current_stream_capturing()
     )
 

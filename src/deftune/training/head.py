@@ -20,7 +20,7 @@ from deftune.objectives import IGNORE_INDEX, Context, Objective, TokenStats
 from deftune.objectives.stats import TopK
 
 # The loss is made while all activations are alive: smaller chunks than the fastest, which a step does not notice.
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 768
 
 
 class HeadOptions(NamedTuple):
