@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny_comparison import comparison_at, content, save_model, write
 
 from deftune.analysis.claims_board import ComparisonBoard
@@ -136,6 +137,10 @@ def test_a_folder_grows_and_changes_in_nothing_else(tmp_path, model):
     assert load_comparison(tmp_path / "grid").seeds == [0, 1, 2]
     with pytest.raises(ConfigError, match=r"holds another comparison \(objectives: linear is gone; seeds: 2 is gone\)"):
         open_comparison(Comparison.model_validate(what))
+    written = yaml.safe_load((tmp_path / "grid" / "comparison.yaml").read_text())
+    assert written.pop("keep_models") is True  # as if the key had come later
+    write(tmp_path / "grid" / "comparison.yaml", written)
+    open_comparison(Comparison.model_validate(grown))
     other = grown | {"train": {**what["train"], "max_steps": 4}}
     with pytest.raises(ConfigError, match=r"train.max_steps: 3 -> 4"):
         open_comparison(Comparison.model_validate(other))

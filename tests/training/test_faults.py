@@ -16,8 +16,8 @@ from run_process import Started, start
 from test_resume import check_same, rewound, train, weights
 
 from deftune.training import checkpoints
-from deftune.training.config import render_yaml
-from deftune.training.runs import Run
+from deftune.training.config import ConfigError, render_yaml
+from deftune.training.runs import Run, find_run
 
 
 def write_config(config) -> Path:
@@ -276,6 +276,19 @@ def test_another_run_in_the_folder(tmp_path, make_config, saved):
     shutil.copytree(saved, run)
     config = write_config(make_config(run, {"train.save_steps": 1, "train.keep": 9, "train.seed": 7}, objective="nll"))
     check_refused(start(config), f"{run}: holds a run with another config (objective: deft -> nll; train.seed: 1 -> 7)")
+
+
+def test_a_run_from_before_a_key_was_there(tmp_path, make_config, saved):
+    """What it does not name has the default: today's config is the same run, another value is not."""
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    written = yaml.safe_load((run / "config.yaml").read_text())
+    assert written["train"].pop("save_at") == []
+    (run / "config.yaml").write_text(yaml.safe_dump(written))
+    options = {"train.save_steps": 1, "train.keep": 9}
+    assert find_run(make_config(run, options)).folder == run
+    with pytest.raises(ConfigError, match=r"another config \(train.save_at: \[\] -> \[1\]\)"):
+        find_run(make_config(run, {**options, "train.save_at": [1]}))
 
 
 def test_a_folder_that_is_no_run(tmp_path, make_config):

@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -300,6 +301,8 @@ def open_comparison(comparison: Comparison) -> None:
     now = json.loads(comparison.model_dump_json())
     if path.is_file():
         before = read_yaml(path, Comparison)
+        with suppress(ValidationError):  # a key that came later has its default
+            before = json.loads(Comparison.model_validate(before).model_dump_json())
         changed = [
             line
             for line in differences(

@@ -153,7 +153,7 @@ def plot_quickstart(folder: Path, results: dict[str, dict[str, Any]]) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {"base": "#7f7f7f", "nll": "#0072b2", "deft": "#d55e00"}
+    colours = {"base": "#7F7F7F", "nll": "#000000", "deft": "#009E73"}  # as in every other figure
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     table: dict[str, Any] = {}
     for objective in OBJECTIVES:

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from deftune.data.files import write_atomic
 from deftune.training.checkpoints import checkpoints
@@ -96,6 +97,8 @@ def find_run(config: RunConfig) -> Run:
             raise ConfigError(
                 f"{run.config}: is damaged; restore it, or choose another folder with --set run=..."
             ) from error
+        with suppress(ValidationError):  # a key that came later has its default
+            before = yaml.safe_load(render_yaml(RunConfig.model_validate(before)))
         now = yaml.safe_load(render_yaml(config))
         for content in (before, now):  # a folder that was moved is the same run
             if isinstance(content, dict):
