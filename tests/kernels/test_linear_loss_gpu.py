@@ -25,6 +25,7 @@ from deftune import (
 )
 from deftune.kernels import replay
 from deftune.kernels.backends import TorchBackend, TritonBackend
+from deftune.kernels.head import Slices
 from deftune.kernels.pending import note_rows
 from tolerances import assert_close, assert_near, tolerance
 
@@ -417,6 +418,54 @@ def test_a_chunk_of_more_than_two_to_the_31(monkeypatch, backend):
     assert_near(log_p, log_p_parts, "fused gradient")
     assert error(d_hidden, d_hidden_parts) <= tolerance("bfloat16 gradient")
     assert error(d_weight, d_weight_parts) <= tolerance("bfloat16 gradient")
+
+
+@pytest.mark.parametrize("vocab_size", [5003, 700])
+def test_a_weight_of_another_dtype_is_rounded_alike_wherever_it_is_read(monkeypatch, vocab_size):
+    """z_y and the target's part come from the float32 weight, the others from bf16 slices of it.
+
+    One row is beyond E's range and made anew from the weight itself.
+    """
+    monkeypatch.setattr(Slices, "large", 0)
+    monkeypatch.setattr(replay, "MOST_COPIED", 0)
+    chunk_rows(monkeypatch, "triton", 256)
+    hidden, weight, targets = sample(600, vocab_size, 128)
+    weight[7] = 0
+    weight[7, 0] = -290.3
+    hidden[:, 0] = 0
+    hidden[2, 0], targets[2] = 1.0, 7
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, stats = linear_loss_with_stats(*inputs, targets, "eaft(k=5)", backend="triton")
+    grads = torch.autograd.grad(loss, inputs)
+    assert grads[1].dtype == torch.float32
+    rounded = [x.detach().bfloat16().double().requires_grad_() for x in inputs]
+    z = rounded[0] @ rounded[1].T
+    truth = token_stats(z.detach(), targets)
+    assert_near(stats.log_p, truth.log_p, "fused gradient", condition=300)
+    assert_near(stats.top_log_p(5), truth.top_log_p(5), "fused gradient", condition=300)
+    for got, want in zip(grads, torch.autograd.grad(token_loss(z, targets, "eaft(k=5)"), rounded)):
+        assert error(got, want) <= tolerance("bfloat16 gradient")
+
+
+def test_a_large_weight_of_another_dtype_has_no_whole_copy(monkeypatch):
+    """The peak beyond the gradients is smaller by three quarters of the copy."""
+    monkeypatch.setattr(replay, "MOST_COPIED", 0)
+    hidden, weight, targets = sample(512, 65536, 1024, masked=False)
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    peaks = []
+    for large in (1 << 40, 0, 1 << 40, 0):
+        monkeypatch.setattr(Slices, "large", large)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = linear_loss(*inputs, targets, "deft", backend="triton")
+        torch.autograd.grad(loss, inputs)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    whole, sliced = peaks[2:]
+    assert whole - sliced >= 0.7 * weight.numel() * 2
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deftune.kernels.head import Head
+from deftune.kernels.head import Head, Slices
 from deftune.kernels.statistics import RowSums, block_rows, block_sums, compute_dtype, stats_columns, wide
 
 
@@ -261,7 +261,8 @@ class TritonBackend:
         from deftune.kernels import triton_rows
 
         self.kernels = triton_rows
-        self.head = Head(head.weight.to(dtype).contiguous(), head.bias, head.scale, head.softcap)
+        self.head = Head(head.weight.contiguous(), head.bias, head.scale, head.softcap)
+        self.weights = Slices(self.head.weight, dtype)
         self.dtype = dtype
         device = rows.hidden.device
         facts = torch.tensor([rows.count, 0, 0, 0], device=device) if rows.facts is None else rows.facts
@@ -302,7 +303,9 @@ class TritonBackend:
             if self.e.shape[0] < rows:
                 self.e = torch.empty(rows, self.stride, dtype=self.dtype, device=x.device)
             e = self.e[:rows]
-        tiles = self.kernels.exponentials(x, y, self.vectors[1, part], self.head, e, self.number, part.start)
+        tiles = self.kernels.exponentials(
+            x, y, self.vectors[1, part], self.head, self.weights, e, self.number, part.start
+        )
         return x, e, tiles
 
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
@@ -337,7 +340,8 @@ class TritonBackend:
             if self.u.shape[0] != rows:
                 self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=e.device)
             u = self.u
-            product(e, self.head.weight, u)
+            for number, (begin, classes) in enumerate(self.weights.each()):
+                product(e[:, begin : begin + len(classes)], classes, u, add=number > 0)
         if weight:
             if self.scaled.shape[0] != rows:
                 self.scaled = torch.empty_like(chunk.x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,40 @@ class Head:
     def slope(self, z: Tensor) -> Tensor:
         """d softcap at a logit z that it returned: 1 - (z/c)^2."""
         return torch.ones_like(z) if self.softcap is None else 1 - (z / self.softcap) ** 2
+
+
+class Slices:
+    """A weight in the GEMMs' dtype: as it is, or copied, a large one a slice of classes at a time.
+
+    A float32 weight under bf16 would have half its size beside it while every activation of a model is alive.
+    """
+
+    multiple = 256  # classes of a slice: of the kernels' tiles
+    number = 4  # slices of a large weight
+    large = 1 << 26  # elements of a copy that is made whole, once
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype):
+        classes, width = weight.shape
+        self.weight, self.buffer = weight, None
+        self.size = max(1, classes)
+        if weight.dtype != dtype or not weight.is_contiguous():
+            if weight.numel() > self.large:
+                self.size = -(-classes // self.number // self.multiple) * self.multiple
+            self.buffer = torch.empty(self.size, width, dtype=dtype, device=weight.device)
+        self.held = -1  # where the slice in the buffer begins
+
+    def each(self) -> Iterator[tuple[int, Tensor]]:
+        """(first class, slice), forwards or backwards: the one that is there comes first."""
+        if self.buffer is None:
+            yield 0, self.weight
+            return
+        begins = list(range(0, len(self.weight), self.size))
+        for begin in reversed(begins) if self.held == begins[-1] else begins:
+            part = self.weight[begin : begin + self.size]
+            if self.held != begin:
+                self.buffer[: len(part)].copy_(part)
+                self.held = begin
+            yield begin, self.buffer[: len(part)]
 
 
 def check_head(hidden: object, weight: object, bias: object, logit_scale: float, softcap: float | None) -> None:

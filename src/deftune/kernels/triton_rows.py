@@ -26,13 +26,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deftune.kernels.head import Head
+from deftune.kernels.head import Head, Slices
 
 HEADROOM = 40.0  # r = z_y + 40: E of a certain row starts at e^-40, far above bf16's e^-87
 OVERFLOW = 60.0  # and at e^60, v = gate / sum E still has room for 1 / num_items above e^-87
 
 # the fastest of 22 measured on an H200, for D = 576 and 1536 alike; float32, without tensor cores, fits less
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+BLOCK_M, BLOCK_N, BLOCK_K = 128, Slices.multiple, 64
 BLOCK_M_FLOAT32, BLOCK_K_FLOAT32 = 32, 32
 
 LEFT_OUT = tl.constexpr(-1e30)  # a logit that counts for nothing
@@ -115,8 +115,8 @@ def _target_logits(
         d = start + tl.arange(0, BLOCK_D)
         mask = live[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + place[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + y.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(x * w, axis=1)
+        w = tl.load(w_ptr + y.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
+        total += tl.sum(x * w.to(x_ptr.dtype.element_ty).to(tl.float32), axis=1)
     bias = tl.load(bias_ptr + y, mask=live, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(z_ptr + rows, z, mask=live)
@@ -125,14 +125,14 @@ def _target_logits(
 
 @triton.jit(do_not_specialize=["C", "first"])
 def _exponentials(
-    x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, count_ptr, plane, pitch, C, first, V, D, stride_e,
+    x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, count_ptr, plane, pitch, C, first, FROM, V, D, stride_e,
     scale, softcap, overflow, programs,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # of the C rows from ``first`` on, those that are there: the host may not know yet
+    # of the C rows from ``first`` on, those that are there: the host may not know yet; classes FROM to V
     C = tl.minimum(C, tl.load(count_ptr) - first).to(tl.int32)
-    tiles_m, tiles_n = tl.cdiv(C, BLOCK_M), tl.cdiv(V, BLOCK_N)
+    tiles_m, tiles_n = tl.cdiv(C, BLOCK_M), tl.cdiv(V - FROM, BLOCK_N)
     # rows run fastest: the chunk's hidden states stay in L2 and each tile of W is read from memory once
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, programs, flatten=True):
         row0, col0 = (tile % tiles_m) * BLOCK_M, (tile // tiles_m) * BLOCK_N
@@ -142,7 +142,7 @@ def _exponentials(
             w = w_desc.load([col0, k * BLOCK_K])
             dot = tl.dot(x, w.T, dot, input_precision=PRECISION)
 
-        rows, cols = row0 + tl.arange(0, BLOCK_M), col0 + tl.arange(0, BLOCK_N)
+        rows, cols = row0 + tl.arange(0, BLOCK_M), FROM + col0 + tl.arange(0, BLOCK_N)
         live = rows < C
         y = tl.load(y_ptr + rows, mask=live, other=0)
         ref = tl.load(ref_ptr + rows, mask=live, other=0.0)
@@ -160,7 +160,7 @@ def _exponentials(
         if HAS_BIAS:
             u = tl.maximum(u, LEFT_OUT, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(u)
-        part = tiles_ptr + (tile // tiles_m).to(tl.int64) * pitch + rows
+        part = tiles_ptr + ((FROM + col0) // BLOCK_N).to(tl.int64) * pitch + rows
         tl.store(part, top, mask=live)
         tl.store(part + plane, tl.sum(e, axis=1), mask=live)
         tl.store(part + 2 * plane, tl.sum(e * e, axis=1), mask=live)
@@ -189,8 +189,8 @@ def _repair_row(
             d = d0 + tl.arange(0, BLOCK_D)
             x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
             mask = (v < V)[:, None] & (d < D)[None, :]
-            w = tl.load(w_ptr + v.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
-            total += tl.sum(w * x[None, :], axis=1)
+            w = tl.load(w_ptr + v.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
+            total += tl.sum(w.to(x_ptr.dtype.element_ty).to(tl.float32) * x[None, :], axis=1)
         bias = tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
         z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         e = tl.where(v == y, 0.0, tl.exp(z - shift))
@@ -303,7 +303,7 @@ def _finish_rows(
         d = start + tl.arange(0, BLOCK_D)
         if WANT_HIDDEN:
             u = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
-            w = tl.load(w_ptr + y * D + d, mask=d < D, other=0.0).to(tl.float32)
+            w = tl.load(w_ptr + y * D + d, mask=d < D, other=0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
             tl.store(out_ptr + to * D + d, (v * u - t * w).to(out_ptr.dtype.element_ty), mask=d < D)
         if WANT_SCALED:
             x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -377,7 +377,8 @@ def _top_logits(
                 for start in range(0, D, BLOCK_D):
                     d = start + tl.arange(0, BLOCK_D)
                     x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-                    dot += x * tl.load(w_ptr + col * D + d, mask=d < D, other=0.0).to(tl.float32)
+                    w = tl.load(w_ptr + col * D + d, mask=d < D, other=0.0)
+                    dot += x * w.to(x_ptr.dtype.element_ty).to(tl.float32)
                 bias = tl.load(bias_ptr + col).to(tl.float32) if HAS_BIAS else 0.0
                 z = _logit(tl.sum(dot, axis=0), bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
             found = tl.where(slots == j, z, found)
@@ -467,7 +468,7 @@ def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor
 
 
 def exponentials(
-    x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None, count: Tensor, first: int
+    x: Tensor, y: Tensor, ref: Tensor, head: Head, weights: Slices, e: Tensor | None, count: Tensor, first: int
 ) -> Tensor:  # fmt: skip
     """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C].
 
@@ -477,16 +478,17 @@ def exponentials(
     block_m, block_k = (BLOCK_M_FLOAT32, BLOCK_K_FLOAT32) if exact else (BLOCK_M, BLOCK_K)
     tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, BLOCK_N)
     tiles = aligned(4 * tiles_n, len(x), torch.float32, x.device).unflatten(0, (4, tiles_n))
-    programs = min(tiles_m * tiles_n, processors(x.device))
-    _exponentials[(programs,)](
-        TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
-        TensorDescriptor(head.weight, head.weight.shape, head.weight.stride(), [BLOCK_N, block_k]),
-        head.bias, y, ref, x if e is None else e, tiles, count, tiles.stride(0), tiles.stride(1), len(x), first,
-        head.vocab_size, head.width, 0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW, programs,
-        **_head_options(head), STORE=e is not None, EVEN=head.vocab_size % BLOCK_N == 0,
-        PRECISION="ieee" if exact else "tf32",
-        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=8, num_stages=2 if exact else 3,
-    )  # fmt: skip
+    for begin, weight in weights.each():
+        programs = min(tiles_m * triton.cdiv(len(weight), BLOCK_N), processors(x.device))
+        _exponentials[(programs,)](
+            TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
+            TensorDescriptor(weight, weight.shape, weight.stride(), [BLOCK_N, block_k]),
+            head.bias, y, ref, x if e is None else e, tiles, count, tiles.stride(0), tiles.stride(1), len(x), first,
+            begin, begin + len(weight), head.width, 0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW,
+            programs, **_head_options(head), STORE=e is not None, EVEN=len(weight) % BLOCK_N == 0,
+            PRECISION="ieee" if exact else "tf32",
+            BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=8, num_stages=2 if exact else 3,
+        )  # fmt: skip
     return tiles
 
 

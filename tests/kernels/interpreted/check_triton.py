@@ -20,7 +20,7 @@ from deftune.kernels import call, linear, replay, triton_rows
 from deftune.kernels.backends import Chunk, Gradients, Supervised, TritonBackend, balanced, interpreted
 from deftune.kernels.call import prepare
 from deftune.kernels.compiled import linear_loss_op
-from deftune.kernels.head import Head
+from deftune.kernels.head import Head, Slices
 from tolerances import assert_near, tolerance
 
 assert interpreted(), "TRITON_INTERPRET=1 must be set before triton is imported"
@@ -417,6 +417,29 @@ def test_linear_loss(monkeypatch, objective, head):
         if not deftune.objective(objective).needs:
             options["softcap"] = 6.0
     assert_both(both(hidden, weight, targets, objective, **options))
+
+
+@pytest.mark.parametrize("vocab_size", [700, 768, 100])
+@pytest.mark.parametrize("objective", ["deft", "eaft(k=5)"])
+def test_a_large_weight_of_another_dtype_comes_in_slices(monkeypatch, objective, vocab_size):
+    """Forwards, then backwards, chunk after chunk; one row is beyond E's range and made anew from the weight itself."""
+    monkeypatch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: 16))
+    monkeypatch.setattr(Slices, "large", 0)
+    copied = []
+    monkeypatch.setattr(
+        Slices, "each", lambda self, each=Slices.each: (copied.append(b) or (b, w) for b, w in each(self))
+    )
+    hidden, weight, targets = sample(50, vocab_size)
+    weight[7] = 0
+    weight[7, 0] = -300.0
+    hidden[:, 0] = 0
+    hidden[4, 0], targets[4] = 1.0, 7
+    low = weight.bfloat16()
+    options = [None, None, None, objective, "mean", None, 1.0, None, None, "triton", torch.float32, [True, True, False]]
+    loss, d_hidden, d_weight, _ = linear_loss_op(hidden, low, targets, *options)
+    begins = list(range(0, vocab_size, 256))
+    assert copied == (begins + begins[::-1]) * 3  # a chunk each: to its end, and back
+    assert_both([(loss, (d_hidden, d_weight)), both(hidden, low.float(), targets, objective)[1]])
 
 
 # --- programs: what a CUDA graph would be captured from ---------------------------------------------------------------
