@@ -153,7 +153,8 @@ def test_without_vllm_nothing_else_is_looked_at(tmp_path, monkeypatch, capsys, h
         (tmp_path / "path" / "vllm").mkdir(parents=True)
         monkeypatch.delitem(sys.modules, "vllm", raising=False)
         monkeypatch.syspath_prepend(tmp_path / "path")
-    assert main(["eval", "no-model", "--suite", "no-suite", "--data", "nowhere", "--engine", "vllm"]) == 2
+    wrong = ["--suite", "no-suite", "--data", "nowhere", "--like", "nowhere"]
+    assert main(["eval", "no-model", *wrong, "--engine", "vllm"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line == (
         "deftune: --engine vllm: vllm is not installed, and no extra of deftune brings it; pip install vllm"
@@ -230,6 +231,7 @@ def test_a_lora_run_is_merged_first_and_nothing_is_left_of_that(folder, stand_in
     assert answers(folder, "base") != tuned
     assert evaluate(f"{run}:3", "middle", "--engine", "vllm") == 0  # a checkpoint
     assert answers(folder, "middle") != tuned
+    assert json.loads((folder / "middle" / "settings.json").read_text())["encoding"]["template"] == "plain"
 
 
 def test_a_packaged_model(folder, stand_in):
@@ -259,16 +261,20 @@ def test_what_has_no_room_is_said_as_in_process(source, stand_in):
         VllmSampler(engine, tokenizer, dtype="float32")
 
 
-def test_an_answer_that_vllm_gave_up_is_an_error(source, stand_in, monkeypatch):
-    sampler = VllmSampler(str(source), tiny.make_tokenizer(), dtype="float32")
-    monkeypatch.setattr(
-        sampler.engine, "_complete", lambda prompt, params: vllm.CompletionOutput("", [40, 41], "abort")
-    )
-    [output] = ask(sampler, [Prompt("q", [{"role": "user", "content": "Hi"}])])
-    assert (output.finish, output.note, output.tokens) == ("error", "vLLM ended it with 'abort'", 2)
+def test_how_answers_end(source, stand_in, monkeypatch):
+    tokenizer = tiny.make_tokenizer()
+    sampler = VllmSampler(str(source), tokenizer, dtype="float32")
+    asked = [Prompt("q", [{"role": "user", "content": "Hi"}])]
+    for reason, said in {"stop": [40], "length": [40, 41], "abort": [40, 41]}.items():
+        made = vllm.CompletionOutput("", [40, 41], reason)
+        monkeypatch.setattr(sampler.engine, "_complete", lambda prompt, params, made=made: made)
+        [output] = ask(sampler, asked)
+        assert (output.text, output.tokens) == (tokenizer.decode(said), 2)
+        error = ("error", "vLLM ended it with 'abort'")
+        assert (output.finish, output.note) == (error if reason == "abort" else (reason, ""))
     vllm.LLM.calls_left = 0
     with pytest.raises(SamplerError, match="0 answers were finished before"):
-        ask(sampler, [Prompt("q", [{"role": "user", "content": "Hi"}])])
+        ask(sampler, asked)
 
 
 def test_a_vllm_that_cannot_be_imported_says_why(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ class VllmSampler(TokenSampler):
     Answers are yielded `AT_ONCE` at a time. The seed of answer (item, sample) is the `EndpointSampler`'s, but the draws
     are vLLM's, other than `TransformersSampler`'s, and it does not promise that a batch leaves an answer unchanged.
 
-    Written to the API of vLLM 0.10 to 0.26, and tested against a stand-in for it: no test runs vLLM itself.
+    Written to the API of vLLM 0.32, and tested against a stand-in for it: no test runs vLLM itself.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class VllmSampler(TokenSampler):
                 seed=derive_key(settings.seed, prompt.id, sample) >> 33,  # 31 bits, as an endpoint's
                 detokenize=False,  # piece by piece, it would not always give what decoding the whole gives
             )  # fmt: skip
-        except Exception as error:  # no ValueError since 0.25
+        except Exception as error:  # no ValueError since 0.27
             raise ValueError(f"vLLM cannot be asked so: {_first_line(error)}") from error
         if params.temperature != settings.temperature:  # it takes those below 0.01 for 0.01, with a line in its log
             raise ValueError(
