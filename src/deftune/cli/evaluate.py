@@ -71,7 +71,7 @@ def add_to(commands: Any) -> None:
     how.add_argument(
         "--engine",
         choices=["transformers", "vllm"],
-        help="what makes the answers here: transformers (default), or vllm, which is faster on a GPU. "
+        help="what makes the answers here: transformers (default), or vllm, which you install. "
         "Never chosen by what is installed: at T > 0 another engine draws other answers",
     )
     how.add_argument(
