@@ -156,7 +156,8 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
     ("arguments", "text"),
     [
         (["eval", "m"], "name a --suite, a --task or a --task-file"),
-        (["eval", "m", "--suite", "maths"], "math"),
+        (["eval", "m", "--suite", "maths"], "Did you mean 'math'? Known: math, medical, figfont, heldout"),
+        (["eval", "m", "--suite", "held-out"], "unknown suite 'held-out'. Did you mean 'heldout'?"),
         (["eval", "show", "nowhere"], "nowhere: is no result (no settings.json); `deftune eval MODEL` makes one"),
         (["eval", "compare", "a"], "eval compare: write it as `deftune eval compare BASE RUN [RUN ...]`, got 1"),
         (["eval", "m", "--suite", "math", "--data", "nowhere"], "--data: nowhere: no such folder"),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deftune.cli.eval_engines import ENGINE_OPTIONS, check_engine, engine_of, load, make_sampler
 from deftune.cli.train import need_training
 
 VERBS = {
@@ -22,7 +23,7 @@ VERBS = {
 _PROMPTED = {"suite", "task", "task_file", "data", "limit"}
 OPTIONS = {
     "sampled": _PROMPTED | {"out", "samples", "temperature", "top_p", "seed", "max_new_tokens", "rule", "template",
-                            "like", "batch_size", "workers", "endpoint", "json"},
+                            "like", "batch_size", "workers", "engine", "engine_option", "endpoint", "json"},
     "heldout": {"suite", "data", "format", "split", "rows", "skip_bad_rows", "out", "template", "like", "batch_size",
                 "json"},
     "show": {"wrong", "rows", "task"},
@@ -67,6 +68,19 @@ def add_to(commands: Any) -> None:
     how.add_argument("--like", type=Path, metavar="RUN", help="encode as this run does: for its base model")
     how.add_argument("--batch-size", type=int, help="default: 16, on a GPU 2048 or what fits; of heldout 8")
     how.add_argument("--workers", type=int, help="grading processes (default: 2)")
+    how.add_argument(
+        "--engine",
+        choices=["transformers", "vllm"],
+        help="what makes the answers here: transformers (default), or vllm, which you install. "
+        "Never chosen by what is installed: at T > 0 another engine draws other answers",
+    )
+    how.add_argument(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"of vllm: {', '.join(ENGINE_OPTIONS)}; repeatable",
+    )
     how.add_argument("--endpoint", help="an OpenAI-compatible server, http://localhost:8000/v1; MODEL is its name")
     heldout = parser.add_argument_group("heldout")
     heldout.add_argument("--format", help="the dataset's format (default: told by its first row)")
@@ -99,6 +113,7 @@ def run_eval(args: argparse.Namespace) -> int:
     if heldout and len(args.suite) > 1:
         raise ValueError("eval: --suite heldout goes by itself, its --data is a dataset; give --out the same folder")
     check_options(args, "heldout" if heldout else "sampled")
+    check_engine(args)
     need_evaluation()
     return run_heldout(args, verb) if heldout else run_suites(args, verb)
 
@@ -167,8 +182,8 @@ def load_tasks(args: argparse.Namespace, suite: Any) -> Any:
     return load_items(names, Path(args.data) if args.data else None, args.limit)
 
 
-def named_suites(args: argparse.Namespace) -> list[Any]:
-    """The suites that were named; [None] where single tasks were."""
+def named_suites(args: argparse.Namespace, others: tuple[str, ...] = ()) -> list[Any]:
+    """The suites that were named; [None] where single tasks were. ``others`` could have been named instead."""
     from deftune.evaluation.suites import suite_named
 
     if not (args.suite or args.task or args.task_file):
@@ -177,7 +192,7 @@ def named_suites(args: argparse.Namespace) -> list[Any]:
         raise ValueError(f"eval: a suite is named twice: {', '.join(args.suite)}")
     if len(args.suite) > 1 and (args.task or args.task_file):
         raise ValueError("eval: --task and --task-file go with one --suite at most; run them by themselves")
-    return [suite_named(name) for name in args.suite] or [None]
+    return [suite_named(name, others) for name in args.suite] or [None]
 
 
 def run_suites(args: argparse.Namespace, model: str) -> int:
@@ -187,12 +202,11 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
     from deftune.evaluation.evaluate import Result, Settings, ask, grade, summarize
     from deftune.evaluation.generation import SamplerError
 
-    if args.endpoint and (args.template or args.like):
-        raise ValueError("--template, --like: an endpoint renders its own chat template; leave them out")
     encoding = {} if args.endpoint else encoding_of(model, template=args.template, like=args.like)
     encoding = {name: value for name, value in encoding.items() if name in PROMPT_OPTIONS}
+    engine = engine_of(args)
     jobs: list[tuple[Any, Any, Any, Any, Any]] = []
-    for suite in named_suites(args):
+    for suite in named_suites(args, ("heldout",)):
         tasks, missing = load_tasks(args, suite)
         settings = Settings(
             model=model, suite=suite.name if suite else "", tasks={n: t.version for n, (t, _) in tasks.items()},
@@ -200,6 +214,7 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
             temperatures=tuple(args.temperature) or (suite.temperature if suite else 0.0,),
             top_p=1.0 if args.top_p is None else args.top_p, seed=args.seed or 0, limit=args.limit,
             max_new_tokens=args.max_new_tokens, rule=args.rule or "strict", encoding=encoding,
+            engine=engine,
         )  # fmt: skip
         result = Result(result_folder(args, model, suite.name if suite else "tasks"))
         result.check(settings)
@@ -282,35 +297,6 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
     if not args.json:
         print(f"\n{result.folder}: deftune eval show {result.folder}")
     return 0
-
-
-def load(model: str) -> tuple[Any, Any]:
-    """(model, tokenizer), on the GPU where there is one."""
-    import torch
-
-    from deftune.training.results import load_result
-    from deftune.training.train import quiet
-
-    with quiet():
-        loaded, tokenizer = load_result(model, lambda text: print(text, file=sys.stderr))
-    return (loaded.to("cuda") if torch.cuda.is_available() else loaded), tokenizer
-
-
-def make_sampler(args: argparse.Namespace, model: str, encoding: dict[str, Any]) -> Any:
-    from deftune.evaluation.generation import EndpointSampler, TransformersSampler
-
-    if args.endpoint:
-        return EndpointSampler(args.endpoint, model)
-    import torch
-
-    loaded, tokenizer = load(model)
-    if torch.cuda.is_available():
-        loaded = loaded.to(torch.bfloat16)
-    options = dict(encoding)
-    template = options.pop("template")
-    return TransformersSampler(
-        loaded, tokenizer, template=template, batch_size=args.batch_size, encoder_options=options
-    )
 
 
 def run_show(args: argparse.Namespace, folders: list[Path]) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.training.config import Data
+from deftune.training.results import parse_result
 from deftune.training.runs import Run
 
 OPTIONS = ("template", "template_options", "end_tokens", "bos", "mask", "max_length", "overlong")  # of an Encoder
@@ -13,12 +14,12 @@ PROMPT_OPTIONS = OPTIONS[:4]  # those that a prompt depends on
 
 
 def encoding_of(model: str, *, template: str | None = None, like: Path | None = None) -> dict[str, Any]:
-    """The `Encoder`'s options for a model: its own if it is a run, those of the run ``like``, else the defaults.
+    """The `Encoder`'s options for a model: its own if it is a run or ``RUN:200``, those of ``like``, else the defaults.
 
     A base model is compared with a run as the run's rows were: ``like`` names the run.
     """
-    own, other = Run(Path(model)), Run(like) if like is not None else None
-    run = own if own.config.is_file() else other
+    own, other = parse_result(model)[0], Run(like) if like is not None else None
+    run = own or other
     if run is None:
         fields = Data.model_fields
         options = {name: fields[name].get_default(call_default_factory=True) for name in OPTIONS}
@@ -26,6 +27,6 @@ def encoding_of(model: str, *, template: str | None = None, like: Path | None = 
     if template is not None:
         raise ValueError(f"--template: {run.folder} was trained with its own (data.template); leave it out")
     if run is own and other is not None:
-        raise ValueError(f"--like: {own.folder} is a run and is encoded as it was trained; leave it out")
+        raise ValueError(f"--like: {run.folder} is a run and is encoded as it was trained; leave it out")
     data = run.read_config().data
     return {name: getattr(data, name) for name in OPTIONS}

@@ -12,6 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Settings:
     max_new_tokens: int | None = None
     rule: str = "strict"
     encoding: dict[str, Any] = field(default_factory=dict[str, Any])  # template and such; {} of an endpoint
+    engine: dict[str, Any] = field(default_factory=lambda: {"name": "transformers", "version": version("transformers")})
 
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
@@ -85,6 +87,11 @@ class Result:
         if path.is_file():
             before = json.loads(path.read_text(encoding="utf-8"))
             before.pop("deftune", None)
+            if "engine" in now:
+                # older results name none: an endpoint's has no encoding, and vLLM could not be asked for
+                before.setdefault("engine", {"name": "transformers" if before.get("encoding") else "endpoint"})
+                for content in (before, now):  # recorded as deftune's own is: an upgrade goes on
+                    content["engine"].pop("version", None)
             if changed := differences(before, now):
                 raise ValueError(
                     f"{self.folder}: holds another evaluation ({'; '.join(changed[:4])}); choose another "

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deftune.data.rows import Row
 from deftune.evaluation.chance import derive_key, signed
-from deftune.evaluation.sampler import Output, Prompt, Sampler, Settings
+from deftune.evaluation.sampler import Output, Prompt, Settings, TokenSampler
 
 if TYPE_CHECKING:
     from deftune.evaluation.decoding import Answer, Decoder
@@ -20,10 +19,10 @@ TIE_MARGIN = 1e-3  # of float32 logits: ten times what batches were seen to move
 BATCH_SIZE, BATCH_SIZE_CUDA = 16, 2048
 
 
-class TransformersSampler(Sampler):
+class TransformersSampler(TokenSampler):
     """A transformers model, its tokenizer, and a loop that keeps ``batch_size`` answers going at once.
 
-    ``template`` and the rest of ``encoder_options`` are the training `Encoder`'s, so a prompt is what training showed.
+    ``template`` and ``encoder_options``: see `TokenSampler`.
     ``end_ids`` end an answer, beside those that the encoder knows and the model's generation config names.
     ``batch_size`` None is 2048 on a GPU, or as many as its memory has room for, and 16 elsewhere. Answers that finish
     make room for waiting prompts, longest first. The samples of a prompt that start together share its reading.
@@ -45,17 +44,15 @@ class TransformersSampler(Sampler):
     ):
         import torch
 
-        from deftune.data.encoding import Encoder
         from deftune.evaluation.decoding import LanguageModel
 
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"batch_size: at least 1, got {batch_size}")
         if tie_margin is not None and not tie_margin >= 0:
             raise ValueError(f"tie_margin: a number from 0 (off), got {tie_margin}")
-        self.model, self.tokenizer = model, tokenizer
+        super().__init__(tokenizer, template=template, encoder_options=encoder_options)
+        self.model = model
         self.batch_size = batch_size or (BATCH_SIZE_CUDA if model.device.type == "cuda" else BATCH_SIZE)
-        # no prompt is cut to fit: one that is too long for the model is an answer with an error
-        self.encoder = Encoder(tokenizer, template=template, max_length=2**31 - 1, **dict(encoder_options or {}))
         own: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         own = own if isinstance(own, list) else [own]
         named = {int(i) for i in own if i is not None}
@@ -87,18 +84,10 @@ class TransformersSampler(Sampler):
     def _answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]:
         from deftune.evaluation.decoding import Answer
 
+        asked, refused = self.encode_all(prompts, settings)
+        yield from refused
         waiting: list[Answer] = []
-        for prompt in prompts:
-            try:
-                ids = self.encode(prompt)
-                room = self.max_length - len(ids)
-                if room < 1:
-                    raise ValueError(f"{len(ids)} tokens of prompt leave no room in the model's {self.max_length}")
-            except ValueError as error:
-                for sample in range(settings.samples):
-                    yield Output(prompt.id, sample, "", 0, "error", str(error))
-                continue
-            limit = int(min(room, settings.max_new_tokens))
+        for prompt, ids, limit in asked:
             for sample in range(settings.samples):
                 key = derive_key(settings.seed, prompt.id, sample)
                 waiting.append(Answer(prompt, sample, ids, limit, (signed(key >> 32), signed(key))))
@@ -142,14 +131,8 @@ class TransformersSampler(Sampler):
                 warnings.warn(f"decoding with a padded batch, which is slower: {reason}", stacklevel=2)
         return self._survey
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens, through the template that training uses."""
-        messages = tuple(dict(message) for message in prompt.messages)
-        return self.encoder.encode_prompt(Row(messages, None, prompt.id, "prompt"))
-
     def _output(self, answer: Answer) -> Output:
         self.num_tokens += len(answer.made)
-        said = answer.made[:-1] if answer.finish == "stop" else answer.made
-        text = self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert answer.finish is not None
+        text = self.decode(answer.made, answer.finish)
         return Output(answer.prompt.id, answer.sample, text, len(answer.made), answer.finish, answer.note)

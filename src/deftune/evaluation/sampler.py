@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from deftune.data.rows import Row
+
 Finish = Literal["stop", "length", "error"]
 
 
@@ -95,3 +97,47 @@ class Sampler(ABC):
 
     @abstractmethod
     def answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]: ...
+
+
+class TokenSampler(Sampler):
+    """One that is asked in tokens: encoded as in training and decoded here, whichever engine makes the answer.
+
+    ``template`` and the rest of ``encoder_options`` are the training `Encoder`'s, so a prompt is what training showed.
+    """
+
+    max_length: float = math.inf  # what the model has room for, prompt and answer together
+
+    def __init__(self, tokenizer: Any, *, template: str | None, encoder_options: Mapping[str, Any] | None):
+        from deftune.data.encoding import Encoder
+
+        self.tokenizer = tokenizer
+        # no prompt is cut to fit: one that is too long for the model is an answer with an error
+        self.encoder = Encoder(tokenizer, template=template, max_length=2**31 - 1, **dict(encoder_options or {}))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's tokens, through the template that training uses."""
+        messages = tuple(dict(message) for message in prompt.messages)
+        return self.encoder.encode_prompt(Row(messages, None, prompt.id, "prompt"))
+
+    def encode_all(
+        self, prompts: Sequence[Prompt], settings: Settings
+    ) -> tuple[list[tuple[Prompt, list[int], int]], list[Output]]:
+        """(prompt, its tokens, how many may follow) of each that can be asked; the answers of those that cannot."""
+        asked: list[tuple[Prompt, list[int], int]] = []
+        refused: list[Output] = []
+        for prompt in prompts:
+            try:
+                ids = self.encode(prompt)
+                room = self.max_length - len(ids)
+                if room < 1:
+                    raise ValueError(f"{len(ids)} tokens of prompt leave no room in the model's {self.max_length}")
+            except ValueError as error:
+                refused += [Output(prompt.id, i, "", 0, "error", str(error)) for i in range(settings.samples)]
+                continue
+            asked.append((prompt, ids, int(min(room, settings.max_new_tokens))))
+        return asked, refused
+
+    def decode(self, made: Sequence[int], finish: Finish) -> str:
+        """The text of an answer, without the token that ended it."""
+        said = list(made[:-1] if finish == "stop" else made)
+        return self.tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)

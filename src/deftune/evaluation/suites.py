@@ -8,7 +8,7 @@ items are read by `deftune.evaluation.items`. No data is part of this package. S
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -194,16 +194,17 @@ def task_named(name: str) -> Task:
     return _known(name, TASKS, "task")
 
 
-def suite_named(name: str) -> Suite:
-    """The suite of this name, or an error that suggests one."""
-    return _known(name, SUITES, "suite")
+def suite_named(name: str, others: Sequence[str] = ()) -> Suite:
+    """The suite of this name, or an error that suggests one; of ``others`` too, which the caller takes instead."""
+    return _known(name, SUITES, "suite", others)
 
 
-def _known(name: str, table: Mapping[str, Any], what: str) -> Any:
+def _known(name: str, table: Mapping[str, Any], what: str, others: Sequence[str] = ()) -> Any:
     if name not in table:
-        close = difflib.get_close_matches(name.lower(), table, n=1)
+        known = [*table, *others]
+        close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(table)}")
+        raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(known)}")
     return table[name]
 
 

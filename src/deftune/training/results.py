@@ -21,25 +21,46 @@ def load_result(name: str, notice: Callable[[str], None] = lambda _: None) -> tu
 
     ``RUN:200`` is the run's checkpoint of step 200, ``RUN:0`` the model that it began with.
     """
+    source, tokenizer, options, adapter = locate(name, notice)
+    model = load_model(source, **options)
+    if adapter is None:
+        return model, tokenizer
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(adapter)), tokenizer
+
+
+def locate(name: str, notice: Callable[[str], None]) -> tuple[str, Any, dict[str, Any], Path | None]:
+    """(what from_pretrained takes, the tokenizer, from_pretrained's options, the folder of a LoRA adapter or None)."""
     run, step = parse_result(name)
     if run is None:
         source = resolve_model(name, notice)
-        return load_model(source), load_tokenizer(source)
+        return source, load_tokenizer(source), {}, None
     config = run.read_config()
     options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     if step == 0:
         source = resolve_model(config.model.name, notice)
         tokenizer = load_tokenizer(source, **options)
         set_template(tokenizer, config.data.template)
-        return load_model(source, **options), tokenizer
+        return source, tokenizer, options, None
     folder = result_folder(run) if step is None else checkpoint_folder(run, step)
     tokenizer = load_tokenizer(str(folder))
     if not is_adapter(folder):
-        return load_model(str(folder)), tokenizer
-    from peft import PeftModel
+        return str(folder), tokenizer, {}, None
+    return resolve_model(config.model.name, notice), tokenizer, options, folder
 
-    base = load_model(resolve_model(config.model.name, notice), **options)
-    return PeftModel.from_pretrained(base, str(folder)), tokenizer
+
+def plain_model(
+    name: str, place: Path, notice: Callable[[str], None] = lambda _: None
+) -> tuple[str, Any, dict[str, Any]]:
+    """(what from_pretrained takes, the tokenizer, its options), without an adapter: one is merged, into ``place``."""
+    source, tokenizer, options, adapter = locate(name, notice)
+    if adapter is None:
+        return source, tokenizer, options
+    notice(f"adding the adapter of {name} into its model's weights, in {place}")
+    load_result(name)[0].merge_and_unload(safe_merge=True).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return str(place), tokenizer, {"trust_remote_code": options["trust_remote_code"]}
 
 
 def parse_result(name: str) -> tuple[Run | None, int | None]:
