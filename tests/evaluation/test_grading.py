@@ -33,13 +33,16 @@ def children() -> set[int]:
 
 
 @pytest.fixture
-def leaves_nothing():
+def leaves_nothing(tmp_path, monkeypatch):
+    # its own: other processes of these tests grade at the same time
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before, descriptors = children(), set(os.listdir("/proc/self/fd"))
-    folders = set(Path(tempfile.gettempdir()).glob("deftune-grading-*"))
     yield
     assert children() == before, "a worker is left"
     assert len(os.listdir("/proc/self/fd")) <= len(descriptors), "a pipe is left open"
-    assert set(Path(tempfile.gettempdir()).glob("deftune-grading-*")) <= folders, "a folder is left"
+    assert not any(folder.iterdir()), "a folder is left"
 
 
 # --- hostile answers -------------------------------------------------------------------------------------------------
