@@ -41,11 +41,9 @@ def tracking(names: Sequence[str]) -> Generator[None]:
     try:
         yield
         exit_code = 0
-    except wandb.Error if wandb else () as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"train.report_to: wandb: {reason}; WANDB_MODE=offline keeps the run on this machine"
-        ) from error
+    except failures as error:
+        reason = f"{str(error).splitlines()[0].rstrip('.')}; WANDB_MODE=offline keeps the run on this machine"
+        raise ValueError(f"train.report_to: wandb: {reason}") from error
     finally:
         if wandb and wandb.run and not theirs:
             wandb.finish(exit_code=exit_code)
