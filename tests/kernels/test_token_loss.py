@@ -290,7 +290,7 @@ def test_none_with_a_random_upstream_vector(case: Case):
     upstream = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     kept = targets != IGNORE_INDEX
     expected = torch.zeros_like(logits)
-    expected[kept] = exact.answer(case.oracle, exact.rows(logits, targets), SETTING).gradient * upstream[kept, None]
+    expected[kept] = exact.answer(case.oracle, exact.rows(logits, targets), SETTING).gradient * upstream[kept][:, None]
     _, grad = gradient(logits, targets, case.objective, upstream=upstream, reduction="none")
     assert_near(grad, expected, "closed form", condition=10)
 
@@ -304,7 +304,7 @@ def test_weights_are_constants_per_token(case: Case):
     expected = exact.answer(case.oracle, exact.rows(logits, targets), SETTING)
     loss, grad = gradient(logits, targets, case.objective, weights=weights, reduction="sum")
     assert_close(loss, (expected.value * weights[kept]).sum(), "closed form")
-    assert_near(grad[kept], expected.gradient * weights[kept, None], "closed form", condition=10)
+    assert_near(grad[kept], expected.gradient * weights[kept][:, None], "closed form", condition=10)
     mean, _ = gradient(logits, targets, case.objective, weights=weights)
     assert_close(mean, (expected.value * weights[kept]).sum() / int(kept.sum()), "closed form")
 

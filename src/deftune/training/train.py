@@ -31,6 +31,7 @@ from deftune.training.display import StepDisplay
 from deftune.training.head import check_packing
 from deftune.training.models import load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run, cut_metrics, find_run, locked, open_run
+from deftune.training.trackers import check_trackers, tracker_name, tracking
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ def check_config(config: RunConfig) -> None:
             f"train.batch_size: {train.batch_size} rows a step cannot be {ranks} ranks x {train.micro_batch_size} rows "
             f"x a whole number; change batch_size or micro_batch_size"
         )
-    for tracker in train.report_to:
-        if importlib.util.find_spec(tracker) is None:
-            raise ConfigError(f"train.report_to: {tracker} is not installed; pip install {tracker}")
+    check_trackers(train.report_to)
     if config.model.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
     if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
@@ -244,7 +243,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         greater_is_better=False if evaluating else None,
         prediction_loss_only=True,
         report_to=list(train.report_to),
-        run_name=run.folder.name,
+        run_name=tracker_name(run),
         disable_tqdm=True,
         remove_unused_columns=False,
         max_length=None,
@@ -432,7 +431,8 @@ def train_run(config: RunConfig, console: Console | None = None, *, title: str =
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run))
                 open_run(config)
-            return _train(prepared, run, console, say, title)
+            with tracking(config.train.report_to):
+                return _train(prepared, run, console, say, title)
 
 
 def _train(prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str) -> Outcome:
