@@ -11,6 +11,7 @@ same inputs, 10% of the rows ignored.
 - floor: 6 N D V at the GEMM rate the card sustains (8192^3 looped for 3 s in the same run), N counting supervised rows
 - ms: median of the repeats; spread: the two halves' medians, apart, in per cent. Below 20 ms the host's moods last
   longer than the repeats: ten rounds over all contenders in turn; spread: from the fastest round to the slowest
+- GPU busy: the kernels' own time in a step (torch.profiler); the rest of ms is waiting for the host
 - extra memory: peak - inputs - dX - dW in float32
 - error: gradients against float64 from the same inputs, ||g - g64|| / ||g64||
 """
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import deftune
 from deftune.kernels import replay
@@ -302,10 +304,22 @@ class Contender:
             for _ in range(4 if self.device == "cuda" else 1):  # a graph is captured by the third
                 self.step()
         self.run_round(repeats)
+        busy = self.busy_ms()
         assert self.hidden.grad is not None
         grad_bytes = self.hidden.grad.nbytes + 4 * self.weight.numel()
         extra = max(0.0, (peak.bytes - grad_bytes) / 2**30)
-        return {"loss": value, "extra_gib": extra, "grads": (self.hidden.grad, self.weight.grad), **self.times()}
+        grads = (self.hidden.grad, self.weight.grad)
+        return {"loss": value, "extra_gib": extra, "busy_ms": busy, "grads": grads, **self.times()}
+
+    def busy_ms(self, steps: int = 3) -> float | None:
+        """The time that the GPU's kernels take in a step, whatever the host does between them."""
+        if self.device != "cuda":
+            return None
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(steps):
+                self.step()
+            torch.cuda.synchronize()
+        return sum(event.self_device_time_total for event in seen.key_averages()) / steps / 1e3
 
     def run_round(self, repeats: int, warmup: int = 0) -> None:
         milliseconds: list[float] = []
@@ -370,8 +384,8 @@ def run_shape(
             result["ratio"] = result["ms"] / floor
     lines = [
         f"\n### {title}\n",
-        "| | ms | x floor | spread | extra GiB | error dX | error dW |",
-        "|---|---|---|---|---|---|---|",
+        "| | ms | x floor | spread | GPU busy ms | extra GiB | error dX | error dW |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [table_line(label, result) for label, result in table.items()]
     print("\n".join(lines), flush=True)
@@ -380,9 +394,10 @@ def run_shape(
 
 def table_line(label: str, result: dict[str, Any]) -> str:
     if "failed" in result:
-        return f"| {label} | not run: {result['failed'].splitlines()[0][:80]} | | | | | |"
+        return f"| {label} | not run: {result['failed'].splitlines()[0][:80]} | | | | | | |"
+    busy = "-" if result["busy_ms"] is None else f"{result['busy_ms']:.2f}"
     return (
-        f"| {label} | {result['ms']:.2f} | {result['ratio']:.2f} | {result['spread']:.1%} "
+        f"| {label} | {result['ms']:.2f} | {result['ratio']:.2f} | {result['spread']:.1%} | {busy} "
         f"| {result['extra_gib']:.2f} | {result['error_dx']:.1e} | {result['error_dw']:.1e} |"
     )
 
