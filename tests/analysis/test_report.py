@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from tiny_comparison import comparison_at, content, save_model, write
 
+from deftune.analysis import report_figures as report_figures_module
 from deftune.analysis.grid import Comparison, load_comparison, open_comparison
 from deftune.analysis.grid_run import run_grid, run_here
 from deftune.analysis.grid_summary import summarize_comparison
 from deftune.analysis.report import cautions, render_report, verdicts
-from deftune.analysis.report_figures import report_figures, score_lines
+from deftune.analysis.report_figures import first_tables, gradient_figures, report_figures, score_lines
 from deftune.cli import main
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -137,7 +138,7 @@ def test_a_comparison_of_answers_alone_has_no_token_figures(tmp_path, finished):
     summary = json.loads(json.dumps(summarize_comparison(finished)))
     summary["regimes"]["weak"]["evaluations"] = []
     names = [drawn.name for drawn in report_figures(finished, summary)]
-    assert names == ["gradients", "histograms", "progress"]
+    assert names == ["histograms", "progress"]
 
 
 def test_figures_are_saved_with_their_tables(tmp_path, finished, capsys):
@@ -145,8 +146,21 @@ def test_figures_are_saved_with_their_tables(tmp_path, finished, capsys):
     found = {path.name for path in (tmp_path / "f").iterdir()}
     for name in ("temperatures", "histograms", "progress", "entropy"):
         assert {f"{name}.png", f"{name}.svg", f"{name}.pdf", f"{name}.csv"} <= found
-    assert {"gradients.png", "gradients.csv"} <= found
+    assert {"gradients.png", "gradients.csv"} <= found and "image" not in (tmp_path / "r.html").read_text()
     assert "continuum.png" not in found  # one regime
+
+
+def test_gradients_of_what_every_regime_has(monkeypatch, finished):
+    """A regime that came with another objective: its tables have more, and the older ones cannot be drawn with it."""
+    (table,) = [t for (_, name), t in first_tables(finished, None).items() if name == "base"]
+    more = table
+    for column in ("gate", "gradient"):
+        more = more.append_column(f"{column}:linear", table[f"{column}:nll"])
+    monkeypatch.setattr(
+        report_figures_module, "first_tables", lambda *_: {("new", "base"): more, ("old", "base"): table}
+    )
+    (drawn,) = gradient_figures(finished)
+    assert {line["objective"] for line in drawn.table} == {"nll", "deft"}
 
 
 HOSTILE = "</title></style><img src=x onerror=document.title='taken'><script>document.title='taken'</script>&'\""

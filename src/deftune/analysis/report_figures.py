@@ -26,7 +26,7 @@ from deftune.analysis.figures_scores import (
 from deftune.analysis.grid import BASE, Comparison
 from deftune.analysis.style import styled
 from deftune.analysis.tables import AVERAGE
-from deftune.analysis.tokens import read_token_table
+from deftune.analysis.tokens import read_token_table, table_objectives
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,6 @@ def report_figures(comparison: Comparison, summary: Record) -> list[Drawn]:
     scores = score_lines(summary)
     tables: list[tuple[str, str, Callable[[Any], Figure], Any]] = [
         ("temperatures", "Score against sampling temperature", plot_temperatures, swept(scores)),
-        ("gradients", "Gradient norms on held-out tokens, before tuning", plot_gradient_maps, gradients(comparison)),
         (
             "histograms",
             "Target probabilities on held-out tokens, one seed of each",
@@ -64,9 +63,22 @@ def report_figures(comparison: Comparison, summary: Record) -> list[Drawn]:
 
 
 def page_figures(drawn: Sequence[Drawn]) -> dict[str, str]:
-    """Title -> SVG. The gradient maps are images, which the page's policy does not allow."""
-    lines = [one for one in drawn if one.name != "gradients"]
-    return {one.title: svg_text(one.figure, f"figure{number}") for number, one in enumerate(lines, 1)}
+    """Title -> SVG."""
+    return {one.title: svg_text(one.figure, f"figure{number}") for number, one in enumerate(drawn, 1)}
+
+
+def gradient_figures(comparison: Comparison) -> list[Drawn]:
+    """The gradient maps of the untuned model, not for the page: they are images, which its policy does not allow.
+
+    Of the objectives that every regime's table has: a comparison may have grown by others since.
+    """
+    untuned = {regime: table for (regime, name), table in first_tables(comparison, None).items() if name == BASE}
+    named = [table_objectives(table) for table in untuned.values()]
+    shared = [name for name in (named[0] if named else []) if all(name in names for names in named)]
+    if not shared:
+        return []
+    table = gradient_map_table(untuned, shared)
+    return [Drawn("gradients", "Gradient norms on held-out tokens, before tuning", plot_gradient_maps(table), table)]
 
 
 def score_lines(summary: Record) -> list[dict[str, Any]]:
@@ -100,11 +112,6 @@ def first_tables(comparison: Comparison, columns: Sequence[str] | None) -> dict[
         if cell.state()["state"] == "finished" and path.is_file() and (cell.regime, cell.objective) not in tables:
             tables[cell.regime, cell.objective] = read_token_table(path, columns)
     return tables
-
-
-def gradients(comparison: Comparison) -> Any:
-    untuned = {regime: table for (regime, name), table in first_tables(comparison, None).items() if name == BASE}
-    return gradient_map_table(untuned) if untuned else None
 
 
 def shares(comparison: Comparison) -> Any:

@@ -23,7 +23,7 @@ def run_report(args: argparse.Namespace) -> int:
     from deftune.analysis.grid import load_comparison
     from deftune.analysis.grid_summary import summarize_comparison
     from deftune.analysis.report import render_report
-    from deftune.analysis.report_figures import page_figures, report_figures
+    from deftune.analysis.report_figures import gradient_figures, page_figures, report_figures
     from deftune.analysis.style import save_figure
     from deftune.data.files import write_atomic
 
@@ -39,6 +39,6 @@ def run_report(args: argparse.Namespace) -> int:
     write_atomic(out, page)
     print(out)
     if args.figures:
-        for one in drawn:
+        for one in [*drawn, *gradient_figures(comparison)]:
             print(save_figure(one.figure, args.figures / one.name, one.table)[0])
     return 0

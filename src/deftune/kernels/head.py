@@ -47,7 +47,7 @@ class Slices:
         classes, width = weight.shape
         self.weight, self.buffer = weight, None
         self.size = max(1, classes)
-        if weight.dtype != dtype or not weight.is_contiguous():
+        if weight.dtype != dtype:
             if weight.numel() > self.large:
                 self.size = -(-classes // self.number // self.multiple) * self.multiple
             self.buffer = torch.empty(self.size, width, dtype=dtype, device=weight.device)
