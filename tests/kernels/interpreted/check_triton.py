@@ -419,6 +419,15 @@ def test_linear_loss(monkeypatch, objective, head):
     assert_both(both(hidden, weight, targets, objective, **options))
 
 
+def test_a_weight_whose_rows_are_not_side_by_side():
+    hidden, weight, targets = sample(20)
+    inputs = [hidden.requires_grad_(), weight.T.contiguous().requires_grad_()]
+    loss = linear_loss(inputs[0], inputs[1].T, targets, "deft", backend="triton")
+    got = torch.autograd.grad(loss, inputs)
+    _, (expected, truth) = both(hidden, weight, targets, "deft")
+    assert_both([(loss.detach(), (got[0], got[1].T)), (expected, truth)])
+
+
 @pytest.mark.parametrize("vocab_size", [700, 768, 100])
 @pytest.mark.parametrize("objective", ["deft", "eaft(k=5)"])
 def test_a_large_weight_of_another_dtype_comes_in_slices(monkeypatch, objective, vocab_size):
