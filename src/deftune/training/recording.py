@@ -6,6 +6,7 @@ beside the objective, and what the gate let through.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -31,24 +32,33 @@ class StepRecord:
         self.objective = objective
         self.special_ids = tuple(special_ids)
         self.sums: Tensor | None = None
+        self.constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(edges, special ids) there: copied once, for a copy waits for all that the device has to do."""
+        if device not in self.constants:
+            edges = torch.tensor(P_EDGES, dtype=torch.float64, device=device)
+            self.constants[device] = edges, torch.tensor(self.special_ids, dtype=torch.int64, device=device)
+        return self.constants[device]
 
     @torch.no_grad()
     def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> None:
-        """Count one micro-batch; objectives of a whole step need its statistics in the context."""
+        """Count one micro-batch, never waiting for the device, which is busy with the head and has the backward next.
+
+        Objectives of a whole step need its statistics in the context.
+        """
         gate, value = self.objective.evaluate(stats, context)
         p, concentration = stats.p, stats.concentration
-        special = torch.zeros_like(p)
-        for token in self.special_ids:
-            special += stats.targets == token
+        edges, ids = self.on(p.device)
+        special = (stats.targets[:, None] == ids).any(1).to(p.dtype)
         conflicts = (p < CONFLICT_P) & (concentration > CONFLICT_CONCENTRATION)
         columns = torch.stack([
             torch.ones_like(p), value, stats.nll, p, self.objective.focus(stats, context), gate, gate * stats.error,
             stats.entropy, concentration, (gate < SUPPRESSED_GATE).to(p.dtype), conflicts.to(p.dtype),
             special, special * p,
         ])  # fmt: skip
-        edges = torch.tensor(P_EDGES, dtype=p.dtype, device=p.device)
-        counts = torch.bincount(torch.bucketize(p, edges), minlength=len(P_EDGES) + 1).to(p.dtype)
-        sums = torch.cat([columns.sum(1), input_tokens.to(p.dtype).reshape(1), counts])
+        above = (p[:, None] > edges).sum(0)
+        sums = torch.cat([columns.sum(1), input_tokens.to(p.dtype).reshape(1), above.to(p.dtype)])
         self.sums = sums if self.sums is None else self.sums + sums
 
     def take(self) -> dict[str, float | list[int]]:
@@ -74,7 +84,8 @@ def means(sums: list[float]) -> dict[str, float | list[int]]:
         record[name] = total[name] / tokens
     if total["eos_tokens"]:
         record["eos_p"] = total["eos_p"] / total["eos_tokens"]
-    record["p_histogram"] = [int(count) for count in sums[len(SUMS) :]]
+    above = [tokens, *sums[len(SUMS) :], 0]
+    record["p_histogram"] = [int(low - high) for low, high in itertools.pairwise(above)]
     return record
 
 
