@@ -30,7 +30,7 @@ from deftune.objectives.stats import from_columns
 from deftune.training.head import shifted
 from deftune.training.recording import P_EDGES, StepRecord
 from deftune.training.train import Batches, make_dataset
-from deftune.training.trainer import DeftSFTTrainer
+from deftune.training.trainer import DeftSFTTrainer, input_tokens
 
 PARAMETERS = {"alpha": "alpha(0.7)", "top": "top(0.02)", "bottom": "bottom(0.02)"}
 SPECS = [PARAMETERS.get(name, name) for name in deftune.OBJECTIVES] + [
@@ -411,6 +411,22 @@ def test_every_field_of_a_record_is_what_its_name_says():
     assert found["p_histogram"] == [int(((low < p) & (p <= high)).sum()) for low, high in itertools.pairwise(edges)]
     assert set(found) == {*expected, "tokens", "input_tokens", "eos_p", "p_histogram"}
     assert record.take() == {}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+def test_a_record_never_waits_for_the_gpu():
+    """A synchronisation between the head and the backward would leave the GPU idle while the host catches up."""
+    stats = deftune.token_stats(torch.randn(50, 20, device="cuda"), torch.randint(0, 20, (50,), device="cuda"))
+    record = StepRecord(deftune.objective("deft"), (3, 4))
+    inputs = {"input_ids": torch.zeros(2, 30, device="cuda")}
+    record.add(stats, Context(), input_tokens(inputs))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        record.add(stats, Context(), input_tokens(inputs))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = record.take()
+    assert found["tokens"] == 100 and found["input_tokens"] == 120
 
 
 def test_a_mass_objectives_record_shows_its_normalised_gate(tmp_path):

@@ -29,7 +29,7 @@ class Supervised:
     hidden: Tensor  # [N, D]
     index: Tensor  # [M]
     y: Tensor  # [M]
-    facts: Tensor | None = None  # on the device: their number, ..., a flag that a row without a distribution sets
+    facts: Tensor | None = None  # on the device: their number, and a flag that a row without a distribution sets
     known: bool = True  # False: index and y are [N], and only ``facts`` knows M
 
     def __post_init__(self) -> None:
@@ -265,8 +265,8 @@ class TritonBackend:
         self.weights = Slices(self.head.weight, dtype)
         self.dtype = dtype
         device = rows.hidden.device
-        facts = torch.tensor([rows.count, 0, 0, 0], device=device) if rows.facts is None else rows.facts
-        self.number, self.nan = facts[:1], facts[3:]
+        facts = torch.tensor([rows.count, 0], device=device) if rows.facts is None else rows.facts
+        self.number, self.nan = facts[:1], facts[1:]
         self.all = replace(rows, hidden=rows.hidden.to(dtype).contiguous())
         # rows of E start on 128 bytes whatever V is
         self.stride = -(-head.vocab_size // 64) * 64
@@ -285,36 +285,45 @@ class TritonBackend:
         limit = min(cls.max_rows, cls.max_bytes // (-(-head.vocab_size // 64) * 64 * dtype.itemsize))
         return balanced(total, max(128, limit // 128 * 128), 128)
 
-    def begin(self, rows: int, keep: bool) -> None:
+    def begin(self, rows: int, keep: bool, top: int) -> None:
         """Start the forward GEMM of the first ``rows`` rows, as many of them as there will turn out to be."""
         self.begun = rows
-        self.first = self.exponentials(slice(0, rows), keep)
+        self.first = self.exponentials(slice(0, rows), keep, top)
 
     def settle(self, count: int) -> None:
         """Only the first ``count`` rows are there."""
         self.all = replace(self.all, index=self.all.index[:count], y=self.all.y[:count], known=True)
 
-    def exponentials(self, part: slice, keep: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(x, E, tiles) of some rows."""
+    def exponentials(self, part: slice, keep: bool, top: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(x, E, tiles) of some rows; where the weight comes in slices, E W as well, while each of them is there."""
         x, y, _ = self.all.take(part)
-        e = None
-        if keep:
-            rows = x.shape[0]
+        e, rows, then = None, x.shape[0], None
+        if keep or top:
             if self.e.shape[0] < rows:
                 self.e = torch.empty(rows, self.stride, dtype=self.dtype, device=x.device)
             e = self.e[:rows]
+        if keep and self.weights.several:
+            if self.u.shape[0] < rows:
+                self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=x.device)
+            then = functools.partial(self.multiply, self.e[:rows], self.u[:rows])
         tiles = self.kernels.exponentials(
-            x, y, self.vectors[1, part], self.head, self.weights, e, self.number, part.start
+            x, y, self.vectors[1, part], self.head, self.weights, e, self.number, part.start, then
         )
         return x, e, tiles
 
+    @staticmethod
+    def multiply(e: Tensor, u: Tensor, begin: int, classes: Tensor, add: bool) -> None:
+        """u = E W, or its part of some classes added."""
+        product(e[:, begin : begin + len(classes)], classes, u, add)
+
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
         kernels, head, rows = self.kernels, self.head, part.stop - part.start
-        x, e, tiles = self.first if self.begun and part.start == 0 else self.exponentials(part, keep or top > 0)
+        x, e, tiles = self.first if self.begun and part.start == 0 else self.exponentials(part, keep, top)
         x, e, tiles = x[:rows], None if e is None else e[:rows], tiles[:, :, :rows]
         y, index = self.all.y[part], self.all.index[part]
         z_y, reference, _, _ = self.vectors[:, part].unbind()
-        kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, self.nan, self.number, part.start)
+        u = self.u if keep and self.weights.several else None
+        kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, u, self.nan, self.number, part.start)
         largest = None
         if e is not None and top:
             largest = kernels.top_logits(x, z_y, reference, tiles, e, head, top, self.number, part.start)
@@ -336,12 +345,13 @@ class TritonBackend:
         e, u, scaled = chunk.e, None, None
         assert e is not None
         rows = e.shape[0]
-        if hidden is not None:
-            if self.u.shape[0] != rows:
+        if hidden is not None and not self.weights.several:
+            if self.u.shape[0] < rows:
                 self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=e.device)
-            u = self.u
-            for number, (begin, classes) in enumerate(self.weights.each()):
-                product(e[:, begin : begin + len(classes)], classes, u, add=number > 0)
+            for begin, classes in self.weights.each():
+                self.multiply(e, self.u[:rows], begin, classes, add=False)
+        if hidden is not None:
+            u = self.u[:rows]
         if weight:
             if self.scaled.shape[0] != rows:
                 self.scaled = torch.empty_like(chunk.x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,7 +131,7 @@ class Call:
         """Name the first row without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
         if log_p.device.type == "cuda":
             facts = self.facts if self.backend == "triton" else None
-            flag = log_p.isnan().sum() if facts is None else facts[3:]
+            flag = log_p.isnan().sum() if facts is None else facts[1:]
             note_rows(flag, log_p, self.index)
         elif bool((bad := log_p.isnan()).any()):
             raise nan_error(int(self.index[bad.nonzero()[0, 0]]), "hidden x weight")
@@ -160,14 +160,14 @@ def prepare(
     context = context or NO_CONTEXT
     dtype = dtype or gemm_dtype(hidden)
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
-    name, _ = choose_backend(backend, hidden.device, dtype, Head(weight, bias, scale, softcap), top)
+    head = Head(weight.detach(), _detached(bias), scale, softcap)
+    name, _ = choose_backend(backend, hidden.device, dtype, head, top)
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     early = replay = facts = None
     if name == "triton" and len(targets):
-        head = Head(weight.detach(), _detached(bias), scale, softcap)
-        rows = Survey(hidden.detach(), targets, head.vocab_size)
-        size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
         with plain(hidden.device):
+            rows = Survey(hidden.detach(), targets, head.vocab_size)
+            size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
             if keep and objective and suits(head, objective, context, weights, dtype, size):
                 replay = Replay(rows.all, head, dtype, size, objective, context, top)
@@ -175,7 +175,7 @@ def prepare(
                 # a step objective's first pass is for its statistic, without gradients
                 first = keep and not (objective and objective.kind == "step" and context.step is None)
                 early = TritonBackend(head, dtype, rows.all)
-                early.begin(size, first or top > 0)
+                early.begin(size, first, top)
             index, flat, facts = rows.wait()
             if early is not None:
                 early.settle(len(index))
@@ -195,34 +195,21 @@ class Survey:
     def __init__(self, hidden: Tensor, targets: Tensor, vocab_size: int):
         from deftune.kernels.triton_rows import survey
 
-        self.targets, self.vocab_size, device = targets, vocab_size, targets.device
-        self.earlier = latest_note(device) if device.type == "cuda" else None
-        with plain(device):
-            flag = None if self.earlier is None else self.earlier.flag
-            places, labels, self.facts = survey(targets.contiguous(), vocab_size, IGNORE_INDEX, flag)
-            self.read = read_later(self.facts)
+        self.targets, self.vocab_size, on_gpu = targets, vocab_size, targets.is_cuda
+        self.earlier = latest_note(targets.device) if on_gpu else None
+        flag = None if self.earlier is None else self.earlier.flag
+        places, labels, self.facts, self.told = survey(targets.contiguous(), vocab_size, IGNORE_INDEX, flag)
+        # what is launched after this is not waited for
+        self.done = torch.cuda.current_stream().record_event() if on_gpu else None
         self.all = Supervised(hidden, places, labels, self.facts, known=False)
 
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
         """(places, labels, facts): the one read of the device. A bad label, or an earlier call's NaN, is raised."""
-        count, bad, was, _ = self.read()
+        if self.done is not None:
+            self.done.synchronize()
+        count, bad, was = self.told.tolist()
         if self.earlier is not None:
             answer(self.earlier, was)
         if bad < len(self.targets):
             raise label_error(bad, int(self.targets[bad]), self.vocab_size)
         return self.all.index[:count], self.all.y[:count], self.facts
-
-
-def read_later(numbers: Tensor) -> Callable[[], list[int]]:
-    """A copy to the host that starts now; the call returned waits for it, not for what is launched in between."""
-    if numbers.device.type != "cuda":
-        return numbers.tolist
-    there = numbers.to("cpu", non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-
-    def read() -> list[int]:
-        done.synchronize()
-        return there.tolist()
-
-    return read

@@ -52,6 +52,7 @@ class Slices:
                 self.size = -(-classes // self.number // self.multiple) * self.multiple
             self.buffer = torch.empty(self.size, width, dtype=dtype, device=weight.device)
         self.held = -1  # where the slice in the buffer begins
+        self.several = self.size < classes
 
     def each(self) -> Iterator[tuple[int, Tensor]]:
         """(first class, slice), forwards or backwards: the one that is there comes first."""

@@ -67,7 +67,7 @@ class Room:
         self.weight = new(place.vocab_size, width) if place.copied else None
         self.index = torch.arange(rows, device=place.device)
         self.y = new(rows, dtype=torch.int64)
-        self.facts = new(4, dtype=torch.int64)  # as those of a call: rows that are there, ..., a NaN among them
+        self.facts = new(2, dtype=torch.int64)  # as those of a call: rows that are there, a NaN among them
         self.record = new(7, rows, dtype=torch.float64)  # the five columns, value and gate
         self.aside = torch.cuda.Stream(place.device) if place.device.type == "cuda" else None
 
@@ -221,10 +221,11 @@ class Replay:
         place = Place(hidden.device, stream, threading.get_ident(), dtype, head.vocab_size, head.width, copied)
         self.size = -(-size // PAD) * PAD
         self.room = room_for(place, self.size)
+        self.head, self.all = head, rows
         if self.room.weight is not None:
-            weight = self.room.weight.copy_(weight)
-        self.head = Head(weight, None, head.scale, head.softcap)
-        self.all = replace(rows, hidden=hidden.contiguous())
+            self.head = replace(head, weight=self.room.weight.copy_(weight))
+        if not hidden.is_contiguous():
+            self.all = replace(rows, hidden=hidden.contiguous())
         self.program = self.program_for(objective, context, top)
         self.measure(0)  # before the host knows how many there are
 
@@ -282,7 +283,7 @@ class Replay:
             into.weight.zero_()
         loss = record[5].sum() * scale if count else record.new_zeros(())
         assert call.facts is not None
-        call.facts[3:] = room.facts[3:]
+        call.facts[1:] = room.facts[1:]
         call.check_nan(record[0])
         top = None if not call.top else torch.cat(tops) if tops else call.top_log_p([], record)
         return loss.float(), into, record[:5], top

@@ -19,6 +19,7 @@ be; bf16 has fp32's range, so that E needs no row maximum in advance, only a ref
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -53,7 +54,7 @@ def _logit(dot, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.co
 
 @triton.jit
 def _survey(
-    targets_ptr, index_ptr, labels_ptr, facts_ptr, earlier_ptr, N, V, ignore,
+    targets_ptr, index_ptr, labels_ptr, facts_ptr, told_ptr, earlier_ptr, N, V, ignore,
     EARLIER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # one program, in order: the supervised tokens' places and labels side by side, how many, the first bad one
@@ -76,9 +77,10 @@ def _survey(
         tl.store(index_ptr + at, zero, mask=at < N)
         tl.store(labels_ptr + at, zero, mask=at < N)
     tl.store(facts_ptr, count.to(tl.int64))
-    tl.store(facts_ptr + 1, bad.to(tl.int64))
-    tl.store(facts_ptr + 2, tl.load(earlier_ptr) if EARLIER else 0)
-    tl.store(facts_ptr + 3, 0)
+    tl.store(facts_ptr + 1, 0)
+    tl.store(told_ptr, count.to(tl.int64))
+    tl.store(told_ptr + 1, bad.to(tl.int64))
+    tl.store(told_ptr + 2, tl.load(earlier_ptr) if EARLIER else 0)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -92,7 +94,7 @@ def _take_rows(
     if row == 0:
         tl.store(facts_ptr, tl.minimum(tl.maximum(live, 0), C))
         if first == 0:
-            tl.store(facts_ptr + 3, 0)
+            tl.store(facts_ptr + 1, 0)
     place = tl.load(index_ptr + first + row, mask=there, other=0)
     tl.store(y_ptr + row, tl.load(labels_ptr + first + row, mask=there, other=0))
     for start in range(0, D, BLOCK_D):
@@ -176,10 +178,10 @@ def _exponentials(
 
 @triton.jit
 def _repair_row(
-    x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, row, shift, V, D, stride_e, scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, u_ptr, row, shift, V, D, stride_e, scale, softcap, HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # one row of E about its maximum, by dot products
+    # one row of E about its maximum, by dot products, and of u = E W, where that was made with E
     row = row.to(tl.int64)
     y = tl.load(y_ptr + row)
     for start in range(0, V, BLOCK_V):
@@ -196,14 +198,25 @@ def _repair_row(
         e = tl.where(v == y, 0.0, tl.exp(z - shift))
         if HAS_SOFTCAP:
             e = e * (1 - (z / softcap) * (z / softcap))
-        tl.store(e_ptr + row * stride_e + v, e.to(e_ptr.dtype.element_ty), mask=v < V)
+        low = e.to(e_ptr.dtype.element_ty)
+        tl.store(e_ptr + row * stride_e + v, low, mask=v < V)
+        if MULTIPLIED:
+            low = tl.where(v < V, low.to(tl.float32), 0.0)
+            for d0 in range(0, D, BLOCK_D):
+                d = d0 + tl.arange(0, BLOCK_D)
+                mask = (v < V)[:, None] & (d < D)[None, :]
+                w = tl.load(w_ptr + v.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
+                more = tl.sum(w.to(x_ptr.dtype.element_ty).to(tl.float32) * low[:, None], axis=0)
+                u = u_ptr + row * D + d
+                before = tl.load(u, mask=(d < D) & (start > 0), other=0.0)
+                tl.store(u, before + more, mask=d < D)
 
 
 @triton.jit(do_not_specialize=["C", "first"])
 def _reduce_tiles(
-    tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, nan_ptr, count_ptr,
+    tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, u_ptr, nan_ptr, count_ptr,
     plane, pitch, C, first, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr, MULTIPLIED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -258,9 +271,9 @@ def _reduce_tiles(
                 here = tl.arange(0, BLOCK_R) == r
                 if tl.sum((over & here).to(tl.int32), axis=0) > 0:
                     _repair_row(
-                        x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, tl.program_id(0) * BLOCK_R + r,
+                        x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, u_ptr, tl.program_id(0) * BLOCK_R + r,
                         tl.sum(tl.where(here, shift, 0.0), axis=0), V, D, stride_e, scale, softcap,
-                        HAS_BIAS, HAS_SOFTCAP, BLOCK_V, BLOCK_D,
+                        HAS_BIAS, HAS_SOFTCAP, MULTIPLIED, BLOCK_V, BLOCK_D,
                     )  # fmt: skip
             tl.store(ref_ptr + rows, shift, mask=over)
 
@@ -426,19 +439,24 @@ def aligned(planes: int, rows: int, dtype: torch.dtype, device: torch.device) ->
     return torch.empty(planes, -(-rows // 16) * 16, dtype=dtype, device=device)[:, :rows]
 
 
-def survey(targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(places, labels, facts) of the supervised tokens, in one launch and for one read of the device.
+def survey(
+    targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(places, labels, facts, told) of the supervised tokens, in one launch.
 
-    The first two are [N], 0 from the count on; facts, int64, are the count, the place of the first label outside
-    [0, V) (N: none; the label then stands as 0), what the flag ``earlier`` said, and a flag that is still 0.
+    Places and labels are [N], 0 from the count on. Facts, on the device: the count, and a flag that is still 0. Told,
+    where the host can read it once the kernel is done: the count, the place of the first label outside [0, V) (N: none;
+    the label then stands as 0), and what the flag ``earlier`` said.
     """
-    places, labels = aligned(2, len(targets), torch.int64, targets.device).unbind()
-    facts = torch.empty(4, dtype=torch.int64, device=targets.device)
+    device, rows = targets.device, len(targets)
+    places, labels = torch.empty(2, -(-rows // 16) * 16, dtype=torch.int64, device=device).unbind()
+    facts = torch.empty(2, dtype=torch.int64, device=device)
+    told = torch.empty(3, dtype=torch.int64, pin_memory=device.type == "cuda")
     _survey[(1,)](
-        targets, places, labels, facts, facts if earlier is None else earlier, len(targets), vocab_size, ignore,
+        targets, places, labels, facts, told, facts if earlier is None else earlier, rows, vocab_size, ignore,
         EARLIER=earlier is not None, BLOCK=4096, num_warps=8,
     )  # fmt: skip
-    return places, labels, facts
+    return places[:rows], labels[:rows], facts, told
 
 
 def take_rows(
@@ -468,17 +486,19 @@ def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor
 
 
 def exponentials(
-    x: Tensor, y: Tensor, ref: Tensor, head: Head, weights: Slices, e: Tensor | None, count: Tensor, first: int
+    x: Tensor, y: Tensor, ref: Tensor, head: Head, weights: Slices, e: Tensor | None, count: Tensor, first: int,
+    then: Callable[[int, Tensor, bool], None] | None = None,
 ) -> Tensor:  # fmt: skip
     """E into ``e`` [C, >= V] (None: sums only); returns the tiles' (max, sum e, sum e^2, sum u e): [4, tiles, C].
 
     The rows are those from ``first`` on; of them, as many as ``count`` [1], on the device, leaves are computed.
+    ``then`` is called with the beginning of each slice of the weight, the slice, and whether it is not the first.
     """
     exact = x.dtype == torch.float32
     block_m, block_k = (BLOCK_M_FLOAT32, BLOCK_K_FLOAT32) if exact else (BLOCK_M, BLOCK_K)
     tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, BLOCK_N)
     tiles = aligned(4 * tiles_n, len(x), torch.float32, x.device).unflatten(0, (4, tiles_n))
-    for begin, weight in weights.each():
+    for number, (begin, weight) in enumerate(weights.each()):
         programs = min(tiles_m * triton.cdiv(len(weight), BLOCK_N), processors(x.device))
         _exponentials[(programs,)](
             TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
@@ -489,6 +509,8 @@ def exponentials(
             PRECISION="ieee" if exact else "tf32",
             BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=8, num_stages=2 if exact else 3,
         )  # fmt: skip
+        if then is not None:
+            then(begin, weight, number > 0)
     return tiles
 
 
@@ -499,20 +521,22 @@ def processors(device: torch.device) -> int:
 
 def reduce_tiles(
     tiles: Tensor, z_y: Tensor, out: Tensor, x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None,
-    nan: Tensor, number: Tensor, first: int,
+    u: Tensor | None, nan: Tensor, number: Tensor, first: int,
 ) -> None:  # fmt: skip
     """log_p, entropy, log_collision, log_sum and shift of each row into ``out`` [5, C], float64, rows adjacent.
 
-    Rows of ``e`` that left its range are recomputed about their maximum; ``ref`` then says so. A NaN sets ``nan``.
+    Rows of ``e``, and of ``u`` = E W, that left its range are recomputed about their maximum; ``ref`` then says so. A
+    NaN sets ``nan``.
     ``number`` and ``first`` are `exponentials`' count and first.
     """
     _, count, rows = tiles.shape
     block = 8
     _reduce_tiles[(triton.cdiv(rows, block),)](
-        tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, nan, number,
+        tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, x if u is None else u, nan, number,
         tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.vocab_size, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW,
-        **_head_options(head), STORED=e is not None, BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
+        **_head_options(head), STORED=e is not None, MULTIPLIED=u is not None,
+        BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
 
 
