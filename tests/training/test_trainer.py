@@ -141,15 +141,48 @@ def test_a_step_without_supervised_tokens_is_an_error(spec, tmp_path):
         trainer.train()
 
 
-def test_a_gradient_without_a_number_never_reaches_the_weights(tmp_path):
-    for clip in (0.0, 1.0):
+@pytest.mark.parametrize("wrong_step", [1, 3], ids="step {}".format)
+@pytest.mark.parametrize("logging_steps", [1, 5], ids="logged every {}".format)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
+@pytest.mark.parametrize("clip", [0.0, 1.0], ids="clip {}".format)
+def test_a_gradient_without_a_number_never_reaches_the_weights(tmp_path, clip, optim, logging_steps, wrong_step):
+    """Named at its own step, at the next one's gradient, or at the end; the optimizer's state stays as it was too."""
+    model = make_model(torch.float32)
+    arguments = make_arguments(tmp_path, max_grad_norm=clip, optim=optim, logging_steps=logging_steps)
+    trainer, _ = make_trainer(model, arguments, ROWS[:12], objective="deft")
+    seen, states = [], []
+
+    def poison(grad):
+        seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        states.append(
+            [
+                {key: torch.as_tensor(value).clone() for key, value in state.items()}
+                for state in trainer.optimizer.optimizer.state.values()
+            ]
+        )
+        return grad * (torch.nan if len(seen) == wrong_step else 1.0)
+
+    model.model.norm.weight.register_hook(poison)
+    with pytest.raises(ValueError, match=rf"step {wrong_step}: the gradient's norm is nan; nothing was changed"):
+        trainer.train()
+    assert all(torch.equal(p, seen[wrong_step - 1][name]) for name, p in model.named_parameters())
+    for now, then in zip(trainer.optimizer.optimizer.state.values(), states[wrong_step - 1]):
+        assert all(torch.equal(torch.as_tensor(now[key]), value) for key, value in then.items())
+
+
+def test_a_guarded_step_is_the_step(tmp_path):
+    """The optimizer that is told to look at the norm does what one that is not does."""
+    weights = []
+    for guarded in (True, False):
         model = make_model(torch.float32)
-        trainer, _ = make_trainer(model, make_arguments(tmp_path, max_grad_norm=clip), ROWS[:4], objective="deft")
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        model.model.norm.weight.register_hook(lambda grad: grad * torch.nan)
-        with pytest.raises(ValueError, match=r"training step 1: the gradient's norm is nan; nothing was changed"):
-            trainer.train()
-        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        arguments = make_arguments(tmp_path, max_grad_norm=0.1, optim="adamw_torch_fused", learning_rate=1e-2)
+        trainer, _ = make_trainer(model, arguments, ROWS[:12], objective="deft")
+        if not guarded:
+            trainer._guard = lambda norm: None
+        trainer.train()
+        assert (getattr(trainer.optimizer.optimizer, "found_inf", None) is not None) == guarded
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

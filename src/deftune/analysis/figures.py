@@ -202,7 +202,7 @@ def plot_histograms(table: Table) -> Figure:
     columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share", "density"), "histograms")
     ends = {(line["regime"], line["model"]): line for line in probability_shares(table)}
     regimes = distinct(columns["regime"].tolist())
-    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.4 * len(regimes)), 2.6), sharex=True)
+    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.4 * len(regimes)), 3.0), sharex=True)
     for axis, regime in zip(axes[0], regimes):
         for model in distinct(columns["model"][columns["regime"] == regime].tolist()):
             mine = (columns["regime"] == regime) & (columns["model"] == model)
@@ -216,7 +216,10 @@ def plot_histograms(table: Table) -> Figure:
         for x in (TAIL_P, HEAD_P):
             axis.axvline(x, color="black", lw=0.5, ls=":")
         axis.set(xscale="log", yscale="log", xlabel="target probability p", title=regime, xlim=(SMALLEST_P, 1))
-        axis.legend(title="p ≤ 10⁻³, p > ½", title_fontsize=7, loc="upper left")
+        axis.legend(
+            title="shares at p ≤ 10⁻³, p > ½", title_fontsize=7, ncols=2, columnspacing=1.0,
+            loc="upper center", bbox_to_anchor=(0.5, -0.22),
+        )  # fmt: skip
     axes[0][0].set_ylabel("share of tokens per decade of p")
     return figure
 

@@ -172,7 +172,7 @@ def plot_continuum(table: Table) -> Figure:
             regime, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
             ha="center", fontsize=7,
         )  # fmt: skip
-    axis.set(xlabel="mean p of the base model on the training data", ylabel="score (%)")
+    axis.set(xlabel="mean p of the base model on the regime's data", ylabel="score (%)")
     axis.set_xlim(-0.04, 1.04)
     axis.grid()
     legend_below(figure, [axis])

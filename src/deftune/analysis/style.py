@@ -150,7 +150,8 @@ def legend_below(figure: Figure, axes: Sequence[Any]) -> None:
         handles, labels = axis.get_legend_handles_labels()
         found |= dict(zip(labels, handles))
     columns = max(2, int(figure.get_figwidth() / 1.1))  # inches that a name takes
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(columns, len(found)))
+    rows = -(-len(found) // columns)
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=-(-len(found) // rows))
 
 
 @styled

@@ -38,6 +38,14 @@ def latest_note(device: torch.device) -> Note | None:
     return None
 
 
+def pending_flags(device: torch.device) -> list[Tensor] | None:
+    """The flags of all notes, where work on this device's stream comes after what writes them; else None."""
+    if device.type != "cuda":
+        return [] if not _notes else None
+    here = torch.cuda.current_stream(device)
+    return [note.flag for note in _notes] if all(note.stream == here for note in _notes) else None
+
+
 def look(note: Note) -> int:
     """Wait for a flag, on the stream that writes it."""
     with torch.cuda.stream(note.stream):
@@ -55,8 +63,7 @@ def raise_pending(*, wait: bool = True) -> None:
     """Raise the error that an earlier call on a GPU met: a token whose logits are NaN, by its flat index.
 
     Every loss of deftune does this for earlier work of its stream (``wait=False``) where it counts its tokens, which
-    synchronises. A trainer calls it before the optimizer steps, where it reads the loss anyway, so that no NaN reaches
-    the weights.
+    synchronises. A trainer calls it before the optimizer steps, so that no NaN reaches the weights.
 
     >>> raise_pending()
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -21,6 +22,7 @@ from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.kernels import raise_pending
+from deftune.kernels.pending import pending_flags
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
@@ -117,6 +119,9 @@ class DeftSFTTrainer(SFTTrainer):
         self._held: dict[str, list[tuple[TokenStats, Tensor]]] = {"train": [], "eval": []}
         self._num_items: int | None = None
         self._mass: Tensor | None = None
+        self._unseen: UnseenNorm | None = None
+        # a NaN is an error here: nothing to filter, and to look at the loss after every backward is to wait for it
+        self.args.logging_nan_inf_filter = False
         self._clock = time.perf_counter()
 
     # --- the loss -----------------------------------------------------------------------------------------------------
@@ -243,8 +248,7 @@ class DeftSFTTrainer(SFTTrainer):
             return self.compute_loss(model, inputs).detach(), None, None
 
     def _before_clipping(self, model: Any) -> None:
-        """No NaN reaches the weights; a mass objective's gradients are divided by its mass, once."""
-        raise_pending()
+        """A mass objective's gradients are divided by its mass, once."""
         if self._mass is None:
             return
         self._record_held("train")
@@ -261,20 +265,53 @@ class DeftSFTTrainer(SFTTrainer):
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """transformers'; no NaN reaches the weights."""
         if grad_norm is None:  # clipping is off
             self._before_clipping(model)
+        self._look_back()
         norm = super()._get_grad_norm(model, grad_norm)
-        if self.accelerator.scaler is None:  # float16's skips such a step by itself
-            self._check_norm(norm)
+        if self.accelerator.scaler is not None:  # float16's skips such a step by itself
+            raise_pending()
+            return norm
+        bad = self._guard(norm)
+        self._unseen = UnseenNorm(self.state.global_step + 1, norm, bad)
+        if bad is None:
+            self._look_back()
         return norm
 
-    def _check_norm(self, norm: Any) -> None:
-        value = float(norm)
-        if value != value or value == float("inf"):
+    def _guard(self, norm: Any) -> Tensor | None:
+        """Whether the optimizer is to leave all as it is: told it on the device, so that the host need not wait.
+
+        None where it would not listen: only torch's fused Adam does, as it does to a gradient scaler.
+        """
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        fused = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
+        flags = pending_flags(norm.device) if fused and type(norm) is Tensor else None
+        if flags is None:
+            return None
+        bad = torch.cat([~norm.isfinite().reshape(1), *[flag.reshape(-1) != 0 for flag in flags]]).any()
+        optimizer.found_inf = bad.float()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        return bad
+
+    def _look_back(self) -> None:
+        """Raise why the last update was left out, if it was."""
+        unseen, self._unseen = self._unseen, None
+        if unseen is not None and unseen.bad():
+            raise_pending()
             raise ValueError(
-                f"training step {self.state.global_step + 1}: the gradient's norm is {value}; nothing was changed. "
+                f"training step {unseen.step}: the gradient's norm is {float(unseen.norm)}; nothing was changed. "
                 f"Lower the learning rate, or look at the batch and the weights for NaN"
             )
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._look_back()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().train(*args, **kwargs)
+        self._look_back()
+        return output
 
     # --- the records --------------------------------------------------------------------------------------------------
 
@@ -387,6 +424,24 @@ class DeftSFTTrainer(SFTTrainer):
         for path in list(written.iterdir()):
             path.rename(written.parent / path.name)
         written.rmdir()
+
+
+class UnseenNorm:
+    """The norm of a step's gradient, and whether it, or a token, had no number: on its way to the host."""
+
+    def __init__(self, step: int, norm: Any, bad: Tensor | None):
+        self.step, self.norm, self.there, self.done = step, norm, bad, None
+        if bad is not None and bad.is_cuda:
+            self.there = bad.to("cpu", non_blocking=True)
+            self.done = torch.cuda.current_stream(bad.device).record_event()
+
+    def bad(self) -> bool:
+        if self.done is not None:
+            self.done.synchronize()
+        if self.there is not None:
+            return bool(self.there)
+        raise_pending()
+        return not math.isfinite(float(self.norm))
 
 
 class Undisturbed:
