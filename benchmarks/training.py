@@ -5,9 +5,10 @@
     python benchmarks/training.py CONFIG.json rows.jsonl.gz --tokenizer MODEL_FOLDER   # random weights of that shape
 
 Each contender trains its own copy of the model, on the same packed sequences in the same order, with the same
-optimizer; the first steps (--warmup) are left out, and the rounds (--rounds) go over all contenders in turn. Liger's
-layers replace the model's own for good, so those that use them come last. Needs deftune[train]; Liger's rows need
-liger-kernel.
+optimizer. First each by itself: its peak memory and losses. Then all of them side by side, in rounds of a few steps
+over all in turn (--rounds, --steps; the first --warmup of a round are left out): a host whose speed drifts is as fast
+for one as for the next, and the ratio to TRL's nll is that of the same round. Liger's layers replace the model's own
+for good, so those that use them come last. Needs deftune[train]; Liger's rows need liger-kernel.
 """
 
 from __future__ import annotations
@@ -59,33 +60,68 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     return load_model(args.model), load_tokenizer(args.tokenizer or args.model)
 
 
-def measure(contender: str, model: Any, tokenizer: Any, packs: list[Any], args: argparse.Namespace) -> dict[str, Any]:
-    """One contender on a copy of the model."""
-    from transformers import PrinterCallback, TrainerCallback
-    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+class Entrant:
+    """A contender's trainer, and the seconds of its steps."""
 
-    from deftune.data.encoding import Collator
+    def __init__(self, contender: str, model: Any, tokenizer: Any, packs: list[Any], args: argparse.Namespace):
+        from transformers import PrinterCallback, TrainerCallback
+        from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+        from deftune.data.encoding import Collator
+        from deftune.training.train import Batches, make_dataset, quiet
+        from deftune.training.trainer import DeftSFTTrainer
+
+        options: dict[str, Any] = dict(CONTENDERS[contender])
+        objective = options.pop("objective", None)
+        cuda = torch.cuda.is_available()
+        seconds = self.seconds = list[float]()
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                self.start = now()
+
+            def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+                seconds.append(now() - self.start)
+
+        def now() -> float:
+            if cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+        self.folder = tempfile.TemporaryDirectory()
+        with quiet():
+            config = SFTConfig(
+                output_dir=self.folder.name, per_device_train_batch_size=args.micro,
+                gradient_accumulation_steps=args.accumulation, max_steps=args.steps, learning_rate=1e-5, bf16=cuda,
+                use_cpu=not cuda, gradient_checkpointing=False, logging_steps=1, report_to=[], save_strategy="no",
+                disable_tqdm=True, remove_unused_columns=False, max_length=None,
+                dataset_kwargs={"skip_prepare_dataset": True}, **options,
+            )  # fmt: skip
+            kwargs: dict[str, Any] = {
+                "data_collator": Batches(packs, Collator(tokenizer.pad_token_id, padding_free=False)),
+                "train_dataset": make_dataset(range(len(packs))), "processing_class": tokenizer, "callbacks": [Clock()],
+            }  # fmt: skip
+            make: Any = SFTTrainer if objective is None else DeftSFTTrainer
+            extra = {} if objective is None else {"objective": objective}
+            self.trainer = make(copy.deepcopy(model), config, **kwargs, **extra)
+            self.trainer.remove_callback(PrinterCallback)
+
+    def run(self) -> list[float]:
+        """The seconds of a round's steps."""
+        from deftune.training.train import quiet
+
+        self.seconds.clear()
+        with quiet():
+            self.trainer.train()
+        return list(self.seconds)
+
+
+def alone(contender: str, *what: Any) -> dict[str, Any]:
+    """A contender's peak memory, and its losses, with nothing else on the device."""
     from deftune.kernels import replay
-    from deftune.training.train import Batches, make_dataset, quiet
-    from deftune.training.trainer import DeftSFTTrainer, peak_gib
+    from deftune.training.trainer import peak_gib
 
-    options: dict[str, Any] = dict(CONTENDERS[contender])
-    objective = options.pop("objective", None)
     cuda = torch.cuda.is_available()
-    times: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.start = now()
-
-        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            times.append(now() - self.start)
-
-    def now() -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     gc.collect()
     if cuda:
         replay.clear()  # what deftune keeps between calls is of this contender alone
@@ -93,31 +129,22 @@ def measure(contender: str, model: Any, tokenizer: Any, packs: list[Any], args: 
         torch.cuda.reset_peak_memory_stats()
         left = torch.cuda.memory_allocated()
         assert left < 1 << 27, f"{left} bytes of the contender before are still there"
-    with quiet(), tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(
-            output_dir=folder, per_device_train_batch_size=args.micro, gradient_accumulation_steps=args.accumulation,
-            max_steps=args.steps, learning_rate=1e-5, bf16=cuda, use_cpu=not cuda, gradient_checkpointing=False,
-            logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
-            max_length=None, dataset_kwargs={"skip_prepare_dataset": True}, **options,
-        )  # fmt: skip
-        kwargs: dict[str, Any] = {
-            "data_collator": Batches(packs, Collator(tokenizer.pad_token_id, padding_free=False)),
-            "train_dataset": make_dataset(range(len(packs))), "processing_class": tokenizer, "callbacks": [Clock()],
-        }  # fmt: skip
-        make: Any = SFTTrainer if objective is None else DeftSFTTrainer
-        extra = {} if objective is None else {"objective": objective}
-        trainer = make(copy.deepcopy(model), config, **kwargs, **extra)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    entrant = Entrant(contender, *what)
+    entrant.run()
+    losses = [record["loss"] for record in entrant.trainer.state.log_history if "loss" in record]
     peak = peak_gib(torch.device("cuda" if cuda else "cpu"))
-    trainer.accelerator.free_memory()
-    per_step = args.micro * args.accumulation * args.length
-    kept = times[args.warmup :]
-    return {
-        "contender": contender, "seconds": kept, "tokens_per_second": per_step / statistics.median(kept),
-        "peak_gib": peak, "first_loss": losses[0], "last_loss": losses[-1],
-    }  # fmt: skip
+    entrant.trainer.accelerator.free_memory()
+    return {"contender": contender, "peak_gib": peak, "first_loss": losses[0], "last_loss": losses[-1], "rounds": []}
+
+
+def race(results: list[dict[str, Any]], rounds: int, warmup: int, *what: Any) -> None:
+    """The seconds of each contender's steps, round by round."""
+    entrants = [Entrant(result["contender"], *what) for result in results]
+    for _ in range(rounds):
+        for result, entrant in zip(results, entrants):
+            result["rounds"].append(entrant.run()[warmup:])
+    for entrant in entrants:
+        entrant.trainer.accelerator.free_memory()
 
 
 def main() -> None:
@@ -130,9 +157,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8, help="steps of a round")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of a round that are not counted")
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="which ones, by commas (default: all)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -140,21 +167,25 @@ def main() -> None:
     contenders: list[str] = args.contenders.split(",")
     if unknown := [name for name in contenders if name not in CONTENDERS]:
         parser.error(f"--contenders: unknown {', '.join(unknown)}; known: {', '.join(CONTENDERS)}")
+    if not 0 <= args.warmup < args.steps:
+        parser.error(f"--warmup: {args.warmup} of a round's {args.steps} steps leave none to count")
     shown = " ".join(a if a.isascii() and " " not in a else repr(a) for a in sys.argv)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
     model, tokenizer = load(args)
     packs = sequences(args, tokenizer)
     results: list[dict[str, Any]] = []
     for patched in (False, True):
-        for round_ in range(args.rounds):
-            for contender in contenders:
-                if ("use_liger_kernel" in CONTENDERS[contender]) == patched:
-                    try:
-                        result = measure(contender, model, tokenizer, packs, args)
-                    except ImportError as error:
-                        result = {"contender": contender, "error": str(error)[:200]}
-                    results.append({"round": round_, **result})
-                    print(contender, result.get("tokens_per_second", result.get("error")), flush=True)
+        mine: list[dict[str, Any]] = []
+        for contender in contenders:
+            if ("use_liger_kernel" in CONTENDERS[contender]) == patched:
+                try:
+                    mine.append(alone(contender, model, tokenizer, packs, args))
+                except ImportError as error:
+                    results.append({"contender": contender, "error": str(error)[:200]})
+                print(contender, "done alone", flush=True)
+        race(mine, args.rounds, args.warmup, model, tokenizer, packs, args)
+        results += mine
+        gc.collect()
     text = render(results, args, f"`python {shown}`\n\n{name}, torch {torch.__version__}")
     print(text)
     for path, content in ((args.markdown, text), (args.json, json.dumps({"command": shown, "machine": name,
@@ -164,24 +195,26 @@ def main() -> None:
 
 
 def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str) -> str:
-    lines = [head, f"\nSequences of {args.length}, {args.micro} x {args.accumulation} a step\n",
-             "| | tokens/s | x TRL nll | spread of the steps | peak GiB | loss, first to last step |",
+    per_step = args.micro * args.accumulation * args.length
+    lines = [head, f"\nSequences of {args.length}, {args.micro} x {args.accumulation} a step; {args.rounds} rounds of "
+             f"{args.steps - args.warmup} steps\n",
+             "| | tokens/s | x TRL nll | rounds from - to | peak GiB | loss, first to last step |",
              "|---|---|---|---|---|---|"]  # fmt: skip
-    reference = [r["tokens_per_second"] for r in results if r["contender"] == "TRL nll" and "seconds" in r]
+    by_name = {result["contender"]: result for result in results}
+    reference = by_name.get("TRL nll", {}).get("rounds")
     for contender in args.contenders.split(","):
-        mine = [r for r in results if r["contender"] == contender and "seconds" in r]
-        if not mine:
-            error = next((r["error"] for r in results if r["contender"] == contender), "")
-            lines.append(f"| {contender} | not run: {error} | | | | |")
+        mine = by_name[contender]
+        if "error" in mine:
+            lines.append(f"| {contender} | not run: {mine['error']} | | | | |")
             continue
-        speed = statistics.median(r["tokens_per_second"] for r in mine)
-        ratio = f"{speed / statistics.median(reference):.3f}" if reference else "-"
-        seconds = sorted(s for r in mine for s in r["seconds"])
-        middle = statistics.median(seconds)
-        spread = (seconds[int(0.9 * (len(seconds) - 1))] - seconds[int(0.1 * (len(seconds) - 1))]) / middle
+        medians = [statistics.median(seconds) for seconds in mine["rounds"]]
+        ratio, spread = "-", "-"
+        if reference:  # Liger's contenders have rounds of their own: theirs are of other moments
+            ratios = sorted(statistics.median(r) / m for r, m in zip(reference, medians))
+            ratio, spread = f"{statistics.median(ratios):.3f}", f"{ratios[0]:.3f} - {ratios[-1]:.3f}"
         lines.append(
-            f"| {contender} | {speed:,.0f} | {ratio} | {spread:.1%} | {max(r['peak_gib'] for r in mine):.2f} | "
-            f"{mine[0]['first_loss']:.4f} to {mine[0]['last_loss']:.4f} |"
+            f"| {contender} | {per_step / statistics.median(medians):,.0f} | {ratio} | {spread} | "
+            f"{mine['peak_gib']:.3f} | {mine['first_loss']:.4f} to {mine['last_loss']:.4f} |"
         )
     return "\n".join(lines)
 
