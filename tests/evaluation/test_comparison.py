@@ -86,6 +86,19 @@ def test_results_that_cannot_be_compared(folders, tmp_path):
         compare_folders(base, [run])
 
 
+def test_answers_of_another_engine_are_pointed_out(folders, tmp_path, capsys):
+    base, run = folders
+    assert compare_folders(base, [run])["engines"] == []
+    engine = {"name": "vllm", "version": "0.32"}
+    other = write_result(
+        tmp_path / "other", "math", {"math500": items(1, 1, 0, 1), "gsm8k": items(1, 1, 0, 1)}, engine=engine
+    )
+    assert main(["eval", "compare", str(base / "math"), str(other)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"{other}: math was answered by vllm 0.32, that of {base / 'math'} by ")
+    assert line.endswith("a difference may be the engine's, not the model's")
+
+
 def test_tasks_of_ones_own_have_no_average():
     rows = [{"suite": "", "run": "r", "temperature": 0.0, "task": "exam", "difference": 0.1, "standard_error": 0.0}]
     assert average_changes(rows) == []

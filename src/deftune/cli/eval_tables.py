@@ -106,4 +106,5 @@ def render_comparison(found: Record) -> str:
             f"{r['difference']:>+10.4f}{interval:22}{r['p']:>10.3g}{r['p_holm']:>10.3g}"
         )
     lines += [f"not compared, the other has no such suite: {name}" for name in found["alone"]]
+    lines += [f"{note}: a difference may be the engine's, not the model's" for note in found["engines"]]
     return "\n".join(lines)

@@ -111,6 +111,7 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
     tasks: list[Record] = []
     tokens: list[Record] = []
     alone: list[str] = []
+    engines: list[str] = []
     bases = results_by_kind(base)
     for folder in others:
         mine = results_by_kind(folder)
@@ -123,8 +124,18 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
                 tokens += [{"run": str(folder), "data": name.removeprefix("heldout "), **row} for row in rows]
             else:
                 tasks += [{"run": str(folder), **row} for row in compare(bases[name], mine[name])]
+                made = [engine_name(result) for result in (bases[name], mine[name])]
+                if made[0] != made[1]:
+                    engines.append(f"{folder}: {name} was answered by {made[1]}, that of {base} by {made[0]}")
     for row, adjusted in zip(tasks, holm([row["p"] for row in tasks])):
         row["p_holm"] = adjusted
     return {
         "base": str(base), "tasks": tasks, "averages": average_changes(tasks), "heldout": tokens, "alone": alone,
+        "engines": engines,
     }  # fmt: skip
+
+
+def engine_name(result: Result) -> str:
+    """What made a result's answers; older results do not say."""
+    engine: Record = result.settings().get("engine") or {}
+    return " ".join(str(engine[key]) for key in ("name", "version") if engine.get(key)) or "an engine not recorded"

@@ -34,12 +34,12 @@ class StepRecord:
         self.sums: Tensor | None = None
         self.constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(edges, special ids) there: copied once, for a copy waits for all that the device has to do."""
-        if device not in self.constants:
-            edges = torch.tensor(P_EDGES, dtype=torch.float64, device=device)
-            self.constants[device] = edges, torch.tensor(self.special_ids, dtype=torch.int64, device=device)
-        return self.constants[device]
+    def beside(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(edges, special ids) where p is: copied once, for a copy waits for all that the device has to do."""
+        if p.device not in self.constants:
+            ids = torch.tensor(self.special_ids, dtype=torch.int64, device=p.device)
+            self.constants[p.device] = p.new_tensor(P_EDGES), ids
+        return self.constants[p.device]
 
     @torch.no_grad()
     def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> None:
@@ -49,7 +49,7 @@ class StepRecord:
         """
         gate, value = self.objective.evaluate(stats, context)
         p, concentration = stats.p, stats.concentration
-        edges, ids = self.on(p.device)
+        edges, ids = self.beside(p)
         special = (stats.targets[:, None] == ids).any(1).to(p.dtype)
         conflicts = (p < CONFLICT_P) & (concentration > CONFLICT_CONCENTRATION)
         columns = torch.stack([
