@@ -145,6 +145,25 @@ def test_several_suites_go_into_one_folder(model_folder, capsys):
     assert "average over 1 of 11" in capsys.readouterr().out
 
 
+def test_where_nothing_is_left_to_ask_no_model_is_loaded(model_folder, monkeypatch, capsys):
+    """Only graded again: by another number of workers, after a change of a rule's code."""
+    command = ["eval", "model", "--suite", "math", "--data", "data", "--max-new-tokens", "6", "--temperature", "0"]
+    assert main(command) == 0
+    summary = (model_folder / "results/model-math/summary.json").read_bytes()
+    (model_folder / "results/model-math/graded.jsonl").unlink()
+
+    def refuse(*_):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("deftune.cli.eval_engines.load", refuse)
+    assert main([*command, "--workers", "1"]) == 0
+    assert (model_folder / "results/model-math/summary.json").read_bytes() == summary
+    samples = model_folder / "results/model-math/samples.jsonl"
+    samples.write_text(samples.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(AssertionError, match="loaded"):
+        main(command)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

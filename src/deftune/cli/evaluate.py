@@ -199,7 +199,7 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
     from deftune.cli.eval_tables import render_summary
     from deftune.data.files import write_atomic
     from deftune.evaluation.encodings import PROMPT_OPTIONS, encoding_of
-    from deftune.evaluation.evaluate import Result, Settings, ask, grade, summarize
+    from deftune.evaluation.evaluate import Result, Settings, answered, ask, grade, summarize
     from deftune.evaluation.generation import SamplerError
 
     encoding = {} if args.endpoint else encoding_of(model, template=args.template, like=args.like)
@@ -220,7 +220,8 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
         result.check(settings)
         jobs.append((suite, tasks, missing, settings, result))
     check_effect(args, [(settings, tasks) for _, tasks, _, settings, _ in jobs])
-    sampler = make_sampler(args, model, encoding)
+    left = not all(answered(result, settings, tasks) for _, tasks, _, settings, result in jobs)
+    sampler = make_sampler(args, model, encoding) if left else None
     for *_, settings, result in jobs:
         result.open(settings)
     summaries: dict[str, Any] = {}
@@ -228,8 +229,9 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
         for name, why in missing.items():
             print(f"left out: {name}: {why}", file=sys.stderr)
         try:
-            with progress_bars() as show:
-                ask(result, settings, tasks, sampler, show)
+            if sampler is not None:
+                with progress_bars() as show:
+                    ask(result, settings, tasks, sampler, show)
         except SamplerError as error:
             raise ValueError(f"{error}; the same command goes on from there") from error
         graded = grade(result, settings, tasks, workers=args.workers or 2)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -145,7 +145,29 @@ def read_lines(path: Path) -> Iterator[Record]:
             yield record  # pyright: ignore[reportUnknownVariableType]
 
 
+Key = tuple[str, str, float, int]  # task, item, temperature, sample: what makes an answer one
+
+
 # --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def missing_items(have: Container[Key], name: str, items: list[Item], temperature: float, samples: int) -> list[Item]:
+    """The items of which an answer is not there."""
+    return [item for item in items if any((name, item.id, temperature, i) not in have for i in range(samples))]
+
+
+def answers_in(result: Result) -> set[Key]:
+    return {(r["task"], r["id"], r["temperature"], r["sample"]) for r in result.read_samples()}
+
+
+def answered(result: Result, settings: Settings, tasks: dict[str, tuple[Task, list[Item]]]) -> bool:
+    """Whether nothing is left to ask: no model is needed."""
+    have = answers_in(result)
+    return not any(
+        missing_items(have, name, items, temperature, settings.samples_at(temperature))
+        for name, (_, items) in tasks.items()
+        for temperature in settings.temperatures
+    )
 
 
 def ask(
@@ -153,15 +175,13 @@ def ask(
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> None:  # fmt: skip
     """Fill `samples.jsonl`: every answer is there once, whatever was there before."""
-    have = {(r["task"], r["id"], r["temperature"], r["sample"]) for r in result.read_samples()}
+    have = answers_in(result)
     drop_cut_line(result.samples)
     for name, (task, items) in tasks.items():
         limit = settings.max_new_tokens or task.max_new_tokens
         for temperature in settings.temperatures:
             number = settings.samples_at(temperature)
-            missing = [
-                item for item in items if any((name, item.id, temperature, i) not in have for i in range(number))
-            ]
+            missing = missing_items(have, name, items, temperature, number)
             total, done = len(items) * number, (len(items) - len(missing)) * number
             progress(f"{name} T={temperature:g}", done, total)
             prompts = [Prompt(item.id, list(item.messages)) for item in missing]
