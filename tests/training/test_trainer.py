@@ -165,9 +165,20 @@ def test_a_gradient_without_a_number_never_reaches_the_weights(tmp_path, clip, o
     model.model.norm.weight.register_hook(poison)
     with pytest.raises(ValueError, match=rf"step {wrong_step}: the gradient's norm is nan; nothing was changed"):
         trainer.train()
+    assert not hasattr(trainer.optimizer.optimizer, "found_inf")
     assert all(torch.equal(p, seen[wrong_step - 1][name]) for name, p in model.named_parameters())
     for now, then in zip(trainer.optimizer.optimizer.state.values(), states[wrong_step - 1]):
         assert all(torch.equal(torch.as_tensor(now[key]), value) for key, value in then.items())
+
+
+class Told(transformers.TrainerCallback):
+    """Whether the optimizer was told about the norm, step by step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, *_, optimizer, **__):
+        self.seen.append(hasattr(optimizer.optimizer, "found_inf"))
 
 
 def test_a_guarded_step_is_the_step(tmp_path):
@@ -179,8 +190,10 @@ def test_a_guarded_step_is_the_step(tmp_path):
         trainer, _ = make_trainer(model, arguments, ROWS[:12], objective="deft")
         if not guarded:
             trainer._guard = lambda norm: None
+        told = Told()
+        trainer.add_callback(told)
         trainer.train()
-        assert (getattr(trainer.optimizer.optimizer, "found_inf", None) is not None) == guarded
+        assert told.seen == [guarded] * 3 and not hasattr(trainer.optimizer.optimizer, "found_inf")
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
 

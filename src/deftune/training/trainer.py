@@ -192,7 +192,9 @@ class DeftSFTTrainer(SFTTrainer):
             "deft_targets": shifted(inputs["labels"]),
             "deft_call": ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only),
         }
-        return model(**inputs)
+        output = model(**inputs)
+        self._look_back()  # the head has waited for the step before; all ranks stop here, before they wait for another
+        return output
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -268,7 +270,6 @@ class DeftSFTTrainer(SFTTrainer):
         """transformers'; no NaN reaches the weights."""
         if grad_norm is None:  # clipping is off
             self._before_clipping(model)
-        self._look_back()
         norm = super()._get_grad_norm(model, grad_norm)
         if self.accelerator.scaler is not None:  # float16's skips such a step by itself
             raise_pending()
@@ -282,16 +283,26 @@ class DeftSFTTrainer(SFTTrainer):
     def _guard(self, norm: Any) -> Tensor | None:
         """Whether the optimizer is to leave all as it is: told it on the device, so that the host need not wait.
 
-        None where it would not listen: only torch's fused Adam does, as it does to a gradient scaler.
+        None where it would not listen: only torch's fused Adam does, as it does to a gradient scaler, and not to a
+        plain tensor beside FSDP2's.
         """
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        fused = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
-        flags = pending_flags(norm.device) if fused and type(norm) is Tensor else None
+        self._unguard()
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        adam = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
+        if not adam or self.accelerator.is_fsdp2 or not isinstance(norm, Tensor):
+            return None
+        flags = pending_flags(norm.device)
         if flags is None:
             return None
         bad = torch.cat([~norm.isfinite().reshape(1), *[flag.reshape(-1) != 0 for flag in flags]]).any()
-        optimizer.found_inf = bad.float()  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        optimizer.found_inf = bad.float()  # pyright: ignore[reportAttributeAccessIssue]
         return bad
+
+    def _unguard(self) -> None:
+        """What the optimizer was told is of one step."""
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if isinstance(optimizer, torch.optim.Adam) and hasattr(optimizer, "found_inf"):
+            delattr(optimizer, "found_inf")
 
     def _look_back(self) -> None:
         """Raise why the last update was left out, if it was."""
@@ -309,9 +320,13 @@ class DeftSFTTrainer(SFTTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().train(*args, **kwargs)
-        self._look_back()
-        return output
+        try:
+            output = super().train(*args, **kwargs)
+            self._look_back()
+            return output
+        finally:
+            self._unseen = None
+            self._unguard()
 
     # --- the records --------------------------------------------------------------------------------------------------
 
