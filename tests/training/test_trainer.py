@@ -1,9 +1,11 @@
 """The trainer's loss is that of the whole step, however it is divided; options are honoured or refused."""
 
 import copy
+import functools
 import itertools
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from small import (
 )  # fmt: skip
 
 import deftune
+import deftune.training.trainer as trainer_module
 from deftune.data.encoding import Collator, Encoded, pack
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives.stats import from_columns
@@ -141,34 +144,81 @@ def test_a_step_without_supervised_tokens_is_an_error(spec, tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("wrong_step", [1, 3], ids="step {}".format)
+class Watched:
+    """A trainer of three steps, and what model and optimizer were when each step's gradient came."""
+
+    def __init__(self, folder, **more):
+        self.model = make_model(torch.float32)
+        arguments = make_arguments(folder, save_strategy="steps", save_steps=1, **more)
+        self.trainer, _ = make_trainer(self.model, arguments, ROWS[:12], objective="deft")
+        self.seen, self.factor = [], lambda step: 1.0
+        self.model.model.norm.weight.register_hook(self.watch)
+
+    def watch(self, grad):
+        self.seen.append(self.state())
+        return grad * self.factor(len(self.seen))
+
+    def state(self):
+        moments = [] if self.trainer.optimizer is None else self.trainer.optimizer.optimizer.state.values()
+        return [p.detach().clone() for p in self.model.parameters()] + [
+            torch.as_tensor(value).clone() for state in moments for value in state.values()
+        ]
+
+    def assert_not_made(self, step):
+        """Step ``step`` changed nothing, was not counted, was not saved, and was the last whose gradient was made."""
+        then, now = self.seen[step - 1], self.state()
+        assert len(self.seen) == step and self.trainer.state.global_step == step - 1
+        assert all(torch.equal(a, b) for a, b in zip(then, now)) and (step == 1 or len(then) == len(now))
+        assert not list(Path(self.trainer.args.output_dir).glob(f"checkpoint-{step}"))
+        assert not hasattr(self.trainer.optimizer.optimizer, "found_inf")
+        assert self.trainer.args.logging_nan_inf_filter  # as it was
+
+
+@pytest.mark.parametrize("wrong_step", [1, 2, 3], ids="step {}".format)
 @pytest.mark.parametrize("logging_steps", [1, 5], ids="logged every {}".format)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
 @pytest.mark.parametrize("clip", [0.0, 1.0], ids="clip {}".format)
 def test_a_gradient_without_a_number_never_reaches_the_weights(tmp_path, clip, optim, logging_steps, wrong_step):
-    """Named at its own step, at the next one's gradient, or at the end; the optimizer's state stays as it was too."""
-    model = make_model(torch.float32)
-    arguments = make_arguments(tmp_path, max_grad_norm=clip, optim=optim, logging_steps=logging_steps)
-    trainer, _ = make_trainer(model, arguments, ROWS[:12], objective="deft")
-    seen, states = [], []
-
-    def poison(grad):
-        seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        states.append(
-            [
-                {key: torch.as_tensor(value).clone() for key, value in state.items()}
-                for state in trainer.optimizer.optimizer.state.values()
-            ]
-        )
-        return grad * (torch.nan if len(seen) == wrong_step else 1.0)
-
-    model.model.norm.weight.register_hook(poison)
+    watched = Watched(tmp_path, max_grad_norm=clip, optim=optim, logging_steps=logging_steps)
+    watched.factor = lambda step: torch.nan if step == wrong_step else 1.0
     with pytest.raises(ValueError, match=rf"step {wrong_step}: the gradient's norm is nan; nothing was changed"):
-        trainer.train()
-    assert not hasattr(trainer.optimizer.optimizer, "found_inf")
-    assert all(torch.equal(p, seen[wrong_step - 1][name]) for name, p in model.named_parameters())
-    for now, then in zip(trainer.optimizer.optimizer.state.values(), states[wrong_step - 1]):
-        assert all(torch.equal(torch.as_tensor(now[key]), value) for key, value in then.items())
+        watched.trainer.train()
+    watched.assert_not_made(wrong_step)
+
+
+@pytest.mark.parametrize("save_steps", [1, 50], ids="saved every {}".format)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_a_token_without_a_distribution_is_named_with_its_step(tmp_path, monkeypatch, optim, save_steps):
+    """As a GPU finds it: noted by a flag, its gradient 0, the norm finite; raised by whatever waits for it first."""
+    watched = Watched(tmp_path, optim=optim, logging_steps=5)
+    watched.trainer.args.save_steps = save_steps
+    flags = []
+
+    def raise_noted(**_):
+        if any(bool(flag) for flag in flags):
+            flags.clear()
+            raise ValueError("hidden x weight: token 7")
+
+    monkeypatch.setattr(trainer_module, "raise_pending", raise_noted)
+    monkeypatch.setattr(trainer_module, "pending_flags", lambda device: list(flags))
+    model = watched.trainer.model
+    monkeypatch.setattr(model, "forward", forward_noting(model.forward, raise_noted, flags, watched))
+    with pytest.raises(ValueError, match=r"training step 2: hidden x weight: token 7"):
+        watched.trainer.train()
+    watched.assert_not_made(2)
+
+
+def forward_noting(forward, raise_noted, flags, watched):
+    """A forward that does what the head's does on a GPU: raise what an earlier one noted, and note its own."""
+
+    @functools.wraps(forward)
+    def run(*args, **kwargs):
+        raise_noted()
+        output = forward(*args, **kwargs)
+        flags[:] = [torch.tensor([int(len(watched.seen) == 1)])]  # of the second step
+        return output
+
+    return run
 
 
 class Told(transformers.TrainerCallback):

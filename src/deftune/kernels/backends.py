@@ -272,6 +272,7 @@ class TritonBackend:
         self.stride = -(-head.vocab_size // 64) * 64
         self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=device)
         self.begun = 0
+        self.multiplied = False  # whether u of the chunk at hand is E W already
         self.started = False
         if rows.count:
             self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head, self.number)
@@ -288,28 +289,33 @@ class TritonBackend:
     def begin(self, rows: int, keep: bool, top: int) -> None:
         """Start the forward GEMM of the first ``rows`` rows, as many of them as there will turn out to be."""
         self.begun = rows
-        self.first = self.exponentials(slice(0, rows), keep, top)
+        self.first = self.exponentials(
+            slice(0, rows), keep, top, multiply=False
+        )  # rows that are not there would be too
 
     def settle(self, count: int) -> None:
         """Only the first ``count`` rows are there."""
         self.all = replace(self.all, index=self.all.index[:count], y=self.all.y[:count], known=True)
 
-    def exponentials(self, part: slice, keep: bool, top: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(x, E, tiles) of some rows; where the weight comes in slices, E W as well, while each of them is there."""
+    def exponentials(self, part: slice, keep: bool, top: int, multiply: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(x, E, tiles) of some rows; E W as well if they are to be multiplied, slice by slice while each is there."""
         x, y, _ = self.all.take(part)
         e, rows, then = None, x.shape[0], None
         if keep or top:
             if self.e.shape[0] < rows:
                 self.e = torch.empty(rows, self.stride, dtype=self.dtype, device=x.device)
             e = self.e[:rows]
-        if keep and self.weights.several:
-            if self.u.shape[0] < rows:
-                self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=x.device)
-            then = functools.partial(self.multiply, self.e[:rows], self.u[:rows])
+        if multiply:
+            then = functools.partial(self.multiply, self.e[:rows], self.new_u(rows))
         tiles = self.kernels.exponentials(
             x, y, self.vectors[1, part], self.head, self.weights, e, self.number, part.start, then
         )
         return x, e, tiles
+
+    def new_u(self, rows: int) -> Tensor:
+        if self.u.shape[0] < rows:
+            self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=self.e.device)
+        return self.u[:rows]
 
     @staticmethod
     def multiply(e: Tensor, u: Tensor, begin: int, classes: Tensor, add: bool) -> None:
@@ -318,11 +324,13 @@ class TritonBackend:
 
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
         kernels, head, rows = self.kernels, self.head, part.stop - part.start
-        x, e, tiles = self.first if self.begun and part.start == 0 else self.exponentials(part, keep, top)
+        begun = self.begun > 0 and part.start == 0
+        self.multiplied = keep and self.weights.several and not begun
+        x, e, tiles = self.first if begun else self.exponentials(part, keep, top, self.multiplied)
         x, e, tiles = x[:rows], None if e is None else e[:rows], tiles[:, :, :rows]
         y, index = self.all.y[part], self.all.index[part]
         z_y, reference, _, _ = self.vectors[:, part].unbind()
-        u = self.u if keep and self.weights.several else None
+        u = self.u if self.multiplied else None
         kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, u, self.nan, self.number, part.start)
         largest = None
         if e is not None and top:
@@ -345,13 +353,11 @@ class TritonBackend:
         e, u, scaled = chunk.e, None, None
         assert e is not None
         rows = e.shape[0]
-        if hidden is not None and not self.weights.several:
-            if self.u.shape[0] < rows:
-                self.u = torch.empty(rows, self.head.width, dtype=torch.float32, device=e.device)
-            for begin, classes in self.weights.each():
-                self.multiply(e, self.u[:rows], begin, classes, add=False)
         if hidden is not None:
-            u = self.u[:rows]
+            u = self.new_u(rows)
+            if not self.multiplied:
+                for number, (begin, classes) in enumerate(self.weights.each()):
+                    self.multiply(e, u, begin, classes, add=number > 0)
         if weight:
             if self.scaled.shape[0] != rows:
                 self.scaled = torch.empty_like(chunk.x)

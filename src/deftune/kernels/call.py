@@ -165,8 +165,7 @@ def prepare(
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     early = replay = facts = None
     if name == "triton" and len(targets):
-        with plain(hidden.device):
-            rows = Survey(hidden.detach(), targets, head.vocab_size)
+        with plain(hidden.device), Survey(hidden.detach(), targets, head.vocab_size) as rows:
             size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
             if keep and objective and suits(head, objective, context, weights, dtype, size):
@@ -202,6 +201,13 @@ class Survey:
         # what is launched after this is not waited for
         self.done = torch.cuda.current_stream().record_event() if on_gpu else None
         self.all = Supervised(hidden, places, labels, self.facts, known=False)
+
+    def __enter__(self) -> Survey:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.done is not None:  # whatever happened: the kernel may still have to write what it tells
+            self.done.synchronize()
 
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
         """(places, labels, facts): the one read of the device. A bad label, or an earlier call's NaN, is raised."""

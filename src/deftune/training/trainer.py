@@ -120,8 +120,6 @@ class DeftSFTTrainer(SFTTrainer):
         self._num_items: int | None = None
         self._mass: Tensor | None = None
         self._unseen: UnseenNorm | None = None
-        # a NaN is an error here: nothing to filter, and to look at the loss after every backward is to wait for it
-        self.args.logging_nan_inf_filter = False
         self._clock = time.perf_counter()
 
     # --- the loss -----------------------------------------------------------------------------------------------------
@@ -192,7 +190,11 @@ class DeftSFTTrainer(SFTTrainer):
             "deft_targets": shifted(inputs["labels"]),
             "deft_call": ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only),
         }
-        output = model(**inputs)
+        try:
+            output = model(**inputs)
+        except ValueError as error:  # the head may have seen what a token of the step before was
+            self._look_back(error)
+            raise
         self._look_back()  # the head has waited for the step before; all ranks stop here, before they wait for another
         return output
 
@@ -283,36 +285,46 @@ class DeftSFTTrainer(SFTTrainer):
     def _guard(self, norm: Any) -> Tensor | None:
         """Whether the optimizer is to leave all as it is: told it on the device, so that the host need not wait.
 
-        None where it would not listen: only torch's fused Adam does, as it does to a gradient scaler, and not to a
-        plain tensor beside FSDP2's.
+        None where it would not listen: only torch's own fused Adam does, as it does to a gradient scaler, but not on
+        every kind of device, and not to a plain tensor beside FSDP2's.
         """
         self._unguard()
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        adam = isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
-        if not adam or self.accelerator.is_fsdp2 or not isinstance(norm, Tensor):
+        adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        if not adam or not all(group["fused"] for group in optimizer.param_groups) or self.accelerator.is_fsdp2:
+            return None
+        if not isinstance(norm, Tensor) or norm.device.type not in ("cuda", "cpu"):
             return None
         flags = pending_flags(norm.device)
         if flags is None:
             return None
         bad = torch.cat([~norm.isfinite().reshape(1), *[flag.reshape(-1) != 0 for flag in flags]]).any()
-        optimizer.found_inf = bad.float()  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.found_inf = bad.float()
         return bad
 
     def _unguard(self) -> None:
         """What the optimizer was told is of one step."""
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        if isinstance(optimizer, torch.optim.Adam) and hasattr(optimizer, "found_inf"):
-            delattr(optimizer, "found_inf")
+        if hasattr(optimizer, "found_inf"):
+            del optimizer.found_inf
 
-    def _look_back(self) -> None:
-        """Raise why the last update was left out, if it was."""
+    def _look_back(self, met: ValueError | None = None) -> None:
+        """Raise why the last update was left out, if it was: that step was not made. ``met``: what is known of it."""
         unseen, self._unseen = self._unseen, None
-        if unseen is not None and unseen.bad():
+        if unseen is None:
+            return
+        try:
+            if not unseen.bad():
+                return
             raise_pending()
-            raise ValueError(
-                f"training step {unseen.step}: the gradient's norm is {float(unseen.norm)}; nothing was changed. "
-                f"Lower the learning rate, or look at the batch and the weights for NaN"
-            )
+        except ValueError as error:
+            met = met or error
+        self.state.global_step = unseen.step - 1
+        why = met or (
+            f"the gradient's norm is {float(unseen.norm)}; nothing was changed. Lower the learning rate, or look at "
+            f"the batch and the weights for NaN"
+        )
+        raise ValueError(f"training step {unseen.step}: {why}") from met
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
@@ -320,11 +332,14 @@ class DeftSFTTrainer(SFTTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        # a NaN is an error here: nothing to filter, and to look at the loss after every backward is to wait for it
+        filtered, self.args.logging_nan_inf_filter = self.args.logging_nan_inf_filter, False
         try:
             output = super().train(*args, **kwargs)
             self._look_back()
             return output
         finally:
+            self.args.logging_nan_inf_filter = filtered
             self._unseen = None
             self._unguard()
 
@@ -455,7 +470,7 @@ class UnseenNorm:
             self.done.synchronize()
         if self.there is not None:
             return bool(self.there)
-        raise_pending()
+        raise_pending()  # nothing was told to the optimizer, which has not stepped yet
         return not math.isfinite(float(self.norm))
 
 
