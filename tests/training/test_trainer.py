@@ -30,6 +30,7 @@ import deftune.training.trainer as trainer_module
 from deftune.data.encoding import Collator, Encoded, pack
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives.stats import from_columns
+from deftune.training import guard
 from deftune.training.head import shifted
 from deftune.training.recording import P_EDGES, StepRecord
 from deftune.training.train import Batches, make_dataset
@@ -199,8 +200,9 @@ def test_a_token_without_a_distribution_is_named_with_its_step(tmp_path, monkeyp
             flags.clear()
             raise ValueError("hidden x weight: token 7")
 
-    monkeypatch.setattr(trainer_module, "raise_pending", raise_noted)
-    monkeypatch.setattr(trainer_module, "pending_flags", lambda device: list(flags))
+    for module in (trainer_module, guard):
+        monkeypatch.setattr(module, "raise_pending", raise_noted)
+    monkeypatch.setattr(guard, "pending_flags", lambda device: list(flags))
     model = watched.trainer.model
     monkeypatch.setattr(model, "forward", forward_noting(model.forward, raise_noted, flags, watched))
     with pytest.raises(ValueError, match=r"training step 2: hidden x weight: token 7"):
@@ -231,7 +233,7 @@ class Told(transformers.TrainerCallback):
         self.seen.append(hasattr(optimizer.optimizer, "found_inf"))
 
 
-def test_a_guarded_step_is_the_step(tmp_path):
+def test_a_guarded_step_is_the_step(tmp_path, monkeypatch):
     """The optimizer that is told to look at the norm does what one that is not does."""
     weights = []
     for guarded in (True, False):
@@ -239,7 +241,7 @@ def test_a_guarded_step_is_the_step(tmp_path):
         arguments = make_arguments(tmp_path, max_grad_norm=0.1, optim="adamw_torch_fused", learning_rate=1e-2)
         trainer, _ = make_trainer(model, arguments, ROWS[:12], objective="deft")
         if not guarded:
-            trainer._guard = lambda norm: None
+            monkeypatch.setattr(trainer_module, "tell", lambda optimizer, norm: None)
         told = Told()
         trainer.add_callback(told)
         trainer.train()

@@ -289,9 +289,8 @@ class TritonBackend:
     def begin(self, rows: int, keep: bool, top: int) -> None:
         """Start the forward GEMM of the first ``rows`` rows, as many of them as there will turn out to be."""
         self.begun = rows
-        self.first = self.exponentials(
-            slice(0, rows), keep, top, multiply=False
-        )  # rows that are not there would be too
+        # not multiplied yet: rows that are not there would be too
+        self.first = self.exponentials(slice(0, rows), keep, top, multiply=False)
 
     def settle(self, count: int) -> None:
         """Only the first ``count`` rows are there."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -22,11 +21,11 @@ from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.kernels import raise_pending
-from deftune.kernels.pending import pending_flags
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
 from deftune.training import checkpoints
+from deftune.training.guard import UnseenNorm, forget, tell
 from deftune.training.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, check_packing, shifted
 from deftune.training.recording import StepRecord, scalars
 
@@ -276,37 +275,10 @@ class DeftSFTTrainer(SFTTrainer):
         if self.accelerator.scaler is not None:  # float16's skips such a step by itself
             raise_pending()
             return norm
-        bad = self._guard(norm)
-        self._unseen = UnseenNorm(self.state.global_step + 1, norm, bad)
-        if bad is None:
+        self._unseen = UnseenNorm(self.state.global_step + 1, norm, tell(self.optimizer, norm))
+        if not self._unseen.told:
             self._look_back()
         return norm
-
-    def _guard(self, norm: Any) -> Tensor | None:
-        """Whether the optimizer is to leave all as it is: told it on the device, so that the host need not wait.
-
-        None where it would not listen: only torch's own fused Adam does, as it does to a gradient scaler, but not on
-        every kind of device, and not to a plain tensor beside FSDP2's.
-        """
-        self._unguard()
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        if not adam or not all(group["fused"] for group in optimizer.param_groups) or self.accelerator.is_fsdp2:
-            return None
-        if not isinstance(norm, Tensor) or norm.device.type not in ("cuda", "cpu"):
-            return None
-        flags = pending_flags(norm.device)
-        if flags is None:
-            return None
-        bad = torch.cat([~norm.isfinite().reshape(1), *[flag.reshape(-1) != 0 for flag in flags]]).any()
-        optimizer.found_inf = bad.float()
-        return bad
-
-    def _unguard(self) -> None:
-        """What the optimizer was told is of one step."""
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        if hasattr(optimizer, "found_inf"):
-            del optimizer.found_inf
 
     def _look_back(self, met: ValueError | None = None) -> None:
         """Raise why the last update was left out, if it was: that step was not made. ``met``: what is known of it."""
@@ -341,7 +313,7 @@ class DeftSFTTrainer(SFTTrainer):
         finally:
             self.args.logging_nan_inf_filter = filtered
             self._unseen = None
-            self._unguard()
+            forget(self.optimizer)
 
     # --- the records --------------------------------------------------------------------------------------------------
 
@@ -454,24 +426,6 @@ class DeftSFTTrainer(SFTTrainer):
         for path in list(written.iterdir()):
             path.rename(written.parent / path.name)
         written.rmdir()
-
-
-class UnseenNorm:
-    """The norm of a step's gradient, and whether it, or a token, had no number: on its way to the host."""
-
-    def __init__(self, step: int, norm: Any, bad: Tensor | None):
-        self.step, self.norm, self.there, self.done = step, norm, bad, None
-        if bad is not None and bad.is_cuda:
-            self.there = bad.to("cpu", non_blocking=True)
-            self.done = torch.cuda.current_stream(bad.device).record_event()
-
-    def bad(self) -> bool:
-        if self.done is not None:
-            self.done.synchronize()
-        if self.there is not None:
-            return bool(self.there)
-        raise_pending()  # nothing was told to the optimizer, which has not stepped yet
-        return not math.isfinite(float(self.norm))
 
 
 class Undisturbed:

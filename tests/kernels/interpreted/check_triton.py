@@ -438,7 +438,7 @@ def test_a_large_weight_of_another_dtype_comes_in_slices(monkeypatch, objective,
     monkeypatch.setattr(
         Slices, "each", lambda self, each=Slices.each: (copied.append(b) or (b, w) for b, w in each(self))
     )
-    hidden, weight, targets = sample(50, vocab_size)
+    hidden, weight, targets = sample(50, vocab_size, width=72)  # more than one block of a row that is made anew
     weight[7] = 0
     weight[7, 0] = -300.0
     hidden[:, 0] = 0
