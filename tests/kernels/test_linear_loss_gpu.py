@@ -424,7 +424,7 @@ def test_a_chunk_of_more_than_two_to_the_31(monkeypatch, backend):
 def test_a_weight_of_another_dtype_is_rounded_alike_wherever_it_is_read(monkeypatch, vocab_size):
     """z_y and the target's part come from the float32 weight, the others from bf16 slices of it.
 
-    One row is beyond E's range and made anew from the weight itself.
+    Two rows are beyond E's range and made anew from the weight itself.
     """
     monkeypatch.setattr(Slices, "large", 0)
     monkeypatch.setattr(replay, "MOST_COPIED", 0)
@@ -433,7 +433,8 @@ def test_a_weight_of_another_dtype_is_rounded_alike_wherever_it_is_read(monkeypa
     weight[7] = 0
     weight[7, 0] = -290.3
     hidden[:, 0] = 0
-    hidden[2, 0], targets[2] = 1.0, 7
+    for row in (2, 500):  # of the first chunk and of a later one
+        hidden[row, 0], targets[row] = 1.0, 7
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     with torch.autocast("cuda", torch.bfloat16):
         loss, stats = linear_loss_with_stats(*inputs, targets, "eaft(k=5)", backend="triton")

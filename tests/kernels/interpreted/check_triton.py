@@ -431,7 +431,7 @@ def test_a_weight_whose_rows_are_not_side_by_side():
 @pytest.mark.parametrize("vocab_size", [700, 768, 100])
 @pytest.mark.parametrize("objective", ["deft", "eaft(k=5)"])
 def test_a_large_weight_of_another_dtype_comes_in_slices(monkeypatch, objective, vocab_size):
-    """Once a chunk, to its end and back, or whole, once for both; a row beyond E's range comes of the weight itself."""
+    """Once a chunk, to its end and back, or whole, once for both; rows beyond E's range come of the weight itself."""
     monkeypatch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: 16))
     monkeypatch.setattr(Slices, "large", 0)
     copied = []
@@ -442,7 +442,8 @@ def test_a_large_weight_of_another_dtype_comes_in_slices(monkeypatch, objective,
     weight[7] = 0
     weight[7, 0] = -300.0
     hidden[:, 0] = 0
-    hidden[4, 0], targets[4] = 1.0, 7
+    for row in (4, 40):  # of the first chunk, which is begun before its rows are counted, and of a later one
+        hidden[row, 0], targets[row] = 1.0, 7
     low = weight.bfloat16()
     options = [None, None, None, objective, "mean", None, 1.0, None, None, "triton", torch.float32, [True, True, False]]
     loss, d_hidden, d_weight, _ = linear_loss_op(hidden, low, targets, *options)
