@@ -5,6 +5,7 @@ needs a GPU in `test_linear_loss_gpu`.
 """
 
 import math
+import weakref
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -495,6 +496,22 @@ def test_the_upstream_is_not_rounded_to_the_gradient_s_dtype(spec):
         # rounded once, from float32: but for ties it is the float64 gradient's rounding
         # (d hidden is in bfloat16 already when the upstream arrives, and is rounded again)
         assert (ours == theirs).double().mean() > {"hidden": 0.75, "weight": 0.97}[name], name
+
+
+@pytest.mark.parametrize("made", [
+    lambda h, w, y: linear_loss(h, w, y),
+    lambda h, w, y: linear_loss(h, w, y, reduction="none").sum(),
+    lambda h, w, y: linear_token_stats(h, w, y).log_p.sum(),
+])  # fmt: skip
+def test_hidden_states_are_freed_by_the_backward_while_the_loss_is_held(made):
+    leaf, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    hidden = leaf * 1.0
+    there = weakref.ref(hidden)
+    loss = made(hidden, weight, torch.arange(6))
+    del hidden
+    assert there() is not None
+    loss.backward()
+    assert there() is None and leaf.grad is not None
 
 
 def test_a_loss_used_twice():

@@ -58,6 +58,11 @@ class Call:
     def __post_init__(self) -> None:
         self.count = self.index.shape[0]
 
+    def released(self) -> Call:
+        """The same call without its large tensors: autograd saves them, and frees them while the loss is still held."""
+        nothing = self.hidden.new_empty(0)
+        return replace(self, hidden=nothing, weight=nothing, bias=None)
+
     def over(self, inputs: Sequence[Tensor]) -> Call:
         """The same call on the tensors that autograd saved."""
         hidden, weight, bias = inputs

@@ -262,14 +262,14 @@ class _FusedLoss(Function):
         ctx.mark_non_differentiable(columns, *([] if top is None else [top]))
         ctx.set_materialize_grads(False)  # no zeros for what has no gradient; the loss always comes with one
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.call, ctx.scale, ctx.grads = call, scale, grads
+        ctx.call, ctx.scale, ctx.grads = call.released(), scale, grads
         return loss, columns, top
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        call, inputs = ctx.call, ctx.saved_tensors
+        call = ctx.call.over(ctx.saved_tensors)
         # handed out once: a second backward over the same graph makes them anew
-        grads = ctx.grads or fused(call.over(inputs), ctx.needs_input_grad[:3], ctx.scale)[1]
+        grads = ctx.grads or fused(call, ctx.needs_input_grad[:3], ctx.scale)[1]
         ctx.grads = None
         return (*finished(call, grads, grad), None, None)
 
@@ -320,7 +320,7 @@ class _PerTokenLoss(Function):
             losses = value.new_zeros(len(hidden)).index_copy_(0, call.index, value).to(compute_dtype(call.dtype))
         ctx.mark_non_differentiable(columns, *([] if top is None else [top]))
         ctx.save_for_backward(hidden, weight, bias, gate)
-        ctx.call = call
+        ctx.call = call.released()
         return losses, columns, top
 
     @staticmethod
@@ -346,7 +346,7 @@ class _Statistics(Function):
         ctx.mark_non_differentiable(log_collision, *([] if top is None else [top]))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.call = call
+        ctx.call = call.released()
         return log_p, entropy, log_collision, top
 
     @staticmethod
