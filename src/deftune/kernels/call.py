@@ -12,7 +12,7 @@ from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Superv
 from deftune.kernels.checks import check_weight_values, label_error, nan_error
 from deftune.kernels.head import Head
 from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
-from deftune.kernels.replay import Replay, suits
+from deftune.kernels.replay import Replay, Room, room_for, settled, suits
 from deftune.kernels.statistics import (
     compute_dtype,
     log_p_of,
@@ -170,14 +170,17 @@ def prepare(
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     early = replay = facts = None
     if name == "triton" and len(targets):
+        size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
         with plain(hidden.device), Survey(hidden.detach(), targets, head.vocab_size) as rows:
-            size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
             if keep and objective and suits(head, objective, context, weights, dtype, size):
-                replay = Replay(rows.all, head, dtype, size, objective, context, top)
+                room = room_for(head, dtype, size)
+                rows.begin(room)
+                replay = Replay(room, rows.all, head, size, objective, context, top)
             else:
                 # a step objective's first pass is for its statistic, without gradients
                 first = keep and not (objective and objective.kind == "step" and context.step is None)
+                rows.begin()
                 early = TritonBackend(head, dtype, rows.all)
                 early.begin(size, first, top)
             index, flat, facts = rows.wait()
@@ -196,16 +199,26 @@ def prepare(
 class Survey:
     """The supervised tokens, looked for on the device; ``wait`` says how many there are."""
 
+    all: Supervised
+
     def __init__(self, hidden: Tensor, targets: Tensor, vocab_size: int):
+        self.hidden, self.targets, self.vocab_size = hidden, targets, vocab_size
+        self.earlier = latest_note(targets.device) if targets.is_cuda else None
+        self.done = None
+
+    def begin(self, room: Room | None = None) -> None:
+        """Start looking, in a room by a graph."""
         from deftune.kernels.triton_rows import survey
 
-        self.targets, self.vocab_size, on_gpu = targets, vocab_size, targets.is_cuda
-        self.earlier = latest_note(targets.device) if on_gpu else None
-        flag = None if self.earlier is None else self.earlier.flag
-        places, labels, self.facts, self.told = survey(targets.contiguous(), vocab_size, IGNORE_INDEX, flag)
+        hidden, targets, flag = self.hidden, self.targets, None if self.earlier is None else self.earlier.flag
+        if room is None:
+            places, labels, facts, told = survey(targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
+        else:
+            hidden = settled(hidden)
+            places, labels, facts, told = room.survey(hidden, settled(targets.long()), IGNORE_INDEX, flag)
         # what is launched after this is not waited for
-        self.done = torch.cuda.current_stream().record_event() if on_gpu else None
-        self.all = Supervised(hidden, places, labels, self.facts, known=False)
+        self.done = torch.cuda.current_stream().record_event() if targets.is_cuda else None
+        self.told, self.all = told, Supervised(hidden, places, labels, facts, known=False)
 
     def __enter__(self) -> Survey:
         return self
@@ -223,4 +236,5 @@ class Survey:
             answer(self.earlier, was)
         if bad < len(self.targets):
             raise label_error(bad, int(self.targets[bad]), self.vocab_size)
-        return self.all.index[:count], self.all.y[:count], self.facts
+        assert self.all.facts is not None
+        return self.all.index[:count], self.all.y[:count], self.all.facts

@@ -1,10 +1,12 @@
-"""Small heads: the work on a chunk as one CUDA graph.
+"""Small heads: the work on a chunk as two CUDA graphs.
 
 Where the GPU needs less than a millisecond for a chunk, the host takes longer than that to launch its two dozen
-kernels. A `Program` is most of them, from the rows to their gates, on tensors that stay where they are: it runs as it
-is written the first times, then it is captured, and from there on replayed by a single launch. How many rows there are
-is read on the device, so that a call's first chunk is under way before the host knows. What a call has that the next
-one has not (its rows, its scale, the gradients) goes in and out by launches beside it.
+kernels. A `Program` is all of them but the gradients' GEMMs, on tensors that stay where they are: it runs as it is
+written the first times, then it is captured, and from there on each half, from the rows to their gates and from the
+gates to what the GEMMs need, is replayed by a single launch. What a call has that the next one has not (its rows, its
+scale, where its gradients go) stands in a table on the device, filled by one copy; which chunk's turn it is the kernels
+count there themselves. How many rows there are is read on the device too, so that a call's first chunk is under way
+before the host knows.
 
 An objective is replayed as it was evaluated when it was captured, so only one that depends on nothing else is: one of
 deftune's own, without progress or statistics of the step. A user's may read a schedule or a counter of its own, which a
@@ -13,12 +15,14 @@ replay would not see. What looks at values on the host, or copies to the device,
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,6 +41,7 @@ MOST_COPIED = 1 << 27  # elements of a weight of another dtype: its copy stays i
 CAPTURE_AT = 3  # the run of a program that captures it: what comes once or twice is not worth it
 MOST = 64  # programs kept in a room: weights that move (FSDP) make new ones all the time
 ROOMS = 2  # rooms kept on a device
+SLOTS, CHUNK = 15, 8  # of the table in `triton_rows`: how many, and the one that its kernels write
 PAD = 128  # rows of a program are a multiple of this: few programs, little padding
 
 
@@ -52,6 +57,34 @@ class Place(NamedTuple):
     copied: bool  # the weight is not as the GEMMs need it
 
 
+class Recorded:
+    """Launches on tensors that stay where they are: run as written the first times, then captured, then replayed."""
+
+    def __init__(self, runs: int = 0):
+        self.runs, self.graph, self.capturable = runs, None, True
+
+    def run(self, room: Room, work: Callable[[], None]) -> None:
+        self.runs += 1
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.runs < CAPTURE_AT or not self.capturable:
+            work()
+        else:
+            self.capture(room, work)
+
+    def capture(self, room: Room, work: Callable[[], None]) -> None:
+        """Run once more, refusing reads of the device, then record the launches and replay them."""
+        try:
+            with refusing_reads():
+                work()
+            self.graph = record(room, work)
+        except RuntimeError:
+            self.capturable = False
+            work()  # what was more than a read, or no memory for a graph, is raised here
+        else:
+            self.graph.replay()
+
+
 class Room:
     """The tensors that the programs of one place work on, which stay where they are, and the programs."""
 
@@ -59,8 +92,9 @@ class Room:
         def new(*size: int, dtype: torch.dtype = place.dtype) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=place.device)
 
-        width = place.width
-        self.rows = rows
+        width, cuda = place.width, place.device.type == "cuda"
+        self.rows, self.vocab_size = rows, place.vocab_size
+        self.surveying = Recorded()
         self.programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self.x, self.scaled, self.u = new(rows, width), new(rows, width), new(rows, width, dtype=torch.float32)
         self.e = new(rows, -(-place.vocab_size // 64) * 64)
@@ -69,56 +103,114 @@ class Room:
         self.y = new(rows, dtype=torch.int64)
         self.facts = new(2, dtype=torch.int64)  # as those of a call: rows that are there, a NaN among them
         self.record = new(7, rows, dtype=torch.float64)  # the five columns, value and gate
-        self.aside = torch.cuda.Stream(place.device) if place.device.type == "cuda" else None
+        self.aside = torch.cuda.Stream(place.device) if cuda else None
+        # a call waits for its survey before the second half of the table is written, and the next call before the
+        # first: the copy before is done by then
+        self.table, self.told = new(SLOTS, dtype=torch.int64), torch.empty(3, dtype=torch.int64, pin_memory=cuda)
+        self.here = torch.zeros(SLOTS, dtype=torch.int64, pin_memory=cuda)
+        self.slots = (ctypes.c_int64 * SLOTS).from_address(self.here.data_ptr())
+        self.factor = ctypes.c_double.from_buffer(self.slots, 8 * (SLOTS - 1))
+        self.scale = self.table.view(torch.float64)[-1:]
+        halves = (slice(0, CHUNK), slice(CHUNK + 1, SLOTS))  # the slot between them is the kernels' own
+        self.begin, self.rest = ((self.table[half], self.here[half]) for half in halves)
+
+    def survey(self, hidden: Tensor, targets: Tensor, ignore: int, earlier: Tensor | None) -> tuple[Tensor, ...]:
+        """As `triton_rows.survey`; the next call's will be told in the same place."""
+        from deftune.kernels.triton_rows import survey_told
+
+        tokens = len(targets)
+        places, labels = torch.empty(2, -(-tokens // 16) * 16, dtype=torch.int64, device=self.y.device).unbind()
+        facts = torch.empty_like(self.facts)
+        self.slots[:CHUNK] = (
+            targets.data_ptr(), tokens, 0 if earlier is None else earlier.data_ptr(), places.data_ptr(),
+            labels.data_ptr(), facts.data_ptr(), hidden.data_ptr(), 0,
+        )  # fmt: skip
+        table, here = self.begin
+        table.copy_(here, non_blocking=True)
+        self.surveying.run(self, partial(survey_told, self.table, self.told, self.vocab_size, ignore))
+        return places[:tokens], labels[:tokens], facts, self.told
+
+    def tell(
+        self, out: Tensor | None, targets: Tensor, record: Tensor, top: Tensor | None, scale: Tensor | float
+    ) -> None:
+        """Where this call's dX, t, record and likeliest tokens go, and the scale of its gates."""
+        self.slots[CHUNK + 1 : SLOTS - 1] = (
+            0 if out is None else out.data_ptr(), targets.data_ptr(), record.data_ptr(), record.stride(0),
+            0 if top is None else top.data_ptr(),
+        )  # fmt: skip
+        if not isinstance(scale, Tensor):
+            self.factor.value = scale
+        table, here = self.rest
+        table.copy_(here, non_blocking=True)
+        if isinstance(scale, Tensor):
+            self.scale.copy_(scale.reshape(1))
+
+    def graphs(self) -> Iterator[Any]:
+        for recorded in (self.surveying, *(some for program in self.programs.values() for some in program.parts())):
+            if recorded.graph is not None:
+                yield recorded.graph
+
+    def views(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(E, E^T, u, v X) of a chunk of so many rows."""
+        e = self.e[:rows, : self.vocab_size]
+        return e, e.T, self.u[:rows], self.scaled[:rows]
 
 
 @dataclass
 class Program:
-    """A chunk of at most ``rows`` rows in a `Room`: statistics and objective.
+    """A chunk of at most ``rows`` rows in a `Room`: statistics and objective, then what the gates do to its rows.
 
     Room and head are those it was made for; not kept, lest a model stay in memory for its programs.
     """
 
     rows: int
+    dtype: torch.dtype  # of the hidden states
     objective: Objective
     context: Context
     top: int
-    runs: int = 0
-    graph: Any = None
-    capturable: bool = True
+    measuring: Recorded = field(default_factory=Recorded)
+    finishing: dict[tuple[bool, bool], Recorded] = field(default_factory=dict[tuple[bool, bool], Recorded])
     vectors: Tensor | None = None  # [4, rows]: as `target_logits` makes them
     likeliest: Tensor | None = None
 
+    def parts(self) -> Iterator[Recorded]:
+        yield self.measuring
+        yield from self.finishing.values()
+
+    def measure(self, room: Room, head: Head) -> None:
+        """Statistics and gates of the next chunk."""
+        self.measuring.run(room, partial(self.work, room, head))
+
     def work(self, room: Room, head: Head) -> None:
+        from deftune.kernels.triton_rows import take_rows
+
         rows = self.rows
-        some = Supervised(room.x[:rows], room.index[:rows], room.y[:rows], room.facts)
-        backend = TritonBackend(head, room.x.dtype, some)
+        x, y = room.x[:rows], room.y[:rows]
+        take_rows(room.table, self.dtype, x, y, room.facts)
+        backend = TritonBackend(head, room.x.dtype, Supervised(x, room.index[:rows], y, room.facts))
         backend.e, self.vectors = room.e, backend.vectors
         chunk = backend.measure(slice(0, rows), room.record[:5, :rows], True, self.top)
         self.likeliest = None if chunk.top is None else log_p_of(chunk.top, chunk.columns)
         stats = stats_of(chunk.columns, self.likeliest, chunk.y, head.vocab_size)
         room.record[6, :rows], room.record[5, :rows] = self.objective.evaluate(stats, self.context)
 
-    def run(self, room: Room, head: Head) -> None:
-        self.runs += 1
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.runs < CAPTURE_AT or not self.capturable:
-            self.work(room, head)
+    def finish(self, room: Room, head: Head, out: torch.dtype | None, weight: bool) -> None:
+        """The chunk's rows of dX (None: not wanted), t of its targets, v X for dW, its record."""
+        work = partial(self.finish_work, room, head, out, weight)
+        if self.measuring.graph is None:  # whose vectors are of this one run
+            work()
         else:
-            self.capture(room, head)
+            self.finishing.setdefault((out is not None, weight), Recorded(CAPTURE_AT - 1)).run(room, work)
 
-    def capture(self, room: Room, head: Head) -> None:
-        """Run once more, refusing reads of the device, then record the launches and replay them."""
-        try:
-            with refusing_reads():
-                self.work(room, head)
-            self.graph = record(self, room, head)
-        except RuntimeError:
-            self.capturable = False
-            self.work(room, head)  # what was more than a read, or no memory for a graph, is raised here
-        else:
-            self.graph.replay()
+    def finish_work(self, room: Room, head: Head, out: torch.dtype | None, weight: bool) -> None:
+        from deftune.kernels.triton_rows import finish_told
+
+        rows, vectors = self.rows, self.vectors
+        assert vectors is not None
+        finish_told(
+            room.table, room.record[:, :rows], vectors, room.x[:rows], room.y[:rows], room.facts, head,
+            None if out is None else room.u, out or self.dtype, room.scaled if weight else None, self.likeliest,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -134,22 +226,21 @@ def refusing_reads() -> Generator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def record(program: Program, room: Room, head: Head) -> torch.cuda.CUDAGraph:
-    """The launches of a program's work as a graph.
+def record(room: Room, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """The launches of some work as a graph.
 
     Graphs of a room share their memory, which they use one after the other; what they return is copied. It is named by
     one of them: a pool whose last graph is gone cannot be used again.
     """
     graph, here, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), room.aside
     assert aside is not None
-    graphs = (other.graph for other in room.programs.values())
-    pool = next((other.pool() for other in graphs if other is not None), None)
+    pool = next((other.pool() for other in room.graphs()), None)
     with _lock:  # one capture at a time
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                program.work(room, head)
+                work()
             finally:
                 graph.capture_end()  # whatever happened: the stream must not be left capturing
         here.wait_stream(aside)
@@ -195,8 +286,19 @@ def constant(value: object) -> bool:
     return isinstance(value, (int, float, str))
 
 
-def room_for(place: Place, rows: int) -> Room:
+def settled(tensor: Tensor) -> Tensor:
+    """As the table's pointers need it: contiguous, on 16 bytes."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def room_for(head: Head, dtype: torch.dtype, rows: int) -> Room:
     """One for each place, as large as was needed; the last few places of a device keep theirs."""
+    weight = head.weight
+    copied = weight.dtype != dtype or not weight.is_contiguous()
+    stream = torch.cuda.current_stream().cuda_stream if weight.is_cuda else 0
+    place = Place(weight.device, stream, threading.get_ident(), dtype, head.vocab_size, head.width, copied)
+    rows = -(-rows // PAD) * PAD
     with _lock:
         room = _rooms.pop(place, None)
         if room is not None and room.rows < rows:
@@ -212,41 +314,24 @@ class Replay:
     """One call: its rows are taken into a room and worked on there, chunk by chunk, the first of them at once."""
 
     def __init__(
-        self, rows: Supervised, head: Head, dtype: torch.dtype, size: int, objective: Objective, context: Context,
-        top: int,
-    ):  # fmt: skip
-        weight, hidden = head.weight, rows.hidden
-        copied = weight.dtype != dtype or not weight.is_contiguous()
-        stream = torch.cuda.current_stream().cuda_stream if hidden.is_cuda else 0
-        place = Place(hidden.device, stream, threading.get_ident(), dtype, head.vocab_size, head.width, copied)
+        self, room: Room, rows: Supervised, head: Head, size: int, objective: Objective, context: Context, top: int
+    ):
         self.size = -(-size // PAD) * PAD
-        self.room = room_for(place, self.size)
-        self.head, self.all = head, rows
-        if self.room.weight is not None:
-            self.head = replace(head, weight=self.room.weight.copy_(weight))
-        if not hidden.is_contiguous():
-            self.all = replace(rows, hidden=hidden.contiguous())
+        self.room, self.all, self.head = room, rows, head
+        if room.weight is not None:
+            self.head = replace(head, weight=room.weight.copy_(head.weight))
         self.program = self.program_for(objective, context, top)
-        self.measure(0)  # before the host knows how many there are
+        self.program.measure(room, self.head)  # before the host knows how many rows there are
 
     def program_for(self, objective: Objective, context: Context, top: int) -> Program:
-        ids, head, programs = context.special_ids, self.head, self.room.programs
-        key = (head.weight.data_ptr(), head.scale, head.softcap, self.size, objective, ids)
+        ids, head, programs, dtype = context.special_ids, self.head, self.room.programs, self.all.hidden.dtype
+        key = (head.weight.data_ptr(), head.scale, head.softcap, self.size, dtype, objective, ids)
         if key not in programs:
-            programs[key] = Program(self.size, objective, Context(special_ids=ids), top)
+            programs[key] = Program(self.size, dtype, objective, Context(special_ids=ids), top)
         programs.move_to_end(key)
         if len(programs) > MOST:
             programs.popitem(last=False)
         return programs[key]
-
-    def measure(self, first: int) -> None:
-        """Statistics and gates of the rows from ``first`` on."""
-        from deftune.kernels.triton_rows import take_rows
-
-        rows, room = self.all, self.room
-        assert rows.facts is not None
-        take_rows(rows.hidden, rows.index, rows.y, rows.facts, first, room.x[: self.size], room.y, room.facts)
-        self.program.run(room, self.head)
 
     def run(
         self, call: Call, wanted: Sequence[bool], scale: Tensor | float
@@ -254,27 +339,28 @@ class Replay:
         """As `linear.fused`."""
         from deftune.kernels.triton_rows import aligned, sort_targets, subtract_targets
 
-        room, count = self.room, call.count
+        room, count, head, device = self.room, call.count, self.head, self.room.x.device
         into = call.new_gradients(wanted)
         # many small kernels that wait for each other: beside the chunks. The host has seen the count, so all that came
         # before this call is done, and nothing has to be waited for
         with torch.cuda.stream(room.aside) if room.aside is not None else nullcontext():
-            runs = sort_targets(call.targets, self.head.vocab_size) if into.weight is not None else None
-        record = aligned(6, count, torch.float64, room.x.device)
-        targets = torch.empty(count, dtype=torch.float32, device=room.x.device)  # t of every row
-        tops: list[Tensor] = []
+            runs = sort_targets(call.targets, head.vocab_size) if into.weight is not None else None
+        record = aligned(6, count, torch.float64, device)
+        targets = torch.empty(count, dtype=torch.float32, device=device)  # t of every row
+        k = min(call.top, head.vocab_size)
+        top = torch.empty(count, k, dtype=torch.float64, device=device) if k else None
+        room.tell(into.hidden, targets, record, top, scale)
+        out, views = None if into.hidden is None else into.hidden.dtype, room.views(self.size)
         for start in range(0, count, self.size):
             if start:
-                self.measure(start)
-            part = slice(start, min(start + self.size, count))
-            rows = part.stop - start
-            if self.program.likeliest is not None:
-                tops.append(self.program.likeliest[:rows].clone())
-            self.spread(call, part, scale, into, targets[part])
+                self.program.measure(room, head)
+            rows = min(self.size, count - start)
+            e, turned, u, scaled = views if rows == self.size else room.views(rows)
+            if into.hidden is not None:
+                product(e, head.weight, u)
+            self.program.finish(room, head, out, into.weight is not None)
             if into.weight is not None:
-                e = room.e[:rows, : self.head.vocab_size]
-                product(e.T, room.scaled[:rows], into.weight, add=start > 0)
-            record[:, part] = room.record[:6, :rows]
+                product(turned, scaled, into.weight, add=start > 0)
         if into.weight is not None and runs is not None and count:
             if room.aside is not None:
                 torch.cuda.current_stream().wait_stream(room.aside)
@@ -282,28 +368,5 @@ class Replay:
         elif into.weight is not None:
             into.weight.zero_()
         loss = record[5].sum() * scale if count else record.new_zeros(())
-        assert call.facts is not None
-        call.facts[1:] = room.facts[1:]
         call.check_nan(record[0])
-        top = None if not call.top else torch.cat(tops) if tops else call.top_log_p([], record)
         return loss.float(), into, record[:5], top
-
-    def spread(self, call: Call, part: slice, scale: Tensor | float, into: Gradients, targets: Tensor) -> None:
-        """A chunk's rows of dX, t of its targets, and v X for dW."""
-        from deftune.kernels.triton_rows import finish_rows
-
-        room, rows, vectors = self.room, part.stop - part.start, self.program.vectors
-        assert vectors is not None
-        gate, u, scaled = room.record[6, :rows], None, None
-        if isinstance(scale, Tensor):
-            gate, scale = gate * scale, 1.0
-        if into.hidden is not None:
-            u = room.u[:rows]
-            product(room.e[:rows, : self.head.vocab_size], self.head.weight, u)
-        if into.weight is not None:
-            scaled = room.scaled[:rows]
-        z_y, reference, v, _ = vectors[:, :rows].unbind()
-        finish_rows(
-            gate, room.record[:5, :rows], reference, z_y, v, targets, room.x[:rows], room.y[:rows], call.index[part],
-            self.head, scale, u, into.hidden, scaled,
-        )  # fmt: skip

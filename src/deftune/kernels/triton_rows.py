@@ -38,6 +38,12 @@ BLOCK_M_FLOAT32, BLOCK_K_FLOAT32 = 32, 32
 
 LEFT_OUT = tl.constexpr(-1e30)  # a logit that counts for nothing
 
+# What a call tells the kernels of a graph, by its place in their table: pointers, but for the number of tokens, the
+# first row of the next chunk, the first of the one at hand, the stride of the record's planes and the scale
+TARGETS, TOKENS, EARLIER, PLACES, LABELS, FACTS, HIDDEN, START = (tl.constexpr(slot) for slot in range(8))
+CHUNK, OUT, T, RECORD, PITCH, LIKELIEST, SCALE = (tl.constexpr(slot) for slot in range(8, 15))
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
 
 @triton.jit
 def _logit(dot, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
@@ -53,9 +59,34 @@ def _logit(dot, bias, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.co
 
 
 @triton.jit
+def _from(table_ptr, slot: tl.constexpr, TYPE: tl.constexpr):
+    # a pointer that a call has told; all but the flags are on 16 bytes
+    return tl.multiple_of(tl.load(table_ptr + slot).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
 def _survey(
     targets_ptr, index_ptr, labels_ptr, facts_ptr, told_ptr, earlier_ptr, N, V, ignore,
     EARLIER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    was = tl.load(earlier_ptr) if EARLIER else 0
+    _find(targets_ptr, index_ptr, labels_ptr, facts_ptr, told_ptr, was, N, V, ignore, BLOCK)
+
+
+@triton.jit
+def _survey_told(table_ptr, told_ptr, V, ignore, BLOCK: tl.constexpr):
+    flag = tl.load(table_ptr + EARLIER)
+    was = tl.load(flag.to(tl.pointer_type(tl.int64)), mask=flag != 0, other=0)
+    tokens = tl.load(table_ptr + TOKENS).to(tl.int32)
+    places = _from(table_ptr, PLACES, tl.int64)
+    labels = _from(table_ptr, LABELS, tl.int64)
+    facts = _from(table_ptr, FACTS, tl.int64)
+    _find(_from(table_ptr, TARGETS, tl.int64), places, labels, facts, told_ptr, was, tokens, V, ignore, BLOCK)
+
+
+@triton.jit
+def _find(
+    targets_ptr, index_ptr, labels_ptr, facts_ptr, told_ptr, was, N, V, ignore, BLOCK: tl.constexpr
 ):  # fmt: skip
     # one program, in order: the supervised tokens' places and labels side by side, how many, the first bad one
     count = 0
@@ -80,23 +111,24 @@ def _survey(
     tl.store(facts_ptr + 1, 0)
     tl.store(told_ptr, count.to(tl.int64))
     tl.store(told_ptr + 1, bad.to(tl.int64))
-    tl.store(told_ptr + 2, tl.load(earlier_ptr) if EARLIER else 0)
+    tl.store(told_ptr + 2, was)
 
 
-@triton.jit(do_not_specialize=["first"])
-def _take_rows(
-    hidden_ptr, index_ptr, labels_ptr, count_ptr, x_ptr, y_ptr, facts_ptr, first, C, D, BLOCK_D: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def _take_rows(table_ptr, x_ptr, y_ptr, facts_ptr, C, D, TYPE: tl.constexpr, BLOCK_D: tl.constexpr):
     # rows beyond the count become 0, with label 0: whatever stands in the hidden states is not to be seen
     row = tl.program_id(0)
-    live = tl.load(count_ptr) - first
+    first = tl.load(table_ptr + START)
+    live = tl.load(_from(table_ptr, FACTS, tl.int64)) - first
     there = row < live
     if row == 0:
+        tl.store(table_ptr + CHUNK, first)
         tl.store(facts_ptr, tl.minimum(tl.maximum(live, 0), C))
         if first == 0:
             tl.store(facts_ptr + 1, 0)
-    place = tl.load(index_ptr + first + row, mask=there, other=0)
-    tl.store(y_ptr + row, tl.load(labels_ptr + first + row, mask=there, other=0))
+    place = tl.load(_from(table_ptr, PLACES, tl.int64) + first + row, mask=there, other=0)
+    tl.store(y_ptr + row, tl.load(_from(table_ptr, LABELS, tl.int64) + first + row, mask=there, other=0))
+    hidden_ptr = _from(table_ptr, HIDDEN, TYPE)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         x = tl.load(hidden_ptr + place * D + d, mask=there & (d < D), other=0.0)
@@ -291,9 +323,52 @@ def _finish_rows(
     v_ptr, D, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # dz = v E off the target and -t on it, for dz = gate (P - onehot); P = E e^{reference - shift - log_sum}
     row = tl.program_id(0).to(tl.int64)
-    gate = tl.load(gate_ptr + row).to(tl.float64) * scale
+    _finish(
+        row, tl.load(gate_ptr + row).to(tl.float64) * scale, columns_ptr, plane, ref_ptr, z_ptr, t_ptr + row, u_ptr,
+        x_ptr, w_ptr, y_ptr, tl.load(index_ptr + row), out_ptr, scaled_ptr, v_ptr, D, softcap, HAS_SOFTCAP,
+        WANT_HIDDEN, WANT_SCALED, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_told(
+    table_ptr, record_ptr, plane, ref_ptr, z_ptr, u_ptr, x_ptr, w_ptr, y_ptr, scaled_ptr, v_ptr, top_ptr, facts_ptr,
+    C, D, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
+    TYPE: tl.constexpr, TOP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # a record is log_p, entropy, log_collision, log_sum, shift, value and gate
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(table_ptr + CHUNK)
+    if row == 0:
+        tl.store(table_ptr + START, first + C)
+        tl.store(_from(table_ptr, FACTS, tl.int64) + 1, tl.load(facts_ptr + 1))
+    if row < tl.load(facts_ptr):
+        to = first + row
+        gate = tl.load(record_ptr + 6 * plane + row) * (tl.load(table_ptr + SCALE).to(tl.float64, bitcast=True) * scale)
+        place = tl.load(_from(table_ptr, PLACES, tl.int64) + to)
+        out_ptr = _from(table_ptr, OUT, TYPE)
+        _finish(
+            row, gate, record_ptr, plane, ref_ptr, z_ptr, _from(table_ptr, T, tl.float32) + to, u_ptr, x_ptr, w_ptr,
+            y_ptr, place, out_ptr, scaled_ptr, v_ptr, D, softcap, HAS_SOFTCAP, WANT_HIDDEN, WANT_SCALED, BLOCK_D,
+        )  # fmt: skip
+        k = tl.arange(0, 8)
+        column = tl.load(record_ptr + k * plane + row, mask=k < 6, other=0.0)
+        pitch = tl.load(table_ptr + PITCH)
+        tl.store(_from(table_ptr, RECORD, tl.float64) + k * pitch + to, column, mask=k < 6)
+        if TOP > 0:
+            j = tl.arange(0, BLOCK_K)
+            log_p = tl.load(top_ptr + row * TOP + j, mask=j < TOP, other=0.0)
+            tl.store(_from(table_ptr, LIKELIEST, tl.float64) + to * TOP + j, log_p, mask=j < TOP)
+
+
+@triton.jit
+def _finish(
+    row, gate, columns_ptr, plane, ref_ptr, z_ptr, t_ptr, u_ptr, x_ptr, w_ptr, y_ptr, to, out_ptr, scaled_ptr, v_ptr,
+    D, softcap, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    # dz = v E off the target and -t on it, for dz = gate (P - onehot); P = E e^{reference - shift - log_sum}
     log_p = tl.load(columns_ptr + row)
     log_sum = tl.load(columns_ptr + 3 * plane + row)
     shift = tl.load(columns_ptr + 4 * plane + row)
@@ -309,9 +384,8 @@ def _finish_rows(
     v = tl.where(gate == 0, 0.0, factor).to(tl.float32)
     t = tl.where(gate == 0, 0.0, target).to(tl.float32)
     tl.store(v_ptr + row, v)
-    tl.store(t_ptr + row, t)
+    tl.store(t_ptr, t)
     y = tl.load(y_ptr + row).to(tl.int64)
-    to = tl.load(index_ptr + row).to(tl.int64)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         if WANT_HIDDEN:
@@ -459,18 +533,21 @@ def survey(
     return places[:rows], labels[:rows], facts, told
 
 
-def take_rows(
-    hidden: Tensor, index: Tensor, labels: Tensor, count: Tensor, first: int, x: Tensor, y: Tensor, facts: Tensor
-) -> None:  # fmt: skip
-    """hidden[index] and the labels from ``first`` on into x [C, D] and y [C]; rows beyond ``count`` are 0.
+def survey_told(table: Tensor, told: Tensor, vocab_size: int, ignore: int) -> None:
+    """`survey` of the targets that the table names, into what it names."""
+    _survey_told[(1,)](table, told, vocab_size, ignore, BLOCK=4096, num_warps=8)
+
+
+def take_rows(table: Tensor, dtype: torch.dtype, x: Tensor, y: Tensor, facts: Tensor) -> None:
+    """The rows and labels of the table's next chunk into x [C, D] and y [C]; rows beyond the count are 0.
 
     ``facts`` are those of the C rows, as `survey` makes a call's: how many are there; the flag is 0 from the first on.
+    ``dtype`` is that of the hidden states.
     """
-    width = hidden.shape[1]
+    width = x.shape[1]
     _take_rows[(len(x),)](
-        hidden, index, labels, count, x, y, facts, first, len(x), width,
-        BLOCK_D=min(1024, triton.next_power_of_2(width)),
-    )  # fmt: skip
+        table, x, y, facts, len(x), width, TYPE=TYPES[dtype], BLOCK_D=min(1024, triton.next_power_of_2(width))
+    )
 
 
 def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor) -> Tensor:
@@ -554,6 +631,25 @@ def finish_rows(
         head.softcap or 1.0,
         HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=out is not None,
         WANT_SCALED=scaled is not None, BLOCK_D=1024,
+    )  # fmt: skip
+
+
+def finish_told(
+    table: Tensor, record: Tensor, vectors: Tensor, x: Tensor, y: Tensor, facts: Tensor, head: Head, u: Tensor | None,
+    dtype: torch.dtype, scaled: Tensor | None, top: Tensor | None,
+) -> None:  # fmt: skip
+    """`finish_rows` for the chunk that was taken; dX, t, record and likeliest tokens go where the table says.
+
+    ``record`` [7, C] holds the columns, value and gate of its rows; ``dtype`` is that of dX.
+    """
+    z_y, ref, v, _ = vectors.unbind()
+    k = 0 if top is None else top.shape[1]
+    _finish_told[(len(x),)](
+        table, record, record.stride(0), ref, z_y, x if u is None else u, x, head.weight, y,
+        x if scaled is None else scaled, v, record if top is None else top, facts, len(x), x.shape[1], head.scale,
+        head.softcap or 1.0, HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=u is not None,
+        WANT_SCALED=scaled is not None, TYPE=TYPES[dtype], TOP=k, BLOCK_D=1024,
+        BLOCK_K=triton.next_power_of_2(max(k, 1)),
     )  # fmt: skip
 
 

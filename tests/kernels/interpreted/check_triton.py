@@ -459,12 +459,8 @@ def test_a_large_weight_of_another_dtype_comes_in_slices(monkeypatch, objective,
 class Stand:
     """In a graph's place: its work again, on what the room holds by then."""
 
-    def __init__(self, *made_of):
-        self.made_of = made_of
-
-    def replay(self):
-        program, room, head = self.made_of
-        program.work(room, head)
+    def __init__(self, room, work):
+        self.replay = work
 
 
 @pytest.fixture
@@ -518,7 +514,7 @@ def test_calls_of_many_sizes_one_after_the_other(programs):
         truth = token_stats((hidden[:tokens] @ weight.detach().T).double(), targets[:tokens])
         assert_near(stats.log_p, truth.log_p, "float32 entropy", condition=60)
         assert_near(stats.top_log_p(5), truth.top_log_p(5), "float32 entropy", condition=60)
-    assert any(program.graph is not None for program in programs())
+    assert any(all(part.graph for part in program.parts()) for program in programs())
 
 
 OPTIONS = {
@@ -542,7 +538,7 @@ def test_a_program_under_every_option(programs, options):
     for _ in range(3):
         loss = linear_loss(*inputs, targets, "deft", backend="triton", **options, **chunk_rows)
         assert_both([(loss.detach(), torch.autograd.grad(loss, inputs)), (expected, truth)])
-    assert any(program.graph is not None for program in programs())
+    assert any(all(part.graph for part in program.parts()) for program in programs())
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["frozen head", "frozen hidden"])
@@ -657,15 +653,17 @@ def test_a_capture_that_fails_is_given_up(monkeypatch, programs):
     weight.requires_grad_()
     tried = []
 
-    def fails(program, room, head):
-        tried.append(program)
-        program.likeliest = None
+    def fails(room, work):
+        tried.append(work)
+        for program in room.programs.values():
+            program.likeliest = None
         room.record.fill_(math.nan)
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(replay, "record", fails)
     losses = [linear_loss(hidden, weight, targets, "eaft(k=5)", backend="triton").item() for _ in range(4)]
-    assert len(set(losses)) == 1 and len(tried) == 1 and math.isfinite(losses[0])
+    # the survey's and the program's; its second half is not tried where the first runs as it is written
+    assert len(set(losses)) == 1 and len(tried) == 2 and math.isfinite(losses[0])
 
 
 def test_few_rooms_are_kept(programs):
