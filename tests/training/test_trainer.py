@@ -210,6 +210,40 @@ def test_a_token_without_a_distribution_is_named_with_its_step(tmp_path, monkeyp
     watched.assert_not_made(2)
 
 
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("wrong_step", [1, 2], ids="step {}".format)
+@pytest.mark.parametrize("logging_steps", [1, 5], ids="logged every {}".format)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
+def test_a_gradient_without_a_number_on_a_gpu(tmp_path, optim, logging_steps, wrong_step):
+    watched = Watched(tmp_path, use_cpu=False, bf16=True, optim=optim, logging_steps=logging_steps, max_grad_norm=1.0)
+    watched.factor = lambda step: torch.nan if step == wrong_step else 1.0
+    with pytest.raises(ValueError, match=rf"step {wrong_step}: the gradient's norm is nan; nothing was changed"):
+        watched.trainer.train()
+    watched.assert_not_made(wrong_step)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
+def test_a_token_without_a_distribution_on_a_gpu(tmp_path, optim):
+    watched = Watched(tmp_path, use_cpu=False, bf16=True, optim=optim, logging_steps=5)
+    watched.trainer.args.save_steps = 50
+    place = next(i for i, label in enumerate(ROWS[4]["labels"][1:]) if label != IGNORE_INDEX)
+
+    def spoil(module, args, hidden):
+        if len(watched.seen) == 1:  # of the second step
+            hidden = hidden.clone()
+            hidden[0, place] = torch.nan
+        return hidden
+
+    watched.model.model.norm.register_forward_hook(spoil)
+    with pytest.raises(ValueError, match=rf"training step 2: .*token {place}\b"):
+        watched.trainer.train()
+    watched.assert_not_made(2)
+
+
 def forward_noting(forward, raise_noted, flags, watched):
     """A forward that does what the head's does on a GPU: raise what an earlier one noted, and note its own."""
 
@@ -511,7 +545,7 @@ def test_every_field_of_a_record_is_what_its_name_says():
     assert record.take() == {}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+@on_a_gpu
 def test_a_record_never_waits_for_the_gpu():
     """A synchronisation between the head and the backward would leave the GPU idle while the host catches up."""
     stats = deftune.token_stats(torch.randn(50, 20, device="cuda"), torch.randint(0, 20, (50,), device="cuda"))

@@ -251,8 +251,8 @@ class TorchBackend:
 class TritonBackend:
     """CUDA: one GEMM with the statistics in its epilogue, E stored once in the inputs' dtype, two cuBLAS GEMMs."""
 
-    # Each chunk reads and writes a float32 dW: 4% of the time at 4096 rows, 20% below 1024. All of a call's memory is to
-    # stay below an eighth of what a compiled loss keeps: of 16k tokens, or of 8k with a small head
+    # Each chunk reads and writes a float32 dW: 4% of the time at 4096 rows, 20% below 1024. All of a call's memory
+    # stays below an eighth of what a compiled loss keeps: of 16k tokens, or of 8k with a small head
     max_rows = 4096
     max_bytes = 31 << 25  # of E
     small, small_bytes = 40 << 20, 45 << 22  # elements of a small head's weight, and its E
