@@ -251,11 +251,10 @@ class TorchBackend:
 class TritonBackend:
     """CUDA: one GEMM with the statistics in its epilogue, E stored once in the inputs' dtype, two cuBLAS GEMMs."""
 
-    # Each chunk reads and writes a float32 dW: 4% of the time at 4096 rows, 20% below 1024. All of a call's memory
-    # stays below an eighth of what a compiled loss keeps: of 16k tokens, or of 8k with a small head
+    # each chunk reads and writes a float32 dW: 4% of the time at 4096 rows, 20% below 1024
     max_rows = 4096
-    max_bytes = 31 << 25  # of E
-    small, small_bytes = 40 << 20, 45 << 22  # elements of a small head's weight, and its E
+    # of E: all of a call's memory stays below an eighth of what a compiled loss of 16k tokens keeps
+    max_bytes = 31 << 25
 
     def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
         from deftune.kernels import triton_rows
@@ -282,12 +281,9 @@ class TritonBackend:
 
     @classmethod
     def rows_of(cls, head: Head, dtype: torch.dtype, total: int) -> int:
-        """Rows of a chunk, alike from chunk to chunk, as many as E's room allows; of a small head, all it allows."""
-        small = head.weight.numel() < cls.small
-        most = cls.small_bytes if small else cls.max_bytes
-        limit = min(cls.max_rows, most // (-(-head.vocab_size // 64) * 64 * dtype.itemsize))
-        limit = max(128, limit // 128 * 128)
-        return min(total, limit) if small else balanced(total, limit, 128)
+        """Rows of a chunk, alike from chunk to chunk, as many as E's room allows."""
+        limit = min(cls.max_rows, cls.max_bytes // (-(-head.vocab_size // 64) * 64 * dtype.itemsize))
+        return balanced(total, max(128, limit // 128 * 128), 128)
 
     def begin(self, rows: int, keep: bool, top: int) -> None:
         """Start the forward GEMM of the first ``rows`` rows, as many of them as there will turn out to be."""
