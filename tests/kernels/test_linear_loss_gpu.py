@@ -512,6 +512,36 @@ def fused_on(weight: Tensor, hidden: Tensor, targets: Tensor, objective, *, upst
     return Result(loss.detach(), *torch.autograd.grad(loss, inputs, upstream))
 
 
+def offset(tensor: Tensor) -> Tensor:
+    """The same values, one element into their storage: not where a vector load may begin."""
+    moved = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+CHANGED = {
+    "hidden states off 16 bytes": lambda hidden, targets, items: (offset(hidden), targets, items),
+    "targets off 16 bytes": lambda hidden, targets, items: (hidden, offset(targets), items),
+    "targets in int32": lambda hidden, targets, items: (hidden, targets.int(), items),
+    "hidden states in columns": lambda hidden, targets, items: (hidden.T.contiguous().T, targets, items),
+    "a count on the device": lambda hidden, targets, items: (hidden, targets, torch.tensor(items, device="cuda")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_what_a_graph_is_told_may_lie_anywhere(change):
+    """Calls of a captured program, with what its table points at moved, cast or on the device."""
+    replay.clear()
+    hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16)
+    upstream = torch.ones((), device="cuda")
+    for _ in range(4):
+        expected = fused_on(weight, hidden.detach(), targets, "eaft(k=5)", num_items=5000, upstream=upstream)
+    assert captured()
+    moved, labels, items = change(hidden.detach(), targets, 5000)
+    for _ in range(2):
+        result = fused_on(weight, moved.detach(), labels, "eaft(k=5)", num_items=items, upstream=upstream)
+        assert same(result, expected)
+
+
 def test_graphs_do_not_keep_a_model_in_memory_and_can_be_cleared():
     hidden, weight, targets = sample(2000, 5003, 128, torch.bfloat16)
     for _ in range(4):  # what CUDA's libraries keep for themselves

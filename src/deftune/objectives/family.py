@@ -86,7 +86,8 @@ class Cayley(Focus):
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         # (1-z)/(1+kz) = (1-z^2)/((1+z)(1+kz)) = p/((1+z)(1+kz)): the textbook form cancels for small p
         z = stats.error.sqrt()
-        return (stats.p / ((1 + z) * (1 + self.kappa * z))).detach()
+        one = 1 + z
+        return (stats.p / (one * (one if self.kappa == 1 else 1 + self.kappa * z))).detach()
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,10 @@ class Eaft(Weight):
             share = stats.entropy / math.log(stats.vocab_size) if stats.vocab_size > 1 else stats.entropy
         else:
             top = stats.top_log_p(self.k)
-            log_q = top.log_softmax(-1)
-            entropy = -torch.where(log_q == -math.inf, 0.0, log_q.exp() * log_q).sum(-1)
+            log_q = top.log_softmax(-1).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0, and nothing else changes
+            entropy = -(log_q.exp() * log_q).sum(-1)
             share = entropy.clamp(min=0) / {"lnk": math.log(self.k), "3": 3.0, "none": 1.0}[self.norm]
-        return share**self.power
+        return share if self.power == 1 else share**self.power
 
 
 @dataclass(frozen=True)
