@@ -8,7 +8,8 @@ from torch import nn
 
 import deftune
 from deftune.objectives import IGNORE_INDEX, Context
-from deftune.training.head import ObjectiveCall, attach_objective, check_packing, shifted
+from deftune.training import head as head_module
+from deftune.training.head import CHUNK_ROWS, ObjectiveCall, attach_objective, check_packing, chunk_options, shifted
 from tolerances import assert_close, assert_near
 
 SIZES = {
@@ -200,3 +201,16 @@ def test_attention_across_the_rows_of_a_pack_is_refused():
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"attn_implementation='sdpa' Forgetful sees across the rows of a pack"):
         check_packing(Forgetful(transformers.LlamaConfig(**SIZES)))
+
+
+@pytest.mark.parametrize(("sequences", "graphs"), [(1, True), (8, True), (16, False), (64, False)])
+def test_a_large_batch_has_large_chunks_in_what_the_final_norm_will_take(monkeypatch, sequences, graphs):
+    """SmolLM2 in float32 under autocast: E and the copies in bfloat16 are no more than four times the hidden states."""
+    hidden, weight = torch.empty(sequences * 2048, 576, device="meta"), torch.empty(49152, 576, device="meta")
+    monkeypatch.setattr(head_module, "gemm_dtype", lambda _: torch.bfloat16)
+    options = chunk_options(hidden, weight)
+    rows = options["chunk_rows"]
+    assert options.get("graphs", True) == graphs and (rows == CHUNK_ROWS) == graphs
+    if not graphs:
+        taken = 2 * (rows * 49152 + hidden.numel() + weight.numel())
+        assert 0.8 <= taken / (4 * 4 * hidden.numel()) <= 1

@@ -154,11 +154,11 @@ def prepare(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
     softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
     needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
-    keep: bool = False,
+    keep: bool = False, graphs: bool = True,
 ) -> Call:  # fmt: skip
     """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states').
 
-    ``keep`` says that the first pass over the chunks will ask for gradients.
+    ``keep`` says that the first pass over the chunks will ask for gradients; ``graphs``, that they may be replayed.
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
@@ -173,7 +173,7 @@ def prepare(
         size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
         with plain(hidden.device), Survey(hidden.detach(), targets, head.vocab_size) as rows:
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
-            if keep and objective and suits(head, objective, context, weights, dtype, size):
+            if graphs and keep and objective and suits(head, objective, context, weights, dtype, size):
                 room = room_for(head, dtype, size)
                 rows.begin(room)
                 replay = Replay(room, rows.all, head, size, objective, context, top)

@@ -42,6 +42,7 @@ def linear_loss(
     context: Context | None = None,
     backend: str = "auto",
     chunk_rows: int | None = None,
+    graphs: bool = True,
 ) -> Tensor:
     """An objective's loss from ``[..., D]`` hidden states and the head's ``[V, D]`` weight, without the logits.
 
@@ -51,8 +52,10 @@ def linear_loss(
     the gradients. Gradients are made in the forward pass, for what requires one (a frozen head costs no dW), and scaled
     by the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
     ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. ``chunk_rows`` bounds the tokens
-    worked on at a time (default: chosen for speed; fewer take less memory; graphs round it up to 128). Under autocast
-    hidden and weight take its dtype, as in a linear layer; the head's gradient is accumulated in float32 in any case.
+    worked on at a time (default: chosen for speed; fewer take less memory; graphs round it up to 128). A small head's
+    chunks run as CUDA graphs, which keep a chunk's memory from call to call; ``graphs=False`` keeps nothing. Under
+    autocast hidden and weight take its dtype, as in a linear layer; the head's gradient is accumulated in float32 in
+    any case.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     >>> loss = linear_loss(hidden, weight, torch.tensor([0, 2]), "linear")
@@ -76,10 +79,11 @@ def linear_loss(
             context,
             backend,
             chunk_rows,
+            graphs,
         )
     return linear_loss_with_stats(
         hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale, reduction=reduction,
-        num_items=num_items, weights=weights, context=context, backend=backend, chunk_rows=chunk_rows,
+        num_items=num_items, weights=weights, context=context, backend=backend, chunk_rows=chunk_rows, graphs=graphs,
     )[0]  # fmt: skip
 
 
@@ -99,6 +103,7 @@ def linear_loss_with_stats(
     context: Context | None = None,
     backend: str = "auto",
     chunk_rows: int | None = None,
+    graphs: bool = True,
 ) -> tuple[Tensor, TokenStats]:
     """`linear_loss`, and the statistics of the supervised tokens that the same pass measured (detached)."""
     objective = parse_objective(objective)
@@ -106,7 +111,7 @@ def linear_loss_with_stats(
     keep = reduction != "none" and any(wants(hidden, weight, bias))
     call = prepare(
         hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend,
-        chunk_rows=chunk_rows, keep=keep,
+        chunk_rows=chunk_rows, keep=keep, graphs=graphs,
     )  # fmt: skip
     check_step(objective, call.context, num_items, call.count)
     if reduction == "none":
@@ -175,15 +180,15 @@ def scale_of(call: Call, reduction: str, num_items: Tensor | float | None) -> Te
 def _under_compile(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: str | Objective, bias: Tensor | None,
     softcap: float | None, logit_scale: float, reduction: str, num_items: Tensor | float | None, weights: Tensor | None,
-    context: Context | None, backend: str, chunk_rows: int | None,
+    context: Context | None, backend: str, chunk_rows: int | None, graphs: bool,
 ) -> Tensor:  # fmt: skip
     """One opaque operator in the compiled graph, where its signature can say it all; else a graph break."""
     stepwise = context is not None and context.step is not None
-    if not isinstance(objective, str) or stepwise or reduction == "none" or chunk_rows is not None:
+    if not isinstance(objective, str) or stepwise or reduction == "none" or chunk_rows is not None or not graphs:
         return linear_loss_with_stats(
             hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale,
             reduction=reduction, num_items=num_items, weights=weights, context=context, backend=backend,
-            chunk_rows=chunk_rows,
+            chunk_rows=chunk_rows, graphs=graphs,
         )[0]  # fmt: skip
     from deftune.kernels.compiled import linear_loss_op
 

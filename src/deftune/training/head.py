@@ -15,12 +15,28 @@ import torch
 from torch import Tensor, nn
 
 from deftune.kernels import linear_loss_with_stats, linear_token_stats
+from deftune.kernels.call import gemm_dtype
 from deftune.kernels.eager import eager
 from deftune.objectives import IGNORE_INDEX, Context, Objective, TokenStats
 from deftune.objectives.stats import TopK
 
 # The loss is made while all activations are alive: smaller chunks than the fastest, which a step does not notice.
 CHUNK_ROWS = 768
+# Chunks that keep a GPU busy as they are written. Those of small heads run as CUDA graphs below that.
+LARGE_CHUNK_ROWS = 1280
+
+
+def chunk_options(hidden: Tensor, weight: Tensor) -> dict[str, Any]:
+    """How many tokens of a step the head works on at a time.
+
+    The backward of the final norm takes some four times the hidden states, and what the head took is free by then: with
+    a large batch its chunks can be large. Not so what CUDA graphs keep.
+    """
+    size = gemm_dtype(hidden).itemsize
+    copies = sum(size * tensor.numel() for tensor in (hidden, weight) if tensor.element_size() != size)
+    spare = 4 * hidden.numel() * hidden.element_size() - copies
+    rows = int(0.9 * spare) // (size * weight.shape[0]) // 128 * 128
+    return {"chunk_rows": CHUNK_ROWS} if rows < LARGE_CHUNK_ROWS else {"chunk_rows": rows, "graphs": False}
 
 
 class HeadOptions(NamedTuple):
@@ -200,16 +216,19 @@ class ObjectiveCall:
     def __call__(self, head: Any, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
         targets = targets.to(hidden.device)
         keywords: dict[str, Any] = {
-            "bias": head.bias, "softcap": options.softcap, "logit_scale": options.logit_scale, "chunk_rows": CHUNK_ROWS,
+            "bias": head.bias, "softcap": options.softcap, "logit_scale": options.logit_scale,
         }  # fmt: skip
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(head.weight.dtype)
         if self.statistics_only:
-            stats = linear_token_stats(hidden, head.weight, targets, needs=self.needs, **keywords)
+            stats = linear_token_stats(
+                hidden, head.weight, targets, needs=self.needs, chunk_rows=CHUNK_ROWS, **keywords
+            )
             return ObjectiveOutput(None, stats.detach())
         loss, stats = linear_loss_with_stats(
-            hidden, head.weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords
-        )
+            hidden, head.weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords,
+            **chunk_options(hidden, head.weight),
+        )  # fmt: skip
         return ObjectiveOutput(loss, stats.detach())
 
 

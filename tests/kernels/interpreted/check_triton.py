@@ -541,6 +541,15 @@ def test_a_program_under_every_option(programs, options):
     assert any(all(part.graph for part in program.parts()) for program in programs())
 
 
+def test_without_graphs_nothing_is_kept(programs):
+    hidden, weight, targets = sample(30, width=8)
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    with_graphs, without = (linear_loss(*inputs, targets, "deft", backend="triton", graphs=on) for on in (True, False))
+    assert len(programs()) == 1 and all(program.measuring.runs == 1 for program in programs())
+    for one, other in zip(*(torch.autograd.grad(loss, inputs) for loss in (with_graphs, without))):
+        assert error(one, other) <= tolerance("fused gradient")
+
+
 @pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["frozen head", "frozen hidden"])
 def test_the_gradients_that_are_wanted_after_a_program(programs, trained):
     """One program, whatever is wanted of the rows it measured."""
