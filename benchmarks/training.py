@@ -7,8 +7,9 @@
 Each contender trains its own copy of the model, on the same packed sequences in the same order, with the same
 optimizer. First each by itself: its peak memory and losses. Then all of them side by side, in rounds of a few steps
 over all in turn (--rounds, --steps; the first --warmup of a round are left out): a host whose speed drifts is as fast
-for one as for the next, and the ratio to TRL's nll is that of the same round. Liger's layers replace the model's own
-for good, so those that use them come last. Needs deftune[train]; Liger's rows need liger-kernel.
+for one as for the next. A speed is that of the median step; the ratio to TRL's nll comes with the 95% interval of
+rounds drawn again. Liger's layers replace the model's own for good, so those that use them come last, in rounds of
+their own. Needs deftune[train]; Liger's rows need liger-kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import copy
 import gc
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -194,11 +196,26 @@ def main() -> None:
             path.write_text(content + "\n")
 
 
+def median_step(rounds: list[list[float]]) -> float:
+    return statistics.median(second for seconds in rounds for second in seconds)
+
+
+def interval(reference: list[list[float]], rounds: list[list[float]], draws: int = 4000) -> tuple[float, float]:
+    """The ratio of the median steps if the rounds were drawn again, those of both contenders together."""
+    source = random.Random(0)
+    ratios: list[float] = []
+    for _ in range(draws):
+        drawn = source.choices(range(len(rounds)), k=len(rounds))
+        ratios.append(median_step([reference[i] for i in drawn]) / median_step([rounds[i] for i in drawn]))
+    ratios.sort()
+    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
+
+
 def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str) -> str:
     per_step = args.micro * args.accumulation * args.length
     lines = [head, f"\nSequences of {args.length}, {args.micro} x {args.accumulation} a step; {args.rounds} rounds of "
              f"{args.steps - args.warmup} steps\n",
-             "| | tokens/s | x TRL nll | rounds from - to | peak GiB | loss, first to last step |",
+             "| | tokens/s | x TRL nll | 95% interval | peak GiB | loss, first to last step |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     by_name = {result["contender"]: result for result in results}
     reference = by_name.get("TRL nll", {}).get("rounds")
@@ -207,13 +224,12 @@ def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str) -
         if "error" in mine:
             lines.append(f"| {contender} | not run: {mine['error']} | | | | |")
             continue
-        medians = [statistics.median(seconds) for seconds in mine["rounds"]]
-        ratio, spread = "-", "-"
-        if reference:  # Liger's contenders have rounds of their own: theirs are of other moments
-            ratios = sorted(statistics.median(r) / m for r, m in zip(reference, medians))
-            ratio, spread = f"{statistics.median(ratios):.3f}", f"{ratios[0]:.3f} - {ratios[-1]:.3f}"
+        rounds, ratio, spread = mine["rounds"], "-", "-"
+        if reference:
+            ratio = f"{median_step(reference) / median_step(rounds):.3f}"
+            spread = "[{:.3f}, {:.3f}]".format(*interval(reference, rounds)) if rounds is not reference else "-"
         lines.append(
-            f"| {contender} | {per_step / statistics.median(medians):,.0f} | {ratio} | {spread} | "
+            f"| {contender} | {per_step / median_step(rounds):,.0f} | {ratio} | {spread} | "
             f"{mine['peak_gib']:.3f} | {mine['first_loss']:.4f} to {mine['last_loss']:.4f} |"
         )
     return "\n".join(lines)

@@ -205,7 +205,7 @@ def test_attention_across_the_rows_of_a_pack_is_refused():
 
 @pytest.mark.parametrize(("sequences", "graphs"), [(1, True), (8, True), (16, False), (64, False)])
 def test_a_large_batch_has_large_chunks_in_what_the_final_norm_will_take(monkeypatch, sequences, graphs):
-    """SmolLM2 in float32 under autocast: E and the copies in bfloat16 are no more than four times the hidden states."""
+    """SmolLM2 in float32 under autocast: E and the bfloat16 copies are no more than three times the hidden states."""
     hidden, weight = torch.empty(sequences * 2048, 576, device="meta"), torch.empty(49152, 576, device="meta")
     monkeypatch.setattr(head_module, "gemm_dtype", lambda _: torch.bfloat16)
     options = chunk_options(hidden, weight)
@@ -213,4 +213,4 @@ def test_a_large_batch_has_large_chunks_in_what_the_final_norm_will_take(monkeyp
     assert options.get("graphs", True) == graphs and (rows == CHUNK_ROWS) == graphs
     if not graphs:
         taken = 2 * (rows * 49152 + hidden.numel() + weight.numel())
-        assert 0.8 <= taken / (4 * 4 * hidden.numel()) <= 1
+        assert 0.9 <= taken / (3 * 4 * hidden.numel()) <= 1

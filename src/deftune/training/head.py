@@ -22,20 +22,20 @@ from deftune.objectives.stats import TopK
 
 # The loss is made while all activations are alive: smaller chunks than the fastest, which a step does not notice.
 CHUNK_ROWS = 768
-# Chunks that keep a GPU busy as they are written. Those of small heads run as CUDA graphs below that.
-LARGE_CHUNK_ROWS = 1280
+# Chunks that keep a GPU busy as they are written; below that, those of small heads run as CUDA graphs.
+LARGE_CHUNK_ROWS = 1024
 
 
 def chunk_options(hidden: Tensor, weight: Tensor) -> dict[str, Any]:
     """How many tokens of a step the head works on at a time.
 
-    The backward of the final norm takes some four times the hidden states, and what the head took is free by then: with
-    a large batch its chunks can be large. Not so what CUDA graphs keep.
+    The backward of the final norm takes some four times the hidden states; they themselves and what the head took are
+    free by then. So with a large batch the head's chunks can be large. Not so what CUDA graphs keep.
     """
     size = gemm_dtype(hidden).itemsize
     copies = sum(size * tensor.numel() for tensor in (hidden, weight) if tensor.element_size() != size)
-    spare = 4 * hidden.numel() * hidden.element_size() - copies
-    rows = int(0.9 * spare) // (size * weight.shape[0]) // 128 * 128
+    spare = 3 * hidden.numel() * hidden.element_size() - copies
+    rows = spare // (size * weight.shape[0]) // 128 * 128
     return {"chunk_rows": CHUNK_ROWS} if rows < LARGE_CHUNK_ROWS else {"chunk_rows": rows, "graphs": False}
 
 
