@@ -114,6 +114,7 @@ def contenders(device: str) -> Iterator[tuple[str, str, Callable[[], Loss]]]:
     """(name, objective, maker); a maker may raise ImportError."""
     for spec in ("nll", "deft", "cayley", "eaft"):
         yield f"deftune {spec}", spec, lambda spec=spec: ours(spec)
+    yield "deftune deft, sparse 0.15", "deft", lambda: ours("deft", sparse=deftune.Sparse(0.15))
     yield "torch eager deft, fp32 logits", "deft", lambda: torch_deft
     if device == "cpu":
         yield "logits + token_loss deft", "deft", lambda: logits_and_token_loss

@@ -27,6 +27,8 @@ _HOMES = {
     "objective": "objectives",
     "step_stats": "objectives",
     "topk": "objectives",
+    "Sparse": "kernels",
+    "SparseReport": "kernels",
     "linear_loss": "kernels",
     "linear_loss_with_stats": "kernels",
     "linear_token_stats": "kernels",
@@ -39,6 +41,8 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from deftune.kernels import (
+        Sparse,
+        SparseReport,
         linear_loss,
         linear_loss_with_stats,
         linear_token_stats,
@@ -85,6 +89,8 @@ __all__ = [
     "DeftSFTTrainer",
     "Focus",
     "Objective",
+    "Sparse",
+    "SparseReport",
     "StepStatistic",
     "StepStats",
     "TokenStats",

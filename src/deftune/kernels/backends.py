@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from deftune.kernels.head import Head, Slices
+from deftune.kernels.sparse import Products, Sparse
 from deftune.kernels.statistics import RowSums, block_rows, block_sums, compute_dtype, stats_columns, wide
 
 
@@ -91,6 +92,12 @@ class Backend(Protocol):
         """What is left to do once, after the last chunk."""
         ...
 
+    sparse: Products | None
+
+    def thin(self, sparse: Sparse) -> None:
+        """From here on the gradients are those of the classes that ``sparse`` keeps, and the others' mean."""
+        ...
+
     @staticmethod
     def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
         """factor * grad in its dtype for each; the gradients may be written to."""
@@ -140,6 +147,10 @@ class TorchBackend:
         self.all = rows
         self.begun = 0
         self.started = False  # whether dW holds anything yet: the first chunk writes, the others add
+        self.sparse: Products | None = None
+
+    def thin(self, sparse: Sparse) -> None:
+        self.sparse = Products(sparse, self.weight, self.weight.dtype, self.matmul)
 
     def rows(self, total: int) -> int:
         limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
@@ -211,12 +222,19 @@ class TorchBackend:
         v, t = ((factor * self.head.scale).to(self.dtype)[:, None] for factor in (v, t))
         if self.low:
             e = e.to(self.weight.dtype)
+        sparse = self.sparse
+        if sparse is not None:
+            total = (chunk.columns[3].exp() * -torch.expm1(chunk.columns[0])).to(self.dtype)
+            sparse.choose(e, v[:, 0], total, column_sums(e, v[:, 0].abs()))
         if to.hidden is not None:
-            rows = self.over_classes(e) * v - t * self.weight[y]
+            u = self.over_classes(e) if sparse is None else sparse.over_classes(e, v[:, 0], t[:, 0], y)
+            rows = u * v - t * self.weight[y]
             to.hidden.index_copy_(0, chunk.index, rows.to(to.hidden.dtype))
         if to.weight is not None:
             scaled = chunk.x.to(self.dtype) * v
-            if self.low:
+            if sparse is not None:
+                sparse.over_rows(e, scaled, to.weight)
+            elif self.low:
                 # v may be far below float16's range: it goes over its largest
                 size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
                 product = self.matmul(e.T, (scaled / size).to(e.dtype)) * size
@@ -235,6 +253,8 @@ class TorchBackend:
     def end(self, to: Gradients) -> None:
         if not self.started and to.weight is not None:
             to.weight.zero_()
+        if self.sparse is not None:
+            self.sparse.end(to.weight)
 
     @staticmethod
     def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
@@ -273,8 +293,17 @@ class TritonBackend:
         self.begun = 0
         self.multiplied = False  # whether u of the chunk at hand is E W already
         self.started = False
+        self.sparse: Products | None = None
         if rows.count:
             self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head, self.number)
+
+    def thin(self, sparse: Sparse) -> None:
+        def multiply(a: Tensor, b: Tensor) -> Tensor:
+            out = torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+            product(a, b, out)
+            return out
+
+        self.sparse = Products(sparse, self.head.weight, self.dtype, multiply)
 
     def rows(self, total: int) -> int:
         return self.rows_of(self.head, self.dtype, total)
@@ -323,7 +352,7 @@ class TritonBackend:
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
         kernels, head, rows = self.kernels, self.head, part.stop - part.start
         begun = self.begun > 0 and part.start == 0
-        self.multiplied = keep and self.weights.several and not begun
+        self.multiplied = keep and self.weights.several and not begun and self.sparse is None
         x, e, tiles = self.first if begun else self.exponentials(part, keep, top, self.multiplied)
         x, e, tiles = x[:rows], None if e is None else e[:rows], tiles[:, :, :rows]
         y, index = self.all.y[part], self.all.index[part]
@@ -338,20 +367,36 @@ class TritonBackend:
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):
             gate, scale = gate * scale, 1.0
-        scaled = self.spread(chunk, gate, scale, to.hidden, to.weight is not None)
         assert chunk.e is not None
-        if to.weight is not None and scaled is not None:
+        if self.sparse is not None:
+            self.choose(self.sparse, chunk, gate * (scale * self.head.scale))
+        scaled = self.spread(chunk, gate, scale, to.hidden, to.weight is not None)
+        if to.weight is not None and scaled is not None and self.sparse is not None:
+            self.sparse.over_rows(chunk.e, scaled, to.weight)
+        elif to.weight is not None and scaled is not None:
             product(chunk.e.T, scaled, to.weight, add=self.started)
         if to.bias is not None:
             to.bias += column_sums(chunk.e, self.vectors[2, chunk.part])
         self.started = True
+
+    def choose(self, sparse: Products, chunk: Chunk, gate: Tensor) -> None:
+        """The classes of a chunk, by what its gates will let through."""
+        log_p, _, _, log_sum, shift = chunk.columns
+        about = torch.exp(shift + log_sum - self.vectors[1, chunk.part])  # the sum of E and its target
+        error = -torch.expm1(log_p)
+        v = torch.where(gate == 0, 0.0, gate / about).float()
+        self.factors = v, torch.where(gate == 0, 0.0, gate * error).float()
+        assert chunk.e is not None
+        sparse.choose(chunk.e, v, (about * error).float(), column_sums(chunk.e, v.abs()))
 
     def spread(self, chunk: Chunk, gate: Tensor, scale: float, hidden: Tensor | None, weight: bool) -> Tensor | None:
         """v and t of a chunk, its rows of dX into ``hidden``, and, for dW, v X."""
         e, u, scaled = chunk.e, None, None
         assert e is not None
         rows = e.shape[0]
-        if hidden is not None:
+        if hidden is not None and self.sparse is not None:
+            u = self.sparse.over_classes(e, *self.factors, chunk.y)
+        elif hidden is not None:
             u = self.new_u(rows)
             if not self.multiplied:
                 for number, (begin, classes) in enumerate(self.weights.each()):
@@ -384,6 +429,8 @@ class TritonBackend:
             if to.weight is not None:
                 to.weight.zero_()
             return
+        if self.sparse is not None:
+            self.sparse.end(to.weight)
         rows, t = self.all, self.vectors[3]
         runs = self.kernels.sort_targets(rows.y, self.head.vocab_size)
         if to.weight is not None:

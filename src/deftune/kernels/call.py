@@ -13,6 +13,7 @@ from deftune.kernels.checks import check_weight_values, label_error, nan_error
 from deftune.kernels.head import Head
 from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
 from deftune.kernels.replay import Replay, Room, room_for, settled, suits
+from deftune.kernels.sparse import Sparse
 from deftune.kernels.statistics import (
     compute_dtype,
     log_p_of,
@@ -54,6 +55,7 @@ class Call:
     chunk_rows: int | None  # a bound from the caller
     early: Backend | None  # one that has begun with the first chunk
     replay: Replay | None  # or one that has measured it, by a graph
+    sparse: Sparse | None
 
     def __post_init__(self) -> None:
         self.count = self.index.shape[0]
@@ -154,7 +156,7 @@ def prepare(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
     softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
     needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
-    keep: bool = False, graphs: bool = True,
+    keep: bool = False, graphs: bool = True, sparse: Sparse | None = None,
 ) -> Call:  # fmt: skip
     """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states').
 
@@ -173,6 +175,7 @@ def prepare(
         size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
         with plain(hidden.device), Survey(hidden.detach(), targets, head.vocab_size) as rows:
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
+            graphs = graphs and sparse is None
             if graphs and keep and objective and suits(head, objective, context, weights, dtype, size):
                 room = room_for(head, dtype, size)
                 rows.begin(room)
@@ -193,6 +196,7 @@ def prepare(
     return Call(
         hidden, weight, bias, flat, index, None if weights is None else weights.reshape(-1)[index],
         objective, context, softcap, scale, name, top, dtype, torch.is_grad_enabled(), facts, chunk_rows, early, replay,
+        sparse,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from deftune.kernels.checks import check_reduction, check_targets, check_weights
 from deftune.kernels.eager import eager
 from deftune.kernels.head import check_head
 from deftune.kernels.reduction import check_step, mean_items
+from deftune.kernels.sparse import Sparse
 from deftune.kernels.statistics import compute_dtype, plain, wide
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
@@ -43,6 +44,7 @@ def linear_loss(
     backend: str = "auto",
     chunk_rows: int | None = None,
     graphs: bool = True,
+    sparse: Sparse | None = None,
 ) -> Tensor:
     """An objective's loss from ``[..., D]`` hidden states and the head's ``[V, D]`` weight, without the logits.
 
@@ -55,7 +57,7 @@ def linear_loss(
     worked on at a time (default: chosen for speed; fewer take less memory; graphs round it up to 128). A small head's
     chunks run as CUDA graphs, which keep a chunk's memory from call to call; ``graphs=False`` keeps nothing. Under
     autocast hidden and weight take its dtype, as in a linear layer; the head's gradient is accumulated in float32 in
-    any case.
+    any case. ``sparse`` is the opt-in approximation of `Sparse`.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     >>> loss = linear_loss(hidden, weight, torch.tensor([0, 2]), "linear")
@@ -80,10 +82,12 @@ def linear_loss(
             backend,
             chunk_rows,
             graphs,
+            sparse,
         )
     return linear_loss_with_stats(
         hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale, reduction=reduction,
         num_items=num_items, weights=weights, context=context, backend=backend, chunk_rows=chunk_rows, graphs=graphs,
+        sparse=sparse,
     )[0]  # fmt: skip
 
 
@@ -104,14 +108,16 @@ def linear_loss_with_stats(
     backend: str = "auto",
     chunk_rows: int | None = None,
     graphs: bool = True,
+    sparse: Sparse | None = None,
 ) -> tuple[Tensor, TokenStats]:
     """`linear_loss`, and the statistics of the supervised tokens that the same pass measured (detached)."""
     objective = parse_objective(objective)
     check_call(hidden, weight, targets, bias, softcap, logit_scale, reduction, num_items, weights)
+    check_sparse(sparse, softcap, reduction)
     keep = reduction != "none" and any(wants(hidden, weight, bias))
     call = prepare(
         hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend,
-        chunk_rows=chunk_rows, keep=keep, graphs=graphs,
+        chunk_rows=chunk_rows, keep=keep, graphs=graphs, sparse=sparse,
     )  # fmt: skip
     check_step(objective, call.context, num_items, call.count)
     if reduction == "none":
@@ -165,6 +171,18 @@ def check_call(
     check_weights(weights, targets.shape)
 
 
+def check_sparse(sparse: Sparse | None, softcap: float | None, reduction: str) -> None:
+    """Refuse what the sparse mode would get wrong, or ignore."""
+    if sparse is None:
+        return
+    if not isinstance(sparse, Sparse):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"sparse: a deftune.Sparse(share=...), got {type(sparse).__name__}")
+    if softcap is not None:
+        raise ValueError("sparse: not with a softcap, whose slope the sums of the left-out classes do not know")
+    if reduction == "none":
+        raise ValueError('sparse: needs reduction="mean" or "sum"; "none" makes its gradients anew in the backward')
+
+
 def wants(*tensors: Tensor | None) -> list[bool]:
     """Which of them a gradient will be asked of."""
     enabled = torch.is_grad_enabled()
@@ -181,14 +199,16 @@ def _under_compile(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: str | Objective, bias: Tensor | None,
     softcap: float | None, logit_scale: float, reduction: str, num_items: Tensor | float | None, weights: Tensor | None,
     context: Context | None, backend: str, chunk_rows: int | None, graphs: bool,
+    sparse: Sparse | None,
 ) -> Tensor:  # fmt: skip
     """One opaque operator in the compiled graph, where its signature can say it all; else a graph break."""
     stepwise = context is not None and context.step is not None
-    if not isinstance(objective, str) or stepwise or reduction == "none" or chunk_rows is not None or not graphs:
+    plain_call = chunk_rows is None and graphs and sparse is None
+    if not isinstance(objective, str) or stepwise or reduction == "none" or not plain_call:
         return linear_loss_with_stats(
             hidden, weight, targets, objective, bias=bias, softcap=softcap, logit_scale=logit_scale,
             reduction=reduction, num_items=num_items, weights=weights, context=context, backend=backend,
-            chunk_rows=chunk_rows, graphs=graphs,
+            chunk_rows=chunk_rows, graphs=graphs, sparse=sparse,
         )[0]  # fmt: skip
     from deftune.kernels.compiled import linear_loss_op
 
@@ -229,6 +249,8 @@ def fused(call: Call, wanted: Sequence[bool], scale: Tensor | float) -> tuple[Te
             step = step_stats(objective, [call.stats(*call.measure_all())], context=context, local=True)
             context = replace(context, step=step)
         backend = call.make_backend()
+        if call.sparse is not None:
+            backend.thin(call.sparse)
         columns = call.new_columns()
         into: Gradients | None = None
         losses: list[Tensor] = []
@@ -246,6 +268,8 @@ def fused(call: Call, wanted: Sequence[bool], scale: Tensor | float) -> tuple[Te
             largest.append(chunk.top)
         into = into or call.new_gradients(wanted)
         backend.end(into)
+        if backend.sparse is not None and any(wanted) and losses:
+            backend.sparse.done(into.weight)
         loss = torch.cat(losses).sum() * scale if losses else columns.new_zeros(())
         if masses:
             mass = torch.stack(masses).sum()

@@ -453,6 +453,36 @@ def test_a_large_weight_of_another_dtype_comes_in_slices(monkeypatch, objective,
     assert_both([(loss, (d_hidden, d_weight)), both(hidden, low.float(), targets, objective)[1]])
 
 
+@pytest.mark.parametrize("vocab_size", [700, 250])
+@pytest.mark.parametrize("share", [0.05, 0.4, 1.0])
+@pytest.mark.parametrize("objective", ["nll", "deft", "eaft(k=5)"])
+def test_the_sparse_mode(monkeypatch, objective, share, vocab_size):
+    """As the torch backend's, in the same chunks; one row is beyond E's range, the weight comes in slices."""
+    monkeypatch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: 16))
+    monkeypatch.setattr(Slices, "large", 0)
+    hidden, weight, targets = sample(50, vocab_size, width=24)
+    weight[7] = 0
+    weight[7, 0] = -300.0
+    hidden[:, 0] = 0
+    hidden[40, 0], targets[40] = 1.0, 7
+    low = weight.bfloat16()
+    found = []
+    for backend, head in (("triton", low), ("torch", low.float())):
+        sparse = deftune.Sparse(share)
+        call = prepare(
+            hidden, head, targets, deftune.objective(objective), None, None, 1.0, None, CONTEXT, backend,
+            dtype=torch.float32, keep=True, chunk_rows=16, sparse=sparse,
+        )  # fmt: skip
+        loss, grads, _, _ = linear.fused(call, [True, True, False], 1 / 24)
+        found.append((loss, (grads.hidden, grads.weight), sparse.report()))
+    (loss, grads, report), (expected, truth, other) = found
+    assert_near(loss, expected, "fused loss", condition=10)
+    # r, what is left of a sum when most is taken away, has float32's rounding of the sum
+    assert all(error(a, b) <= 1e-5 for a, b in zip(grads, truth))
+    for a, b in zip(report, other):
+        assert abs(a - b) <= 1e-3 * b + 1e-5
+
+
 # --- programs: what a CUDA graph would be captured from ---------------------------------------------------------------
 
 

@@ -1,0 +1,156 @@
+"""Gradients from the classes that matter: the opt-in sparse mode of the fused loss.
+
+Of a chunk's E, [rows, V], a few classes hold nearly all: those that some row finds likely. With K the classes of the
+largest mass m = E^T v, and q the distribution of the mass that is left over the others,
+
+    E W ~ E_K W_K + r (q W)        E^T (v X) ~ E_K^T (v X) at K, and q (r^T v X) at the others,    r = sum E - sum E_K
+
+so that sums over classes and, all rows together, over rows stay exact. The forward pass, the loss, every statistic and
+the target's part of the gradients are exact as always. What this costs is measured at every call, on a sample of rows
+and classes: `Sparse.report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS, EVERY, CLASSES = 64, 4, 256  # of the sample that the errors are measured on: rows of every fourth chunk, classes
+BLOCK = 8192  # classes of the whole product that are cast at a time
+
+
+class SparseReport(NamedTuple):
+    """What a call left out.
+
+    ``dropped`` is the share of the gradient's mass, sum v E, that was spread by its mean. The errors are relative,
+    ||g - exact|| / ||exact||, of d hidden from rows of every fourth chunk, of d weight from classes that the first one
+    left out, over all chunks; nan where that gradient was not asked for.
+    """
+
+    dropped: float
+    error_hidden: float
+    error_weight: float
+
+
+@dataclass
+class Sparse:
+    """Two of the three matrix products over ``share`` of the classes only, chosen anew for every chunk.
+
+    Pass one to `linear_loss`, and ask it afterwards what the last call left out. A share of 0.15 is within bfloat16's
+    rounding of the gradients on a model that has learned its language (docs/linear_loss.md); an untrained one finds
+    everything likely, and the report says so.
+
+    >>> import deftune
+    >>> sparse, hidden = Sparse(share=0.5), torch.eye(2, requires_grad=True)
+    >>> weight = torch.tensor([[9.0, 0.0], [0.0, 9.0], [4.0, 3.0], [0.0, 1.0]])
+    >>> loss = deftune.linear_loss(hidden, weight, torch.tensor([0, 1]), "nll", sparse=sparse)
+    >>> round(sparse.report().dropped, 3)
+    0.025
+    """
+
+    share: float = 0.15
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor], repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"sparse: share is that of the classes, above 0 and at most 1, got {self.share!r}")
+
+    def report(self) -> SparseReport:
+        """What the last call left out; waits for it."""
+        if not self.sums:
+            raise ValueError("sparse: nothing to report, no call with gradients has used it yet")
+        found = {name: float(value) for name, value in self.sums.items()}
+
+        def ratio(part: str, whole: str) -> float:
+            if part not in found:
+                return float("nan")
+            return found[part] / found[whole] if found[whole] else 0.0
+
+        errors = (ratio(f"{name} error", name) ** 0.5 for name in ("hidden", "weight"))
+        return SparseReport(ratio("left", "mass"), *errors)
+
+
+class Products:
+    """E W and E^T (v X) of one call's chunks, over the classes that `Sparse` keeps."""
+
+    def __init__(
+        self, sparse: Sparse, weight: Tensor, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor]
+    ):
+        self.sparse, self.weight, self.dtype, self.multiply = sparse, weight, dtype, multiply
+        sparse.sums = {}
+        self.count = max(1, round(sparse.share * len(weight)))
+        self.chunks = 0
+        self.means: list[Tensor] = []  # q and r^T v X of each chunk: what the other classes' rows of dW are made of
+        self.masses: list[Tensor] = []
+        self.sample = self.off = weight.new_empty(0)
+        self.sums: dict[str, Tensor] = {}
+
+    def choose(self, e: Tensor, v: Tensor, total: Tensor, mass: Tensor) -> None:
+        """The classes of a chunk, from its ``mass`` [V] = E^T |v|; ``total`` [C] is the sum of E."""
+        self.chunks += 1
+        self.classes = mass.topk(self.count, sorted=False).indices.sort().values
+        left = mass.index_fill(0, self.classes, 0)
+        whole = left.sum()
+        self.rest = left / torch.where(whole == 0, 1.0, whole)
+        self.kept = e.new_empty(0)  # not to stand beside the next one
+        self.kept = e.index_select(1, self.classes)
+        self.r = total - self.kept.sum(1, dtype=total.dtype)
+        self.count_in("left", (self.r * v).abs().sum())
+        self.count_in("mass", (total * v).abs().sum())
+        if not len(self.sample):  # every so many classes of those left, by their mass
+            order = left.argsort(descending=True)[: len(left) - self.count]
+            self.every = max(1, -(-len(order) // CLASSES))
+            self.sample = order[:: self.every]
+
+    def count_in(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def over_classes(self, e: Tensor, v: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        """E W [C, D]; of some chunks some rows are compared with the whole product."""
+        u = self.multiply(self.kept, self.weight.index_select(0, self.classes).to(self.dtype))
+        u.addr_(self.r.to(u.dtype), (self.rest.to(self.weight.dtype) @ self.weight).to(u.dtype))
+        if self.chunks % EVERY == 1:
+            some = torch.linspace(0, len(e) - 1, min(ROWS, len(e)), device=e.device).long()
+            exact, factor = torch.zeros_like(u[some]), v[some, None].to(u.dtype)
+            for classes, columns in zip(self.weight.split(BLOCK), e[some].split(BLOCK, 1)):
+                exact += self.multiply(columns, classes.to(self.dtype))
+            true = factor * exact - t[some, None].to(u.dtype) * self.weight[y[some]].to(u.dtype)
+            self.count_in("hidden error", (factor * (u[some] - exact)).square().sum())
+            self.count_in("hidden", true.square().sum())
+        return u
+
+    def over_rows(self, e: Tensor, scaled: Tensor, to: Tensor) -> None:
+        """E^T (v X) onto ``to`` [V, D], which the first chunk clears; the means come in at the end."""
+        if not self.means:
+            to.zero_()
+            self.off = to.new_zeros(len(self.sample), to.shape[1])
+        size = scaled.new_ones(())
+        if scaled.dtype != self.dtype:  # v may be far below float16's range: it goes over its largest
+            size = scaled.abs().amax().clamp(min=torch.finfo(scaled.dtype).tiny)
+            scaled = (scaled / size).to(self.dtype)
+        some = to.index_select(0, self.classes)
+        to.index_copy_(0, self.classes, some.add_(self.multiply(self.kept.T, scaled).mul_(size)))
+        mean = self.r.to(to.dtype) @ (scaled.to(to.dtype) * size)
+        self.means.append(mean)
+        self.masses.append(self.rest.to(to.dtype))
+        # a class that this chunk keeps is exact in it
+        kept = torch.zeros(len(to), dtype=torch.bool, device=to.device).index_fill_(0, self.classes, True)[self.sample]
+        off = self.multiply(e.index_select(1, self.sample).T, scaled).mul_(size)
+        off -= torch.outer(self.masses[-1][self.sample], mean)
+        self.off += off.masked_fill_(kept[:, None], 0.0)
+
+    def end(self, to: Tensor | None) -> None:
+        """The means of what was left out."""
+        if to is not None and self.means:
+            to.addmm_(torch.stack(self.masses).T, torch.stack(self.means))
+            self.count_in("weight error", self.every * self.off.square().sum())
+
+    def done(self, weight: Tensor | None) -> None:
+        """Hand the sums to whoever asked for the call; ``weight`` is its dW."""
+        if weight is not None and "weight error" in self.sums:
+            self.count_in("weight", weight.square().sum())
+        self.sparse.sums = self.sums
