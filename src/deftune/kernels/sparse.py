@@ -112,12 +112,17 @@ class Products:
     def over_classes(self, e: Tensor, v: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """E W [C, D]; of some chunks some rows are compared with the whole product."""
         u = self.multiply(self.kept, self.weight.index_select(0, self.classes).to(self.dtype))
-        u.addr_(self.r.to(u.dtype), (self.rest.to(self.weight.dtype) @ self.weight).to(u.dtype))
+        largest = self.rest.amax().clamp(min=torch.finfo(self.rest.dtype).tiny)  # 1 / V is nothing in float16
+        rows, some = (self.rest / largest)[None].to(self.dtype), torch.empty(0, dtype=torch.int64, device=e.device)
         if self.chunks % EVERY == 1:
             some = torch.linspace(0, len(e) - 1, min(ROWS, len(e)), device=e.device).long()
-            exact, factor = torch.zeros_like(u[some]), v[some, None].to(u.dtype)
-            for classes, columns in zip(self.weight.split(BLOCK), e[some].split(BLOCK, 1)):
-                exact += self.multiply(columns, classes.to(self.dtype))
+            rows = torch.cat([rows, e[some]])
+        whole = u.new_zeros(len(rows), u.shape[1])
+        for columns, classes in zip(rows.split(BLOCK, 1), self.weight.split(BLOCK)):
+            whole += self.multiply(columns, classes.to(self.dtype))
+        u.addr_(self.r.to(u.dtype), whole[0] * largest)
+        if len(some):
+            exact, factor = whole[1:], v[some, None].to(u.dtype)
             true = factor * exact - t[some, None].to(u.dtype) * self.weight[y[some]].to(u.dtype)
             self.count_in("hidden error", (factor * (u[some] - exact)).square().sum())
             self.count_in("hidden", true.square().sum())
