@@ -923,6 +923,10 @@ GOOD = {"hidden": torch.zeros(2, 3, 4), "weight": torch.ones(5, 4), "targets": t
         ({"weight": torch.ones(5, 4).int()}, r"weight: must be floating point, got torch.int32"),
         ({"weight": nn.Linear(4, 5)}, r"weight: expected a tensor, got Linear"),
         ({"weight": torch.ones(5, 4, device="meta")}, r"hidden is on cpu and weight on meta; move them together"),
+        (
+            {"targets": torch.ones(2, dtype=torch.int64, device="meta")},
+            r"hidden is on cpu and targets on meta; move them",
+        ),
         ({"bias": torch.zeros(4)}, r"bias: shape \(4,\) does not match the vocabulary of 5"),
         ({"bias": torch.zeros(5, 1)}, r"bias: shape \(5, 1\) does not match"),
         ({"bias": torch.zeros(5).long()}, r"bias: must be floating point, got torch.int64"),

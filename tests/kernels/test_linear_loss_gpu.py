@@ -478,8 +478,12 @@ def captured() -> list[replay.Program]:
 
 
 @pytest.mark.parametrize("objective", ["nll", "deft", "eaft(k=5)", "deft | eos(nll)", HalfDeft()], ids=str)
-def test_replayed_calls_are_those_written(monkeypatch, objective):
-    """Eight calls with rows, masks, labels and scales of their own; the same without graphs, each bit of it."""
+@pytest.mark.parametrize("chunk_rows", [None, 256])
+def test_replayed_calls_are_those_written(monkeypatch, objective, chunk_rows):
+    """Eight calls with rows, masks, labels and scales of their own; the same without graphs, each bit of it.
+
+    In chunks of 256 rows a call has up to five, and is captured half-way.
+    """
     replay.clear()
     found = []
     for graphs in (True, False):
@@ -490,7 +494,8 @@ def test_replayed_calls_are_those_written(monkeypatch, objective):
                 head = weight
             targets[: 40 * seed] = IGNORE_INDEX
             upstream = torch.tensor(1.0 + seed, device="cuda")
-            result = fused_on(head, hidden, targets, objective, num_items=5000 + seed, upstream=upstream)
+            options = {"num_items": 5000 + seed, "chunk_rows": chunk_rows}
+            result = fused_on(head, hidden, targets, objective, upstream=upstream, **options)
             found.append((seed, result, hidden.clone(), targets))
         assert bool(captured()) == (graphs and isinstance(objective, str)), "a user's own is never replayed"
         replay.clear()
@@ -626,6 +631,44 @@ def test_a_capture_that_fails_leaves_no_stream_capturing(monkeypatch):
     for _ in range(4):
         fused_on(weight, hidden.detach(), targets, "deft", upstream=upstream)
     assert captured()
+
+
+def test_a_second_half_that_cannot_be_captured_runs_as_it_is_written(monkeypatch):
+    replay.clear()
+    hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
+    upstream = torch.ones((), device="cuda")
+    work = replay.Program.finish_work
+
+    def fails(self, *args):
+        work(self, *args)
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("half-way")
+
+    monkeypatch.setattr(replay.Program, "finish_work", fails)
+    options = {"upstream": upstream, "chunk_rows": 128}
+    results = [fused_on(weight, hidden.detach(), targets, "eaft(k=5)", **options) for _ in range(5)]
+    assert not captured() and all(same(results[0], other) for other in results[1:])
+
+
+def test_a_replayed_call_waits_for_nothing_but_its_survey():
+    """A count on the host, even in a tensor, is an argument and no copy."""
+    replay.clear()
+    hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
+    inputs = [hidden.requires_grad_(), weight.requires_grad_()]
+    before = torch.cuda.get_sync_debug_mode()
+    for step in range(6):
+        try:
+            torch.cuda.set_sync_debug_mode("error" if step > 3 else before)
+            linear_loss(*inputs, targets, "deft", backend="triton", num_items=torch.tensor(5000))
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    assert captured()
+
+
+def test_targets_on_the_host_are_refused():
+    hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
+    with pytest.raises(ValueError, match="hidden is on cuda:0 and targets on cpu; move them together"):
+        linear_loss(hidden.requires_grad_(), weight, targets.cpu(), "deft")
 
 
 def test_what_reads_the_device_is_not_captured():

@@ -215,13 +215,14 @@ class Survey:
         from deftune.kernels.triton_rows import survey
 
         hidden, targets, flag = self.hidden, self.targets, None if self.earlier is None else self.earlier.flag
-        if room is None:
-            places, labels, facts, told = survey(targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
-        else:
-            hidden = settled(hidden)
-            places, labels, facts, told = room.survey(hidden, settled(targets.long()), IGNORE_INDEX, flag)
-        # what is launched after this is not waited for
-        self.done = torch.cuda.current_stream().record_event() if targets.is_cuda else None
+        try:
+            if room is None:
+                places, labels, facts, told = survey(targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
+            else:
+                hidden = settled(hidden)
+                places, labels, facts, told = room.survey(hidden, settled(targets.long()), IGNORE_INDEX, flag)
+        finally:  # whatever happened: what was launched has to be waited for, what comes after this has not
+            self.done = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
         self.told, self.all = told, Supervised(hidden, places, labels, facts, known=False)
 
     def __enter__(self) -> Survey:

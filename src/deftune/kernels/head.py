@@ -97,3 +97,9 @@ def check_head(hidden: object, weight: object, bias: object, logit_scale: float,
         raise ValueError(f"softcap: must be > 0 and finite, got {softcap}; None is no cap")
     if not (logit_scale != 0 and abs(logit_scale) < float("inf")):
         raise ValueError(f"logit_scale: must be finite and not 0, got {logit_scale}")
+
+
+def check_together(hidden: Tensor, targets: Tensor) -> None:
+    """Kernels read both: a pointer to another device's memory is no tensor there."""
+    if hidden.device != targets.device:
+        raise ValueError(f"hidden is on {hidden.device} and targets on {targets.device}; move them together")

@@ -18,7 +18,7 @@ from deftune.kernels.backends import BACKENDS, Chunk, Gradients, TorchBackend
 from deftune.kernels.call import Call, gemm_dtype, prepare
 from deftune.kernels.checks import check_reduction, check_targets, check_weights, second_derivative_error
 from deftune.kernels.eager import eager
-from deftune.kernels.head import check_head
+from deftune.kernels.head import check_head, check_together
 from deftune.kernels.reduction import check_step, mean_items
 from deftune.kernels.sparse import Sparse
 from deftune.kernels.statistics import compute_dtype, plain, wide
@@ -153,6 +153,7 @@ def linear_token_stats(
     """
     check_head(hidden, weight, bias, logit_scale, softcap)
     check_targets(targets, hidden.shape[:-1], "hidden")
+    check_together(hidden, targets)
     call = prepare(
         hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, needs, chunk_rows=chunk_rows
     )
@@ -167,6 +168,7 @@ def check_call(
     """Everything that shapes, types and numbers on the host can tell."""
     check_head(hidden, weight, bias, logit_scale, softcap)
     check_targets(targets, hidden.shape[:-1], "hidden")
+    check_together(hidden, targets)
     check_reduction(reduction, num_items)
     check_weights(weights, targets.shape)
 

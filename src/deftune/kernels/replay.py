@@ -4,9 +4,9 @@ Where the GPU needs less than a millisecond for a chunk, the host takes longer t
 kernels. A `Program` is all of them but the gradients' GEMMs, on tensors that stay where they are: it runs as it is
 written the first times, then it is captured, and from there on each half, from the rows to their gates and from the
 gates to what the GEMMs need, is replayed by a single launch. What a call has that the next one has not (its rows, its
-scale, where its gradients go) stands in a table on the device, filled by one copy; which chunk's turn it is the kernels
-count there themselves. How many rows there are is read on the device too, so that a call's first chunk is under way
-before the host knows.
+scale, where its gradients go) stands in a table on the device, filled by two copies; which chunk's turn it is the
+kernels count there themselves. How many rows there are is read on the device too, so that a call's first chunk is under
+way before the host knows.
 
 An objective is replayed as it was evaluated when it was captured, so only one that depends on nothing else is: one of
 deftune's own, without progress or statistics of the step. A user's may read a schedule or a counter of its own, which a
@@ -104,10 +104,11 @@ class Room:
         self.facts = new(2, dtype=torch.int64)  # as those of a call: rows that are there, a NaN among them
         self.record = new(7, rows, dtype=torch.float64)  # the five columns, value and gate
         self.aside = torch.cuda.Stream(place.device) if cuda else None
-        # a call waits for its survey before the second half of the table is written, and the next call before the
-        # first: the copy before is done by then
-        self.table, self.told = new(SLOTS, dtype=torch.int64), torch.empty(3, dtype=torch.int64, pin_memory=cuda)
-        self.here = torch.zeros(SLOTS, dtype=torch.int64, pin_memory=cuda)
+        # Each half of the table is written anew when its last copy is done: a call waits for its survey, which comes
+        # after the copy of the first half, and writes the second half after that
+        self.table = new(SLOTS, dtype=torch.int64)
+        self.told = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=cuda)
+        self.here = torch.zeros(SLOTS, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.slots = (ctypes.c_int64 * SLOTS).from_address(self.here.data_ptr())
         self.factor = ctypes.c_double.from_buffer(self.slots, 8 * (SLOTS - 1))
         self.scale = self.table.view(torch.float64)[-1:]
@@ -134,6 +135,8 @@ class Room:
         self, out: Tensor | None, targets: Tensor, record: Tensor, top: Tensor | None, scale: Tensor | float
     ) -> None:
         """Where this call's dX, t, record and likeliest tokens go, and the scale of its gates."""
+        if isinstance(scale, Tensor) and scale.device.type == "cpu":
+            scale = float(scale)  # a copy from pageable memory would wait for the device
         self.slots[CHUNK + 1 : SLOTS - 1] = (
             0 if out is None else out.data_ptr(), targets.data_ptr(), record.data_ptr(), record.stride(0),
             0 if top is None else top.data_ptr(),

@@ -525,7 +525,7 @@ def survey(
     device, rows = targets.device, len(targets)
     places, labels = torch.empty(2, -(-rows // 16) * 16, dtype=torch.int64, device=device).unbind()
     facts = torch.empty(2, dtype=torch.int64, device=device)
-    told = torch.empty(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+    told = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     _survey[(1,)](
         targets, places, labels, facts, told, facts if earlier is None else earlier, rows, vocab_size, ignore,
         EARLIER=earlier is not None, BLOCK=4096, num_warps=8,

@@ -32,11 +32,12 @@ def chunk_options(hidden: Tensor, weight: Tensor) -> dict[str, Any]:
     The backward of the final norm takes some four times the hidden states; they themselves and what the head took are
     free by then. So with a large batch the head's chunks can be large. Not so what CUDA graphs keep.
     """
-    size = gemm_dtype(hidden).itemsize
-    copies = sum(size * tensor.numel() for tensor in (hidden, weight) if tensor.element_size() != size)
+    dtype = gemm_dtype(hidden)
+    copies = sum(dtype.itemsize * tensor.numel() for tensor in (hidden, weight) if tensor.dtype != dtype)
     spare = 3 * hidden.numel() * hidden.element_size() - copies
-    rows = spare // (size * weight.shape[0]) // 128 * 128
-    return {"chunk_rows": CHUNK_ROWS} if rows < LARGE_CHUNK_ROWS else {"chunk_rows": rows, "graphs": False}
+    rows = spare // (dtype.itemsize * max(1, weight.shape[0])) // 128 * 128
+    large = dtype == torch.bfloat16 and rows >= LARGE_CHUNK_ROWS  # E takes more than its dtype says of any other
+    return {"chunk_rows": rows, "graphs": False} if large else {"chunk_rows": CHUNK_ROWS}
 
 
 class HeadOptions(NamedTuple):
