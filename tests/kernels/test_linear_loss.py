@@ -924,7 +924,7 @@ GOOD = {"hidden": torch.zeros(2, 3, 4), "weight": torch.ones(5, 4), "targets": t
         ({"weight": nn.Linear(4, 5)}, r"weight: expected a tensor, got Linear"),
         ({"weight": torch.ones(5, 4, device="meta")}, r"hidden is on cpu and weight on meta; move them together"),
         (
-            {"targets": torch.ones(2, dtype=torch.int64, device="meta")},
+            {"targets": torch.ones(2, 3, dtype=torch.int64, device="meta")},
             r"hidden is on cpu and targets on meta; move them",
         ),
         ({"bias": torch.zeros(4)}, r"bias: shape \(4,\) does not match the vocabulary of 5"),
