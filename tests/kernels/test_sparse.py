@@ -51,7 +51,7 @@ def written_out(hidden, weight, targets, spec, share, rows):
     return torch.zeros_like(hidden).index_copy_(0, keep.nonzero()[:, 0], d_hidden), d_weight
 
 
-@pytest.mark.parametrize("rows", [1000, 64])
+@pytest.mark.parametrize("rows", [1000, 64, 5])
 @pytest.mark.parametrize("share", [0.002, 0.1, 0.5, 0.998])
 @pytest.mark.parametrize("spec", ["nll", "deft", "eaft(k=5)"])
 def test_it_is_what_is_written(spec, share, rows):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 ROWS, EVERY, CLASSES = 64, 4, 256  # of the sample that the errors are measured on: rows of every fourth chunk, classes
 BLOCK = 8192  # classes of the whole product that are cast at a time
+MOST_MEANS = 32  # chunks whose means wait: each has V numbers
 
 
 class SparseReport(NamedTuple):
@@ -129,8 +130,8 @@ class Products:
         return u
 
     def over_rows(self, e: Tensor, scaled: Tensor, to: Tensor) -> None:
-        """E^T (v X) onto ``to`` [V, D], which the first chunk clears; the means come in at the end."""
-        if not self.means:
+        """E^T (v X) onto ``to`` [V, D], which the first chunk clears; the means come in many chunks at a time."""
+        if self.chunks == 1:
             to.zero_()
             self.off = to.new_zeros(len(self.sample), to.shape[1])
         size = scaled.new_ones(())
@@ -147,11 +148,18 @@ class Products:
         off = self.multiply(e.index_select(1, self.sample).T, scaled).mul_(size)
         off -= torch.outer(self.masses[-1][self.sample], mean)
         self.off += off.masked_fill_(kept[:, None], 0.0)
+        if len(self.means) == MOST_MEANS:
+            self.add_means(to)
+
+    def add_means(self, to: Tensor) -> None:
+        """The means of what was left out."""
+        if self.means:
+            to.addmm_(torch.stack(self.masses).T, torch.stack(self.means))
+            self.means, self.masses = [], []
 
     def end(self, to: Tensor | None) -> None:
-        """The means of what was left out."""
-        if to is not None and self.means:
-            to.addmm_(torch.stack(self.masses).T, torch.stack(self.means))
+        if to is not None and self.chunks:
+            self.add_means(to)
             self.count_in("weight error", self.every * self.off.square().sum())
 
     def done(self, weight: Tensor | None) -> None:
