@@ -926,3 +926,25 @@ def test_auto_goes_around_what_triton_cannot_do(dtype, width, kwargs, text):
         eager(hidden, weight, targets, objective, wide=w, **kwargs) for w in (torch.float32, torch.float64)
     )
     assert_no_worse(actual, theirs, expected)
+
+
+@both_backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_the_sparse_mode(monkeypatch, dtype, backend):
+    """All classes are all of it; of a learned distribution few do, and the report says what they miss."""
+    if backend == "triton" and dtype == torch.float16:
+        pytest.skip("float16 has not the range that E needs")
+    chunk_rows(monkeypatch, backend, 384)
+    hidden, weight, targets = sample(1500, 5003, 128, dtype)
+    weight[:300] *= 3
+    exact = fused(hidden, weight, targets, "deft", backend=backend)
+    whole = fused(hidden, weight, targets, "deft", backend=backend, sparse=deftune.Sparse(1.0))
+    some = deftune.Sparse(0.1)
+    got = fused(hidden, weight, targets, "deft", backend=backend, sparse=some)
+    report = some.report()
+    rounding = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}[dtype]
+    for name, estimate in (("hidden", report.error_hidden), ("weight", report.error_weight)):
+        assert error(getattr(whole, name), getattr(exact, name)) <= rounding
+        found = error(getattr(got, name), getattr(exact, name))
+        assert found <= 2 * estimate + rounding and estimate <= 2 * found + rounding
+    assert torch.equal(got.loss, exact.loss) and 0 < report.dropped < 0.5
