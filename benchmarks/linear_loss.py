@@ -114,7 +114,9 @@ def contenders(device: str) -> Iterator[tuple[str, str, Callable[[], Loss]]]:
     """(name, objective, maker); a maker may raise ImportError."""
     for spec in ("nll", "deft", "cayley", "eaft"):
         yield f"deftune {spec}", spec, lambda spec=spec: ours(spec)
-    yield "deftune deft, sparse 0.15", "deft", lambda: ours("deft", sparse=deftune.Sparse(0.15))
+    for share in (0.15, 0.05):
+        sparse = deftune.Sparse(share)
+        yield f"deftune deft, sparse {share}", "deft", lambda sparse=sparse: ours("deft", sparse=sparse)
     yield "torch eager deft, fp32 logits", "deft", lambda: torch_deft
     if device == "cpu":
         yield "logits + token_loss deft", "deft", lambda: logits_and_token_loss

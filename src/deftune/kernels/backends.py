@@ -154,6 +154,8 @@ class TorchBackend:
 
     def rows(self, total: int) -> int:
         limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
+        if self.sparse is not None and self.device.type != "cuda":
+            limit *= 4  # the kept classes' weights are gathered for every chunk
         return balanced(total, limit // (self.head.vocab_size * self.dtype.itemsize))
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
