@@ -8,7 +8,7 @@ Each contender trains its own copy of the model, on the same packed sequences in
 optimizer. First each by itself: its peak memory and losses. Then all of them side by side, in rounds of a few steps
 over all in turn (--rounds, --steps; the first --warmup of a round are left out): a host whose speed drifts is as fast
 for one as for the next. A speed is that of the median step; the ratio to TRL's nll comes with the 95% interval of
-rounds drawn again. Liger's layers replace the model's own for good, so those that use them come last, in rounds of
+rounds drawn again, and beside it the median of the rounds' own ratios: where the two disagree, nothing is decided. Liger's layers replace the model's own for good, so those that use them come last, in rounds of
 their own. Needs deftune[train]; Liger's rows need liger-kernel.
 """
 
@@ -215,21 +215,23 @@ def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str) -
     per_step = args.micro * args.accumulation * args.length
     lines = [head, f"\nSequences of {args.length}, {args.micro} x {args.accumulation} a step; {args.rounds} rounds of "
              f"{args.steps - args.warmup} steps\n",
-             "| | tokens/s | x TRL nll | 95% interval | peak GiB | loss, first to last step |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+             "| | tokens/s | x TRL nll | 95% interval | by rounds (from - to) | peak GiB | loss, first to last step |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
     by_name = {result["contender"]: result for result in results}
     reference = by_name.get("TRL nll", {}).get("rounds")
     for contender in args.contenders.split(","):
         mine = by_name[contender]
         if "error" in mine:
-            lines.append(f"| {contender} | not run: {mine['error']} | | | | |")
+            lines.append(f"| {contender} | not run: {mine['error']} | | | | | |")
             continue
-        rounds, ratio, spread = mine["rounds"], "-", "-"
+        rounds, ratio, spread, by_rounds = mine["rounds"], "-", "-", "-"
         if reference:
+            own = sorted(statistics.median(theirs) / statistics.median(mine) for theirs, mine in zip(reference, rounds))
+            by_rounds = f"{statistics.median(own):.3f} ({own[0]:.3f} - {own[-1]:.3f})"
             ratio = f"{median_step(reference) / median_step(rounds):.3f}"
             spread = "[{:.3f}, {:.3f}]".format(*interval(reference, rounds)) if rounds is not reference else "-"
         lines.append(
-            f"| {contender} | {per_step / median_step(rounds):,.0f} | {ratio} | {spread} | "
+            f"| {contender} | {per_step / median_step(rounds):,.0f} | {ratio} | {spread} | {by_rounds} | "
             f"{mine['peak_gib']:.3f} | {mine['first_loss']:.4f} to {mine['last_loss']:.4f} |"
         )
     return "\n".join(lines)
