@@ -8,8 +8,9 @@ Each contender trains its own copy of the model, on the same packed sequences in
 optimizer. First each by itself: its peak memory and losses. Then all of them side by side, in rounds of a few steps
 over all in turn (--rounds, --steps; the first --warmup of a round are left out): a host whose speed drifts is as fast
 for one as for the next. A speed is that of the median step; the ratio to TRL's nll comes with the 95% interval of
-rounds drawn again, and beside it the median of the rounds' own ratios: where the two disagree, nothing is decided. Liger's layers replace the model's own for good, so those that use them come last, in rounds of
-their own. Needs deftune[train]; Liger's rows need liger-kernel.
+rounds drawn again, and beside it the median of the rounds' own ratios: where the two disagree, nothing is decided.
+Liger's layers replace the model's own for good, so those that use them come last, in rounds of their own. Needs
+deftune[train]; Liger's rows need liger-kernel.
 """
 
 from __future__ import annotations
