@@ -80,12 +80,14 @@ def run_train(args: argparse.Namespace) -> int:
     need_training()
     overrides = [*args.set, *(["data.skip_bad_rows=true"] if args.skip_bad_rows else [])]
     config = read_config(args.config, overrides)
-    from deftune.training.train import dry_run, train_run
+    from deftune.training.train import dry_run, leave_ranks, train_run
 
     if args.dry_run:
         dry_run(config, print)
         return 0
-    return 0 if train_run(config).state == "finished" else 143
+    outcome = train_run(config)
+    leave_ranks()
+    return 0 if outcome.state == "finished" else 143
 
 
 def run_init(args: argparse.Namespace) -> int:

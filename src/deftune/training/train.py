@@ -74,6 +74,12 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def leave_ranks() -> None:
+    """The last act of a process among several: one that ends inside its group has threads left, and may abort."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def can_shard() -> bool:
     """Whether accelerate would heed fsdp: without GPUs it runs DDP and says nothing."""
     return torch.accelerator.is_available()
