@@ -1,5 +1,6 @@
 """Ranks change nothing: DDP and FSDP2, launched as users do, equal one process."""
 
+import argparse
 import json
 import os
 import shutil
@@ -9,17 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 from small import deviation, make_model, make_rows, oracle, padded
 
 import deftune
+from deftune.cli import train as cli_train
 from deftune.objectives import IGNORE_INDEX, Context
+from deftune.training import train
 from deftune.training.config import ConfigError, render_yaml
 from deftune.training.head import shifted
 from deftune.training.models import load_model, resolve_model
 from deftune.training.runs import Run
-from deftune.training.train import check_config, train_run
+from deftune.training.train import Outcome, check_config, train_run
 from tolerances import tolerance
 
 DRIVERS = Path(__file__).parent / "drivers"
@@ -45,6 +49,20 @@ def launch_training(how: str, config: Path) -> None:
     else:  # accelerate's `--cpu` would start one process, whatever --num_processes says
         start = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "no")
         launch(2, "-m", "deftune", "train", config, launcher=(*start, "--num_machines", "1", "--dynamo_backend", "no"))
+
+
+def test_a_run_leaves_its_process_group(monkeypatch):
+    """Whatever ends inside one has threads left, and may abort after all its work."""
+
+    def train_run(config):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return Outcome("finished", 1, None)
+
+    monkeypatch.setattr(train, "train_run", train_run)
+    monkeypatch.setattr(cli_train, "read_config", lambda *_: None)
+    assert cli_train.run_train(argparse.Namespace(set=[], skip_bad_rows=False, dry_run=False, config=None)) == 0
+    assert not dist.is_initialized()
+    train.leave_ranks()  # alone: nothing to leave
 
 
 # --- float64: the gradients of every step -----------------------------------------------------------------------------
