@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import deftune
 from deftune import IGNORE_INDEX, Sparse, linear_loss, linear_loss_with_stats
+from deftune.kernels.sparse import Products
 
 SPECS = ["nll", "deft", "eaft(k=5)", "deft | mean_one"]
 
@@ -97,6 +98,20 @@ def test_the_report_is_the_error(spec, share, rows):
         error = float((found - true).norm() / true.norm())
         assert error / 1.5 <= estimate <= error * 1.5, (error, estimate)
     assert 0 < report.dropped < 1
+
+
+def test_means_do_not_pile_up_with_the_chunks(monkeypatch):
+    """Each of a chunk's has V numbers: of 48 chunks no more than 32 wait."""
+    waiting = []
+    add_means = Products.add_means
+
+    def watched(self, to):
+        waiting.append(len(self.means))
+        add_means(self, to)
+
+    monkeypatch.setattr(Products, "add_means", watched)
+    gradients(*sample(), "deft", chunk_rows=5, sparse=Sparse(0.2))
+    assert waiting == [32, 16]
 
 
 def test_a_learned_distribution_needs_few_classes():
