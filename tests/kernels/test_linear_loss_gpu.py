@@ -133,9 +133,9 @@ def assert_no_worse(actual: Result, theirs: Result, expected: Result) -> None:
 
 def chunk_rows(patch: pytest.MonkeyPatch, backend: str, rows: int) -> None:
     if backend == "torch":
-        patch.setattr(TorchBackend, "rows", lambda self, total: rows)
+        patch.setattr(TorchBackend, "rows", lambda self, total, bound: rows)
     else:
-        patch.setattr(TritonBackend, "rows_of", staticmethod(lambda *_: rows))
+        patch.setattr(TritonBackend, "first_rows", staticmethod(lambda *_: rows))
 
 
 # --- float32 ----------------------------------------------------------------------------------------------------------
@@ -746,11 +746,11 @@ def extra_bytes(tokens: int, vocab_size: int, width: int, backend: str, frozen: 
 
 @both_backends
 def test_memory_does_not_grow_with_the_tokens(backend):
-    """4k to 32k tokens: vectors of at most 512 bytes a token, no more."""
+    """18k to 64k tokens: vectors of at most 512 bytes a token, no more; fewer go in smaller chunks."""
     extra_bytes(4096, 32768, 256, backend)  # workspaces of the first call
-    few_tokens, many = (extra_bytes(tokens, 32768, 256, backend) for tokens in (4096, 32768))
+    few, some, many = (extra_bytes(tokens, 32768, 256, backend) for tokens in (4096, 18432, 65536))
     deftune.raise_pending()
-    assert many - few_tokens <= (32768 - 4096) * 512, (few_tokens, many)
+    assert few <= some and many - some <= (65536 - 18432) * 512, (few, some, many)
 
 
 @both_backends
@@ -933,7 +933,7 @@ def test_auto_goes_around_what_triton_cannot_do(dtype, width, kwargs, text):
     ("triton", torch.bfloat16), ("triton", torch.float32),
 ])  # fmt: skip
 def test_the_sparse_mode(monkeypatch, dtype, backend):
-    """All classes are all of it; of a learned distribution few do, and the report says what they miss."""
+    """All classes are all of it; a tenth of them is near, and the report says how near."""
     chunk_rows(monkeypatch, backend, 384)
     hidden, weight, targets = sample(1500, 5003, 128, dtype)
     weight[:300] *= 3
@@ -947,4 +947,5 @@ def test_the_sparse_mode(monkeypatch, dtype, backend):
         assert error(getattr(whole, name), getattr(exact, name)) <= rounding
         found = error(getattr(got, name), getattr(exact, name))
         assert found <= 2 * estimate + rounding and estimate <= 2 * found + rounding
-    assert torch.equal(got.loss, exact.loss) and 0 < report.dropped < 0.5
+        assert found < 0.05, "two thirds of the mass are left out here: its mean makes up for most of it"
+    assert torch.equal(got.loss, exact.loss) and 0.3 < report.dropped < 0.9

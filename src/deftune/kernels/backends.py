@@ -20,7 +20,15 @@ from torch import Tensor
 
 from deftune.kernels.head import Head, Slices
 from deftune.kernels.sparse import Products, Sparse
-from deftune.kernels.statistics import RowSums, block_rows, block_sums, compute_dtype, stats_columns, wide
+from deftune.kernels.statistics import (
+    RowSums,
+    block_rows,
+    block_sums,
+    compute_dtype,
+    log_p_of,
+    stats_columns,
+    wide,
+)
 
 
 @dataclass
@@ -48,7 +56,8 @@ class Chunk:
     """A chunk of the rows after the forward GEMM.
 
     ``columns`` are its log_p, entropy, log_collision, log_sum = log sum e^u and shift = max z, [5, C] in float64;
-    ``e`` is E [C, V], where it was kept; ``top`` the largest logits, where they were asked for.
+    ``e`` is E [C, V], where it was kept; ``top`` log p of the likeliest tokens, where they were asked for, and
+    ``top_entropy`` that of their shares, where it was measured with them.
     """
 
     part: slice
@@ -59,6 +68,7 @@ class Chunk:
     target: Tensor  # z_y
     e: Tensor | None
     top: Tensor | None
+    top_entropy: Tensor | None = None
 
 
 @dataclass
@@ -76,8 +86,8 @@ class Backend(Protocol):
 
     begun: int  # rows of the first chunk, where its forward GEMM is under way already
 
-    def rows(self, total: int) -> int:
-        """Rows of a chunk."""
+    def rows(self, total: int, bound: int | None) -> int:
+        """Rows of a chunk of so many, at most the caller's bound."""
         ...
 
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
@@ -111,6 +121,10 @@ def balanced(total: int, limit: int, multiple: int = 1) -> int:
         return max(1, total)
     chunks = -(-total // limit)
     return min(limit, -(-total // chunks // multiple) * multiple)
+
+
+def bounded(rows: int, bound: int | None) -> int:
+    return rows if bound is None else min(rows, bound)
 
 
 def column_sums(e: Tensor, v: Tensor) -> Tensor:
@@ -152,11 +166,11 @@ class TorchBackend:
     def thin(self, sparse: Sparse) -> None:
         self.sparse = Products(sparse, self.weight, self.weight.dtype, self.matmul)
 
-    def rows(self, total: int) -> int:
+    def rows(self, total: int, bound: int | None) -> int:
         limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
         if self.sparse is not None and self.device.type != "cuda":
             limit *= 4  # the kept classes' weights are gathered for every chunk
-        return balanced(total, limit // (self.head.vocab_size * self.dtype.itemsize))
+        return bounded(balanced(total, limit // (self.head.vocab_size * self.dtype.itemsize)), bound)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b in float32 or better."""
@@ -195,7 +209,8 @@ class TorchBackend:
             self.exponentiate(z[some], y[some], buffer[: len(z[some])], sums[:, some])
         columns[0], columns[1], columns[2], columns[3] = stats_columns(RowSums(*sums))
         columns[4] = sums[0]
-        return Chunk(part, x, y, index, columns, sums[1], z if keep else None, largest)
+        top_log_p = None if largest is None else log_p_of(largest, columns)
+        return Chunk(part, x, y, index, columns, sums[1], z if keep else None, top_log_p)
 
     def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
         """z becomes E about its maximum, the target left out, times the softcap's slope; its sums go to ``out``."""
@@ -274,9 +289,10 @@ class TritonBackend:
     """CUDA: one GEMM with the statistics in its epilogue, E stored once in the inputs' dtype, two cuBLAS GEMMs."""
 
     # each chunk reads and writes a float32 dW: 4% of the time at 4096 rows, 20% below 1024
-    max_rows = 4096
-    # of E: all of a call's memory stays below an eighth of what a compiled loss of 16k tokens keeps
+    min_rows, max_rows = 1024, 4096
+    # of E, and of the tokens' rows: all of a call's memory stays below an eighth of what a compiled loss keeps
     max_bytes = 31 << 25
+    max_share = 15 / 64
 
     def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
         from deftune.kernels import triton_rows
@@ -307,14 +323,17 @@ class TritonBackend:
 
         self.sparse = Products(sparse, self.head.weight, self.dtype, multiply)
 
-    def rows(self, total: int) -> int:
-        return self.rows_of(self.head, self.dtype, total)
+    def rows(self, total: int, bound: int | None) -> int:
+        limit = self.first_rows(self.head, self.dtype, len(self.all.hidden), bound)
+        return bounded(balanced(total, limit, 128), bound)
 
     @classmethod
-    def rows_of(cls, head: Head, dtype: torch.dtype, total: int) -> int:
-        """Rows of a chunk, alike from chunk to chunk, as many as E's room allows."""
+    def first_rows(cls, head: Head, dtype: torch.dtype, tokens: int, bound: int | None) -> int:
+        """Rows of the first chunk, before it is known how many of the tokens are supervised: the most of any."""
         limit = min(cls.max_rows, cls.max_bytes // (-(-head.vocab_size // 64) * 64 * dtype.itemsize))
-        return balanced(total, max(128, limit // 128 * 128), 128)
+        if bound is None:
+            limit = min(limit, max(cls.min_rows, int(cls.max_share * tokens)))
+        return bounded(min(tokens, max(128, limit // 128 * 128)), bound)
 
     def begin(self, rows: int, keep: bool, top: int) -> None:
         """Start the forward GEMM of the first ``rows`` rows, as many of them as there will turn out to be."""
@@ -361,10 +380,10 @@ class TritonBackend:
         z_y, reference, _, _ = self.vectors[:, part].unbind()
         u = self.u if self.multiplied else None
         kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, u, self.nan, self.number, part.start)
-        largest = None
+        found = None, None
         if e is not None and top:
-            largest = kernels.top_logits(x, z_y, reference, tiles, e, head, top, self.number, part.start)
-        return Chunk(part, x, y, index, columns, z_y, None if e is None else e[:, : head.vocab_size], largest)
+            found = kernels.likeliest(x, z_y, reference, tiles, e, head, columns, top, self.number, part.start)
+        return Chunk(part, x, y, index, columns, z_y, None if e is None else e[:, : head.vocab_size], *found)
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):
@@ -384,7 +403,8 @@ class TritonBackend:
     def choose(self, sparse: Products, chunk: Chunk, gate: Tensor) -> None:
         """The classes of a chunk, by what its gates will let through."""
         log_p, _, _, log_sum, shift = chunk.columns
-        about = torch.exp(shift + log_sum - self.vectors[1, chunk.part])  # the sum of E and its target
+        unit = sum(self.kernels.units(self.head)[2:])
+        about = torch.exp(shift + log_sum - unit * wide(self.vectors[1, chunk.part]))  # the sum of E and its target
         error = -torch.expm1(log_p)
         v = torch.where(gate == 0, 0.0, gate / about).float()
         self.factors = v, torch.where(gate == 0, 0.0, gate * error).float()

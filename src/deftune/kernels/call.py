@@ -16,7 +16,6 @@ from deftune.kernels.replay import Replay, Room, room_for, settled, suits
 from deftune.kernels.sparse import Sparse
 from deftune.kernels.statistics import (
     compute_dtype,
-    log_p_of,
     plain,
     stats_of,
     supervised_rows,
@@ -81,7 +80,7 @@ class Call:
     def chunks(self, backend: Backend, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
         """The chunks, measured one after the other into ``columns`` [5, M]."""
         begun = min(backend.begun, self.count)
-        size = bounded(backend.rows(self.count - begun), self.chunk_rows)
+        size = backend.rows(self.count - begun, self.chunk_rows)
         starts = [*([0] if begun else []), *range(begun, self.count, size)]
         for start, stop in zip(starts, [*starts[1:], self.count]):
             part = slice(start, stop)
@@ -93,16 +92,14 @@ class Call:
         return torch.empty(5, pitch, dtype=wide_dtype(device), device=device)[:, : self.count]
 
     def chunk_stats(self, chunk: Chunk) -> TokenStats:
-        return stats_of(chunk.columns, self.top_log_p([chunk.top], chunk.columns), chunk.y, self.weight.shape[0])
+        return stats_of(chunk.columns, chunk.top, chunk.y, self.weight.shape[0], chunk.top_entropy)
 
-    def top_log_p(self, largest: Sequence[Tensor | None], columns: Tensor) -> Tensor | None:
-        """The likeliest tokens' log-probabilities from the chunks' largest logits, where they were asked for."""
+    def top_log_p(self, chunks: Sequence[Tensor | None], columns: Tensor) -> Tensor | None:
+        """The likeliest tokens' log-probabilities out of the chunks', where they were asked for."""
         if not self.top:
             return None
-        tops = [top for top in largest if top is not None]
-        if not tops:
-            return columns.new_zeros(0, min(self.top, self.weight.shape[0]))
-        return log_p_of(torch.cat(tops), columns)
+        tops = [top for top in chunks if top is not None]
+        return torch.cat(tops) if tops else columns.new_zeros(0, min(self.top, self.weight.shape[0]))
 
     def stats(self, columns: Tensor | Sequence[Tensor], top: Tensor | None) -> TokenStats:
         return stats_of(columns, top, self.targets, self.weight.shape[0])
@@ -110,9 +107,9 @@ class Call:
     def measure_all(self) -> tuple[Tensor, Tensor | None]:
         """(columns, likeliest tokens) of every supervised row, nothing kept for a backward."""
         columns = self.new_columns()
-        largest = [chunk.top for chunk in self.chunks(self.make_backend(), columns, False, self.top)]
+        tops = [chunk.top for chunk in self.chunks(self.make_backend(), columns, False, self.top)]
         self.check_nan(columns[0])
-        return columns, self.top_log_p(largest, columns)
+        return columns, self.top_log_p(tops, columns)
 
     def new_gradients(self, wanted: Sequence[bool], rescaled: bool = False) -> Gradients:
         """Room for the gradients wanted of hidden, weight and bias; what will be rescaled is rounded after that."""
@@ -144,10 +141,6 @@ class Call:
             raise nan_error(int(self.index[bad.nonzero()[0, 0]]), "hidden x weight")
 
 
-def bounded(rows: int, bound: int | None) -> int:
-    return rows if bound is None else min(rows, bound)
-
-
 def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
 
@@ -172,14 +165,14 @@ def prepare(
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     early = replay = facts = None
     if name == "triton" and len(targets):
-        size = bounded(TritonBackend.rows_of(head, dtype, len(targets)), chunk_rows)
+        size = TritonBackend.first_rows(head, dtype, len(targets), chunk_rows)
         with plain(hidden.device), Survey(hidden.detach(), targets, head.vocab_size) as rows:
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
             graphs = graphs and sparse is None
             if graphs and keep and objective and suits(head, objective, context, weights, dtype, size):
                 room = room_for(head, dtype, size)
                 rows.begin(room)
-                replay = Replay(room, rows.all, head, size, objective, context, top)
+                replay = Replay(room, rows.all, head, size, objective, context, top, hidden.requires_grad)
             else:
                 # a step objective's first pass is for its statistic, without gradients
                 first = keep and not (objective and objective.kind == "step" and context.step is None)

@@ -54,7 +54,8 @@ def linear_loss(
     the gradients. Gradients are made in the forward pass, for what requires one (a frozen head costs no dW), and scaled
     by the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
     ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. ``chunk_rows`` bounds the tokens
-    worked on at a time (default: chosen for speed; fewer take less memory; graphs round it up to 128). A small head's
+    worked on at a time (default: a quarter of them, at most 4,096; more are faster, fewer take less memory; graphs
+    round it up to 128). A small head's
     chunks run as CUDA graphs, which keep a chunk's memory from call to call; ``graphs=False`` keeps nothing. Under
     autocast hidden and weight take its dtype, as in a linear layer; the head's gradient is accumulated in float32 in
     any case. ``sparse`` is the opt-in approximation of `Sparse`.

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from deftune.kernels.backends import Gradients, Supervised, TritonBackend, product
 from deftune.kernels.head import Head
-from deftune.kernels.statistics import log_p_of, stats_of
+from deftune.kernels.statistics import stats_of
 from deftune.objectives import Context, Objective
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ class Program:
         backend = TritonBackend(head, room.x.dtype, Supervised(x, room.index[:rows], y, room.facts))
         backend.e, self.vectors = room.e, backend.vectors
         chunk = backend.measure(slice(0, rows), room.record[:5, :rows], True, self.top)
-        self.likeliest = None if chunk.top is None else log_p_of(chunk.top, chunk.columns)
-        stats = stats_of(chunk.columns, self.likeliest, chunk.y, head.vocab_size)
+        self.likeliest = chunk.top
+        stats = stats_of(chunk.columns, chunk.top, chunk.y, head.vocab_size, chunk.top_entropy)
         room.record[6, :rows], room.record[5, :rows] = self.objective.evaluate(stats, self.context)
 
     def finish(self, room: Room, head: Head, out: torch.dtype | None, weight: bool) -> None:
@@ -317,14 +317,24 @@ class Replay:
     """One call: its rows are taken into a room and worked on there, chunk by chunk, the first of them at once."""
 
     def __init__(
-        self, room: Room, rows: Supervised, head: Head, size: int, objective: Objective, context: Context, top: int
-    ):
+        self, room: Room, rows: Supervised, head: Head, size: int, objective: Objective, context: Context, top: int,
+        multiply: bool,
+    ):  # fmt: skip
         self.size = -(-size // PAD) * PAD
         self.room, self.all, self.head = room, rows, head
         if room.weight is not None:
             self.head = replace(head, weight=room.weight.copy_(head.weight))
         self.program = self.program_for(objective, context, top)
-        self.program.measure(room, self.head)  # before the host knows how many rows there are
+        # before the host knows how many rows there are: what the others become is not looked at
+        self.program.measure(room, self.head)
+        self.multiplied = multiply
+        if multiply:
+            self.multiply(self.size)
+
+    def multiply(self, rows: int) -> None:
+        """u = E W."""
+        e, _, u, _ = self.room.views(rows)
+        product(e, self.head.weight, u)
 
     def program_for(self, objective: Objective, context: Context, top: int) -> Program:
         ids, head, programs, dtype = context.special_ids, self.head, self.room.programs, self.all.hidden.dtype
@@ -358,9 +368,9 @@ class Replay:
             if start:
                 self.program.measure(room, head)
             rows = min(self.size, count - start)
-            e, turned, u, scaled = views if rows == self.size else room.views(rows)
-            if into.hidden is not None:
-                product(e, head.weight, u)
+            _, turned, _, scaled = views if rows == self.size else room.views(rows)
+            if into.hidden is not None and not (self.multiplied and start == 0):
+                self.multiply(rows)
             self.program.finish(room, head, out, into.weight is not None)
             if into.weight is not None:
                 product(turned, scaled, into.weight, add=start > 0)

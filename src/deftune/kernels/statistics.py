@@ -146,11 +146,17 @@ def widened_difference(z: Tensor, shift: Tensor, out: Tensor) -> None:
     torch.sub(z if z.dtype == out.dtype else out.copy_(z), shift.to(out.dtype), out=out)
 
 
-def stats_of(columns: Tensor | Sequence[Tensor], top: Tensor | None, targets: Tensor, vocab_size: int) -> TokenStats:
+def stats_of(
+    columns: Tensor | Sequence[Tensor],
+    top: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    top_entropy: Tensor | None = None,
+) -> TokenStats:
     """Statistics out of columns that begin with log_p, entropy and log_collision, and the likeliest tokens' log p."""
-    return TokenStats(
-        columns[0], columns[1], columns[2], targets, vocab_size, None if top is None else columns_of(top, vocab_size)
-    )
+    source = None if top is None else columns_of(top, vocab_size)
+    measured = None if top is None or top_entropy is None else (top.shape[1], top_entropy)
+    return TokenStats(columns[0], columns[1], columns[2], targets, vocab_size, source, measured)
 
 
 def log_p_of(largest: Tensor, columns: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 
 For a chunk of C rows of hidden states x and the head W, with z = softcap(scale (x W^T + bias)), target y, u = z - m:
 
-    1. `target_logits`: z_y by a dot product in fp32, and a reference r = z_y + 40 for the row
+    1. `target_logits`: z_y by a dot product in fp32, and a reference r, some 40 above it, for the row
     2. `exponentials`: one GEMM whose epilogue turns the fp32 accumulators into E = e^{z - r}, stored once in the
        inputs' dtype, and into per-tile sums of e, e^2 and u e about the tile's own maximum, all without the target
     3. `reduce_tiles`: the tiles' sums to the row's (max, then sums), and those to its statistics in float64
@@ -14,12 +14,18 @@ For a chunk of C rows of hidden states x and the head W, with z = softcap(scale 
 With v = gate / sum E, the gradients are two more GEMMs on E as it is: dX = v (E W) - t W[y], dW = E^T (v X) - t X
 at y, t = gate (1 - p) kept in fp32. E is rounded once, from fp32 accumulators, as a gradient of an fp32 softmax would
 be; bf16 has fp32's range, so that E needs no row maximum in advance, only a reference within e^40 above and e^60 below.
+
+The GPU's exponential is that of 2: maxima, references and the u of u e are logits in units of ln 2, for which the
+epilogue needs one multiplication less. A reference is a whole number, so that nothing is lost between the two.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,14 +35,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deftune.kernels.head import Head, Slices
 
-HEADROOM = 40.0  # r = z_y + 40: E of a certain row starts at e^-40, far above bf16's e^-87
-OVERFLOW = 60.0  # and at e^60, v = gate / sum E still has room for 1 / num_items above e^-87
+# in units of ln 2, as references are
+HEADROOM = 58.0  # r = z_y + e^40: E of a certain row starts at e^-40, far above bf16's e^-87
+OVERFLOW = 86.0  # and at e^60, v = gate / sum E still has room for 1 / num_items above e^-87
 
 # the fastest of 22 measured on an H200, for D = 576 and 1536 alike; float32, without tensor cores, fits less
 BLOCK_M, BLOCK_N, BLOCK_K = 128, Slices.multiple, 64
 BLOCK_M_FLOAT32, BLOCK_K_FLOAT32 = 32, 32
 
 LEFT_OUT = tl.constexpr(-1e30)  # a logit that counts for nothing
+LOG2E = tl.constexpr(1.4426950408889634)
+SPARE = 4  # slots beyond the likeliest tokens asked for
 
 # What a call tells the kernels of a graph, by its place in their table: pointers, but for the number of tokens, the
 # first row of the next chunk, the first of the one at hand, the stride of the record's planes and the scale
@@ -154,14 +163,14 @@ def _target_logits(
     bias = tl.load(bias_ptr + y, mask=live, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(z_ptr + rows, z, mask=live)
-    tl.store(ref_ptr + rows, z + headroom, mask=live)
+    tl.store(ref_ptr + rows, tl.ceil(z * LOG2E) + headroom, mask=live)
 
 
 @triton.jit(do_not_specialize=["C", "first"])
 def _exponentials(
-    x_desc, w_desc, bias_ptr, y_ptr, ref_ptr, e_ptr, tiles_ptr, count_ptr, plane, pitch, C, first, FROM, V, D, stride_e,
-    scale, softcap, overflow, programs,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    x_desc, w_desc, e_desc, bias_ptr, y_ptr, ref_ptr, tiles_ptr, count_ptr, plane, pitch, C, first, FROM, V, D, scale,
+    softcap, factor, overflow, programs, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, RISING: tl.constexpr,
+    STORE: tl.constexpr, EVEN: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # of the C rows from ``first`` on, those that are there: the host may not know yet; classes FROM to V
@@ -176,41 +185,42 @@ def _exponentials(
             w = w_desc.load([col0, k * BLOCK_K])
             dot = tl.dot(x, w.T, dot, input_precision=PRECISION)
 
-        rows, cols = row0 + tl.arange(0, BLOCK_M), FROM + col0 + tl.arange(0, BLOCK_N)
+        # what follows costs as much as the products at D = 576: every instruction an element counts
+        rows, n = row0 + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         live = rows < C
-        y = tl.load(y_ptr + rows, mask=live, other=0)
+        y = (tl.load(y_ptr + rows, mask=live, other=0) - (FROM + col0)).to(tl.int32)
         ref = tl.load(ref_ptr + rows, mask=live, other=0.0)
-        bias = tl.load(bias_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)[None, :] if HAS_BIAS else 0.0
-        z = _logit(dot, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        z = dot
+        if not RISING:
+            bias = tl.load(bias_ptr + FROM + col0 + n, mask=col0 + n < V - FROM, other=0.0) if HAS_BIAS else 0.0
+            z = _logit(dot, bias.to(tl.float32)[None, :] if HAS_BIAS else 0.0, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         # left out, as a number: with -inf, u e would be NaN
-        kept = cols[None, :] != y[:, None]
-        z = tl.where(kept if EVEN else kept & (cols < V)[None, :], z, LEFT_OUT)
+        kept = n[None, :] != y[:, None]
+        z = tl.where(kept if EVEN else kept & (n < V - FROM - col0)[None, :], z, LEFT_OUT)
 
-        # sums about the tile's maximum: no logit, however large, overflows them
-        top = tl.max(z, axis=1)
-        if HAS_BIAS:  # of which some, or a whole tile, may be -inf; the bounds let NaN through
-            top = tl.maximum(top, LEFT_OUT)
-        u = z - top[:, None]
-        if HAS_BIAS:
+        # sums about the tile's maximum: no logit, however large, overflows them. Where nothing counts, that is above
+        # all the same: z factor - top, rounded once, is no 0 at 1e30
+        top = tl.maximum(tl.max(z, axis=1), 0.1 * LEFT_OUT) * factor
+        u = z * factor - top[:, None]
+        if HAS_BIAS:  # some may be -inf, and u e would be NaN; the bound lets NaN through
             u = tl.maximum(u, LEFT_OUT, propagate_nan=tl.PropagateNan.ALL)
-        e = tl.exp(u)
+        e = tl.exp2(u)
         part = tiles_ptr + ((FROM + col0) // BLOCK_N).to(tl.int64) * pitch + rows
-        tl.store(part, top, mask=live)
-        tl.store(part + plane, tl.sum(e, axis=1), mask=live)
-        tl.store(part + 2 * plane, tl.sum(e * e, axis=1), mask=live)
-        tl.store(part + 3 * plane, tl.sum(u * e, axis=1), mask=live)
+        sums = tl.join(tl.join(top, tl.sum(e * e, axis=1)), tl.join(tl.sum(e, axis=1), tl.sum(u * e, axis=1)))
+        two = tl.arange(0, 2)
+        planes = (2 * two[:, None] + two[None, :]) * plane
+        tl.store(part[:, None, None] + planes[None], sums, mask=live[:, None, None])
         if STORE:
-            # a clamped row is out of range and will be repaired
-            e = e * tl.exp(tl.minimum(top - ref, overflow))[:, None]
+            # a clamped row is out of range and will be repaired; rows that are not there may be written
+            e = e * tl.exp2(tl.minimum(top - ref, overflow))[:, None]
             if HAS_SOFTCAP:
                 e = tl.where(z <= LEFT_OUT, 0.0, e * (1 - (z / softcap) * (z / softcap)))
-            at = e_ptr + rows.to(tl.int64)[:, None] * stride_e + cols[None, :]
-            tl.store(at, e.to(e_ptr.dtype.element_ty), mask=live[:, None] & (cols < V)[None, :])
+            e_desc.store([row0, FROM + col0], e.to(TYPE))
 
 
 @triton.jit
 def _repair_row(
-    x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, u_ptr, row, shift, V, D, stride_e, scale, softcap, HAS_BIAS: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, u_ptr, row, ref, V, D, stride_e, scale, softcap, HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # one row of E about its maximum, by dot products, and of u = E W, where that was made with E
@@ -227,7 +237,7 @@ def _repair_row(
             total += tl.sum(w.to(x_ptr.dtype.element_ty).to(tl.float32) * x[None, :], axis=1)
         bias = tl.load(bias_ptr + v, mask=v < V, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
         z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        e = tl.where(v == y, 0.0, tl.exp(z - shift))
+        e = tl.where(v == y, 0.0, tl.exp2(z * LOG2E - ref))
         if HAS_SOFTCAP:
             e = e * (1 - (z / softcap) * (z / softcap))
         low = e.to(e_ptr.dtype.element_ty)
@@ -247,19 +257,24 @@ def _repair_row(
 @triton.jit(do_not_specialize=["C", "first"])
 def _reduce_tiles(
     tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, u_ptr, nan_ptr, count_ptr,
-    plane, pitch, C, first, TILES, plane_out, V, D, stride_e, scale, softcap, overflow,
+    plane, pitch, C, first, TILES, plane_out, V, D, stride_e, scale, softcap, unit, unit_low, overflow,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr, MULTIPLIED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = rows < tl.minimum(C, tl.load(count_ptr) - first)
-    z_y = tl.load(z_ptr + rows, mask=live, other=0.0)
-    shift = z_y
+    z_y = tl.load(z_ptr + rows, mask=live, other=0.0).to(tl.float64)
+    unit = tl.full((), unit, tl.float64) + unit_low
+    leading = tl.full((BLOCK_R,), LEFT_OUT, dtype=tl.float32)
     for start in range(0, TILES, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         at = tiles_ptr + t.to(tl.int64)[:, None] * pitch + rows[None, :]
-        top = tl.load(at, mask=(t < TILES)[:, None] & live[None, :], other=float("-inf"))
-        shift = tl.maximum(shift, tl.max(top, axis=0))
+        top = tl.load(at, mask=(t < TILES)[:, None] & live[None, :], other=LEFT_OUT)
+        leading = tl.maximum(leading, tl.max(top, axis=0))
+    # a target that leads is its own shift, exactly
+    led = leading.to(tl.float64) > z_y / unit
+    shift = tl.where(led, leading.to(tl.float64), z_y / unit)
+    shifted = tl.where(led, shift * unit, z_y)
     rest = tl.zeros((BLOCK_R,), dtype=tl.float32)
     squares = tl.zeros((BLOCK_R,), dtype=tl.float32)
     moment = tl.zeros((BLOCK_R,), dtype=tl.float32)
@@ -267,24 +282,24 @@ def _reduce_tiles(
         t = start + tl.arange(0, BLOCK_T)
         at = tiles_ptr + t.to(tl.int64)[:, None] * pitch + rows[None, :]
         mask = (t < TILES)[:, None] & live[None, :]
-        top = tl.load(at, mask=mask, other=float("-inf"))
+        top = tl.load(at, mask=mask, other=LEFT_OUT)
         s = tl.load(at + plane, mask=mask, other=0.0)
         s2 = tl.load(at + 2 * plane, mask=mask, other=0.0)
         ue = tl.load(at + 3 * plane, mask=mask, other=0.0)
-        # a tile without a column that counts leads with -1e30; a NaN is in the sums and stays
-        lower = tl.maximum(top - shift[None, :], -200.0)
-        factor = tl.exp(lower)
-        rest += tl.sum(s * factor, axis=0)
-        squares += tl.sum(s2 * factor * factor, axis=0)
-        moment += tl.sum((ue + lower * s) * factor, axis=0)
+        # a tile without a column that counts is far below; a NaN is in the sums and stays
+        lower = tl.maximum((top.to(tl.float64) - shift[None, :]).to(tl.float32), -300.0)
+        share = tl.exp2(lower)
+        rest += tl.sum(s * share, axis=0)
+        squares += tl.sum(s2 * share * share, axis=0)
+        moment += tl.sum((ue + lower * s) * share, axis=0)
 
     # the statistics, as `statistics.stats_columns` has them, in float64
-    u_y = z_y.to(tl.float64) - shift.to(tl.float64)
+    u_y = z_y - shifted
     e_y = tl.exp(u_y)
     log_sum = _log1p((e_y - 1) + rest.to(tl.float64))
     collision = _log1p((e_y * e_y - 1) + squares.to(tl.float64)) - 2 * log_sum
     own = tl.where(e_y == 0, 0.0, u_y * e_y)  # 0 * -inf = 0
-    entropy = log_sum - (own + moment.to(tl.float64)) / tl.exp(log_sum)
+    entropy = log_sum - (own + moment.to(tl.float64) * unit) / tl.exp(log_sum)
     out = out_ptr + rows
     log_p = u_y - log_sum
     if tl.sum((live & (log_p != log_p)).to(tl.int32), axis=0) > 0:
@@ -293,21 +308,22 @@ def _reduce_tiles(
     tl.store(out + plane_out, tl.where(entropy < 0, 0.0, entropy), mask=live)
     tl.store(out + 2 * plane_out, tl.where(collision > 0, 0.0, collision), mask=live)
     tl.store(out + 3 * plane_out, log_sum, mask=live)
-    tl.store(out + 4 * plane_out, shift.to(tl.float64), mask=live)
+    tl.store(out + 4 * plane_out, shifted, mask=live)
 
     if STORED:
         ref = tl.load(ref_ptr + rows, mask=live, other=0.0)
         over = live & (shift - ref > overflow)
+        anew = tl.ceil(shift).to(tl.float32)
         if tl.sum(over.to(tl.int32), axis=0) > 0:
             for r in range(BLOCK_R):
                 here = tl.arange(0, BLOCK_R) == r
                 if tl.sum((over & here).to(tl.int32), axis=0) > 0:
                     _repair_row(
                         x_ptr, w_ptr, bias_ptr, y_ptr, e_ptr, u_ptr, tl.program_id(0) * BLOCK_R + r,
-                        tl.sum(tl.where(here, shift, 0.0), axis=0), V, D, stride_e, scale, softcap,
+                        tl.sum(tl.where(here, anew, 0.0), axis=0), V, D, stride_e, scale, softcap,
                         HAS_BIAS, HAS_SOFTCAP, MULTIPLIED, BLOCK_V, BLOCK_D,
                     )  # fmt: skip
-            tl.store(ref_ptr + rows, shift, mask=over)
+            tl.store(ref_ptr + rows, anew, mask=over)
 
 
 @triton.jit
@@ -320,22 +336,22 @@ def _log1p(x):
 @triton.jit
 def _finish_rows(
     gate_ptr, columns_ptr, plane, ref_ptr, z_ptr, t_ptr, u_ptr, x_ptr, w_ptr, y_ptr, index_ptr, out_ptr, scaled_ptr,
-    v_ptr, D, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    v_ptr, D, scale, softcap, unit, unit_low, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr,
+    WANT_SCALED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _finish(
         row, tl.load(gate_ptr + row).to(tl.float64) * scale, columns_ptr, plane, ref_ptr, z_ptr, t_ptr + row, u_ptr,
-        x_ptr, w_ptr, y_ptr, tl.load(index_ptr + row), out_ptr, scaled_ptr, v_ptr, D, softcap, HAS_SOFTCAP,
-        WANT_HIDDEN, WANT_SCALED, BLOCK_D,
+        x_ptr, w_ptr, y_ptr, tl.load(index_ptr + row), out_ptr, scaled_ptr, v_ptr, D, softcap, unit, unit_low,
+        HAS_SOFTCAP, WANT_HIDDEN, WANT_SCALED, BLOCK_D,
     )  # fmt: skip
 
 
 @triton.jit
 def _finish_told(
     table_ptr, record_ptr, plane, ref_ptr, z_ptr, u_ptr, x_ptr, w_ptr, y_ptr, scaled_ptr, v_ptr, top_ptr, facts_ptr,
-    C, D, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
-    TYPE: tl.constexpr, TOP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    C, D, scale, softcap, unit, unit_low, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr,
+    WANT_SCALED: tl.constexpr, TYPE: tl.constexpr, TOP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # a record is log_p, entropy, log_collision, log_sum, shift, value and gate
     row = tl.program_id(0).to(tl.int64)
@@ -350,7 +366,8 @@ def _finish_told(
         out_ptr = _from(table_ptr, OUT, TYPE)
         _finish(
             row, gate, record_ptr, plane, ref_ptr, z_ptr, _from(table_ptr, T, tl.float32) + to, u_ptr, x_ptr, w_ptr,
-            y_ptr, place, out_ptr, scaled_ptr, v_ptr, D, softcap, HAS_SOFTCAP, WANT_HIDDEN, WANT_SCALED, BLOCK_D,
+            y_ptr, place, out_ptr, scaled_ptr, v_ptr, D, softcap, unit, unit_low, HAS_SOFTCAP, WANT_HIDDEN,
+            WANT_SCALED, BLOCK_D,
         )  # fmt: skip
         k = tl.arange(0, 8)
         column = tl.load(record_ptr + k * plane + row, mask=k < 6, other=0.0)
@@ -365,14 +382,15 @@ def _finish_told(
 @triton.jit
 def _finish(
     row, gate, columns_ptr, plane, ref_ptr, z_ptr, t_ptr, u_ptr, x_ptr, w_ptr, y_ptr, to, out_ptr, scaled_ptr, v_ptr,
-    D, softcap, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
+    D, softcap, unit, unit_low, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr, WANT_SCALED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # dz = v E off the target and -t on it, for dz = gate (P - onehot); P = E e^{reference - shift - log_sum}
     log_p = tl.load(columns_ptr + row)
     log_sum = tl.load(columns_ptr + 3 * plane + row)
     shift = tl.load(columns_ptr + 4 * plane + row)
-    factor = gate * tl.exp(tl.load(ref_ptr + row).to(tl.float64) - shift - log_sum)
+    about = tl.load(ref_ptr + row).to(tl.float64) * (tl.full((), unit, tl.float64) + unit_low)
+    factor = gate * tl.exp(about - shift - log_sum)
     # 1 - p, exact for p near 1: (e^x - 1) x / log(e^x)
     p = tl.exp(log_p)
     error = tl.where(p == 1, -log_p, tl.where(p == 0, 1.0, (1 - p) * log_p / tl.log(p)))
@@ -426,54 +444,104 @@ def _subtract_targets(
         tl.store(out, tl.load(out, mask=d < D, other=0.0) - total, mask=d < D)
 
 
+@triton.jit
+def _ranked(row_ptr, cols, n, V):
+    # (E, column) as one integer: E's upper 16 bits, then columns from the left; 0 beyond the last
+    e = tl.load(row_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+    return tl.where(cols < V, (e.to(tl.int32, bitcast=True) & 0x7FFF0000) | (0xFFFF - n), 0)
+
+
 @triton.jit(do_not_specialize=["first"])
-def _top_logits(
-    tiles_ptr, e_ptr, ref_ptr, target_ptr, x_ptr, w_ptr, bias_ptr, out_ptr, count_ptr,
-    pitch, V, D, TILES, stride_e, first, scale, softcap, COUNT, K,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+def _likeliest(
+    tiles_ptr, e_ptr, pairs_ptr, ref_ptr, target_ptr, x_ptr, w_ptr, bias_ptr, columns_ptr, leaders_ptr, out_ptr,
+    entropy_ptr, count_ptr, pitch, V, D, TILES, stride_e, plane, first, scale, unit, K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PAIRS: tl.constexpr, SPARE: tl.constexpr, SLOTS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # The COUNT largest logits but the target's. Each round takes the tile that leads. What a tile gives first is its
-    # maximum, known in fp32; what it gives later is found on the stored E and computed anew.
+    # The K largest logits but the target's are in the K tiles with the largest maxima. A maximum is known in fp32; the
+    # few others that are as large are found on the stored E, and computed anew.
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(count_ptr) - first:
-        t = tl.arange(0, BLOCK_T)
-        n = tl.arange(0, BLOCK_N)
-        slots = tl.arange(0, BLOCK_J)
+        t, n, slots = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, SLOTS)
         lead = tl.load(tiles_ptr + t.to(tl.int64) * pitch + row, mask=t < TILES, other=LEFT_OUT)
-        ref = tl.load(ref_ptr + row)
-        # (E, column) as one ordered integer: E's upper 16 bits, then columns from the left
-        last = tl.full((BLOCK_T,), 0x7FFFFFFF, dtype=tl.int32)
-        found = tl.where(slots == COUNT, tl.load(target_ptr + row), float("-inf"))
-        for j in range(COUNT):
-            z, tile = tl.max(lead, axis=0, return_indices=True)
-            here = t == tile
-            before = tl.max(tl.where(here, last, 0), axis=0)
-            cols = tile * BLOCK_N + n
-            e = tl.load(e_ptr + row * stride_e + cols, mask=cols < V, other=0.0).to(tl.float32)
-            key = (e.to(tl.int32, bitcast=True) & 0x7FFF0000) | (0xFFFF - n)
-            key = tl.where(cols < V, key, 0)
-            now = tl.max(tl.where(key < before, key, 0), axis=0)
-            after = tl.max(tl.where(key < now, key, 0), axis=0)
-            # the first of a tile is computed too if E cannot tell it from the next; a column with E = 0 never is, and
-            # a tile that ran out of columns stays out
-            anew = (before != 0x7FFFFFFF) | ((now >> 16) == (after >> 16))
-            if anew & ((now >> 16) != 0) & (z > LEFT_OUT):
-                col = (tile * BLOCK_N + (0xFFFF - (now & 0xFFFF))).to(tl.int64)
-                dot = tl.zeros((BLOCK_D,), dtype=tl.float32)
-                for start in range(0, D, BLOCK_D):
-                    d = start + tl.arange(0, BLOCK_D)
-                    x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-                    w = tl.load(w_ptr + col * D + d, mask=d < D, other=0.0)
-                    dot += x * w.to(x_ptr.dtype.element_ty).to(tl.float32)
-                bias = tl.load(bias_ptr + col).to(tl.float32) if HAS_BIAS else 0.0
-                z = _logit(tl.sum(dot, axis=0), bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-            found = tl.where(slots == j, z, found)
-            bound = (after & 0x7FFF0000).to(tl.float32, bitcast=True)
-            lead = tl.where(here, tl.where(bound > 0, tl.log(bound) + ref, LEFT_OUT), lead)
-            last = tl.where(here, now, last)
-        found = tl.sort(found, descending=True)
-        tl.store(out_ptr + row * K + slots, found, mask=slots < K)
+        # a bound that K tiles or a few more reach, by halving the range
+        low = tl.min(tl.where(t < TILES, lead, float("inf")), axis=0)
+        high = tl.max(lead, axis=0)
+        middle = 0.5 * (low + high)
+        leaders = TILES
+        while (leaders > K + SPARE) & (middle > low) & (middle < high):
+            above = tl.sum((lead >= middle).to(tl.int32), axis=0)
+            low, high = tl.where(above >= K, middle, low), tl.where(above >= K, high, middle)
+            leaders = tl.where(above >= K, above, leaders)
+            middle = 0.5 * (low + high)
+        leads = (t < TILES) & (lead >= low)
+        to = tl.cumsum(leads.to(tl.int32), axis=0) - 1
+        tl.store(leaders_ptr + row * SLOTS + to, t, mask=leads & (to < SLOTS))
+        tl.debug_barrier()  # other threads wrote what this one reads
+        tile = tl.load(leaders_ptr + row * SLOTS + slots, mask=slots < leaders, other=TILES)
+        z = tl.load(tiles_ptr + tile.to(tl.int64) * pitch + row, mask=tile < TILES, other=LEFT_OUT) * unit
+        bound = (tl.exp2(low - tl.load(ref_ptr + row)) * 0.99).to(tl.int32, bitcast=True) & 0x7FFF0000
+        bound = tl.where(leaders < K, 0, bound)  # too few tiles: any column may be among the largest
+        row_ptr = e_ptr + row * stride_e
+        # which tiles have more than their maximum above the bound; what stands beyond the last column may say so too
+        grouped = tl.reshape(tile, (SLOTS // GROUP, GROUP))
+        group = tl.arange(0, SLOTS // GROUP)[:, None]
+        above = tl.zeros((SLOTS // GROUP, GROUP), dtype=tl.int32)
+        for g in tl.static_range(SLOTS // GROUP):
+            here = tl.sum(tl.where(group == g, grouped, 0), axis=0)[:, None]
+            if PAIRS:  # two of bf16 are one word
+                at = here * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+                word = tl.load(pairs_ptr + row * (stride_e // 2) + at, mask=at < stride_e // 2, other=0)
+                number = tl.sum((word >= bound).to(tl.int32) + ((word << 16) >= bound).to(tl.int32), axis=1)
+            else:
+                at = here * BLOCK_N + n[None, :]
+                e = tl.load(row_ptr + at, mask=at < stride_e, other=0.0).to(tl.float32)
+                number = tl.sum((e.to(tl.int32, bitcast=True) >= bound).to(tl.int32), axis=1)
+            above = tl.where(group == g, number[None, :], above)
+        several = (tl.reshape(above, (SLOTS,)) > 1) & (slots < leaders)
+
+        # the next of each such tile; its maximum too, where E cannot tell it from that
+        coming = tl.zeros((SLOTS,), dtype=tl.int32)
+        slot = tl.min(tl.where(several, slots, SLOTS), axis=0)
+        while slot < SLOTS:
+            keys = _ranked(row_ptr, tl.sum(tl.where(slots == slot, tile, 0), axis=0) * BLOCK_N + n, n, V)
+            first_key = tl.max(keys, axis=0)
+            second = tl.max(tl.where(keys < first_key, keys, 0), axis=0)
+            tie = (first_key >> 16) == (second >> 16)
+            coming = tl.where(slots == slot, tl.where(tie, first_key, second), coming)
+            z = tl.where((slots == slot) & tie, LEFT_OUT, z)
+            slot = tl.min(tl.where(several & (slots > slot), slots, SLOTS), axis=0)
+        more = tl.where(slots == K + SPARE, tl.load(target_ptr + row), LEFT_OUT)
+        best = tl.max(coming, axis=0)
+        taken = 0
+        while (best >= bound) & ((best >> 16) != 0) & (taken < K + SPARE):
+            mine = slots == tl.min(tl.where(coming == best, slots, SLOTS), axis=0)
+            begin = tl.sum(tl.where(mine, tile, 0), axis=0) * BLOCK_N
+            col = (begin + (0xFFFF - (best & 0xFFFF))).to(tl.int64)
+            dot = tl.zeros((BLOCK_D,), dtype=tl.float32)
+            for start in range(0, D, BLOCK_D):
+                d = start + tl.arange(0, BLOCK_D)
+                x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+                w = tl.load(w_ptr + col * D + d, mask=d < D, other=0.0)
+                dot += x * w.to(x_ptr.dtype.element_ty).to(tl.float32)
+            bias = tl.load(bias_ptr + col).to(tl.float32) if HAS_BIAS else 0.0
+            logit = _logit(tl.sum(dot, axis=0), bias, scale, 1.0, HAS_BIAS, HAS_SOFTCAP)
+            more = tl.where(slots == taken, logit, more)
+            others = _ranked(row_ptr, begin + n, n, V)
+            coming = tl.where(mine, tl.max(tl.where(others < best, others, 0), axis=0), coming)
+            best = tl.max(coming, axis=0)
+            taken += 1
+
+        found = tl.sort(tl.reshape(tl.join(z, more), (2 * SLOTS,)), descending=True)
+        j = tl.arange(0, 2 * SLOTS)
+        log_sum = tl.load(columns_ptr + 3 * plane + row)
+        log_p = found.to(tl.float64) - (log_sum + tl.load(columns_ptr + 4 * plane + row))
+        tl.store(out_ptr + row * K + j, log_p, mask=j < K)
+        # -sum q log q of the K, q their shares; 0 log 0 = 0
+        u = tl.maximum(log_p - tl.max(log_p, axis=0), -800.0)
+        e = tl.where(j < K, tl.exp(u), 0.0)
+        total = tl.sum(e, axis=0)
+        tl.store(entropy_ptr + row, tl.log(total) - tl.sum(e * u, axis=0) / total)
 
 
 @triton.jit
@@ -502,6 +570,31 @@ def _scale(
 
 def _head_options(head: Head) -> dict[str, bool]:
     return {"HAS_BIAS": head.bias is not None, "HAS_SOFTCAP": head.softcap is not None}
+
+
+class Units(NamedTuple):
+    """What the tiles of a head count in: its logits, or where that will do its products, times ``factor``."""
+
+    rising: bool  # the largest product is the largest logit
+    factor: float  # a float32
+    unit: float  # logits that are one of theirs: two float32 make up a float64
+    unit_low: float
+
+
+def units(head: Head) -> Units:
+    rising = head.bias is None and head.softcap is None and head.scale > 0
+    return Units(rising, *_units(head.scale if rising else 1.0))
+
+
+@functools.cache
+def _units(scale: float) -> tuple[float, float, float]:
+    factor = _float32(scale * math.log2(math.e))
+    unit = scale / factor
+    return factor, _float32(unit), _float32(unit - _float32(unit))
+
+
+def _float32(value: float) -> float:
+    return ctypes.c_float(value).value
 
 
 def _head_numbers(head: Head) -> tuple[float, float]:
@@ -575,15 +668,16 @@ def exponentials(
     block_m, block_k = (BLOCK_M_FLOAT32, BLOCK_K_FLOAT32) if exact else (BLOCK_M, BLOCK_K)
     tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, BLOCK_N)
     tiles = aligned(4 * tiles_n, len(x), torch.float32, x.device).unflatten(0, (4, tiles_n))
+    rising, factor, _, _ = units(head)
+    rows = TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k])
+    to = rows if e is None else TensorDescriptor(e, [len(x), head.vocab_size], e.stride(), [block_m, BLOCK_N])
     for number, (begin, weight) in enumerate(weights.each()):
         programs = min(tiles_m * triton.cdiv(len(weight), BLOCK_N), processors(x.device))
         _exponentials[(programs,)](
-            TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k]),
-            TensorDescriptor(weight, weight.shape, weight.stride(), [BLOCK_N, block_k]),
-            head.bias, y, ref, x if e is None else e, tiles, count, tiles.stride(0), tiles.stride(1), len(x), first,
-            begin, begin + len(weight), head.width, 0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW,
-            programs, **_head_options(head), STORE=e is not None, EVEN=len(weight) % BLOCK_N == 0,
-            PRECISION="ieee" if exact else "tf32",
+            rows, TensorDescriptor(weight, weight.shape, weight.stride(), [BLOCK_N, block_k]), to, head.bias, y, ref,
+            tiles, count, tiles.stride(0), tiles.stride(1), len(x), first, begin, begin + len(weight), head.width,
+            *_head_numbers(head), factor, OVERFLOW, programs, **_head_options(head), RISING=rising, STORE=e is not None,
+            EVEN=len(weight) % BLOCK_N == 0, TYPE=TYPES[x.dtype], PRECISION="ieee" if exact else "tf32",
             BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k, num_warps=8, num_stages=2 if exact else 3,
         )  # fmt: skip
         if then is not None:
@@ -607,11 +701,11 @@ def reduce_tiles(
     ``number`` and ``first`` are `exponentials`' count and first.
     """
     _, count, rows = tiles.shape
-    block = 8
+    block = 16
     _reduce_tiles[(triton.cdiv(rows, block),)](
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, x if u is None else u, nan, number,
         tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.vocab_size, head.width,
-        0 if e is None else e.stride(0), *_head_numbers(head), OVERFLOW,
+        0 if e is None else e.stride(0), *_head_numbers(head), *units(head)[2:], OVERFLOW,
         **_head_options(head), STORED=e is not None, MULTIPLIED=u is not None,
         BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
@@ -628,7 +722,7 @@ def finish_rows(
     _finish_rows[(len(x),)](
         gate, columns, columns.stride(0), ref, z_y, t, x if u is None else u, x, head.weight, y, index,
         x if out is None else out, x if scaled is None else scaled, v, x.shape[1], scale * head.scale,
-        head.softcap or 1.0,
+        head.softcap or 1.0, *units(head)[2:],
         HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=out is not None,
         WANT_SCALED=scaled is not None, BLOCK_D=1024,
     )  # fmt: skip
@@ -647,7 +741,7 @@ def finish_told(
     _finish_told[(len(x),)](
         table, record, record.stride(0), ref, z_y, x if u is None else u, x, head.weight, y,
         x if scaled is None else scaled, v, record if top is None else top, facts, len(x), x.shape[1], head.scale,
-        head.softcap or 1.0, HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=u is not None,
+        head.softcap or 1.0, *units(head)[2:], HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=u is not None,
         WANT_SCALED=scaled is not None, TYPE=TYPES[dtype], TOP=k, BLOCK_D=1024,
         BLOCK_K=triton.next_power_of_2(max(k, 1)),
     )  # fmt: skip
@@ -668,25 +762,29 @@ def subtract_targets(x: Tensor, index: Tensor, runs: tuple[Tensor, Tensor], t: T
     )  # fmt: skip
 
 
-def top_logits(
-    x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, k: int, number: Tensor, first: int
-) -> Tensor:  # fmt: skip
-    """The min(k, V) largest logits of each row in fp32, falling: [C, min(k, V)].
+def likeliest(
+    x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, columns: Tensor, k: int, number: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """log p of the min(k, V) likeliest tokens of each row, falling, [C, min(k, V)], and the entropy of their shares.
 
-    A few more than k are looked at, so that the rounding of E hides none but among more such near-ties (2^-8) than
-    that; there one stands for another of the same probability. ``number`` and ``first`` are `exponentials`' count and
-    first.
+    Where a single tile holds more than k + SPARE of them, those are told apart by E: among near-ties (2^-8) one then
+    stands for another of the same probability. ``number`` and ``first`` are `exponentials`' count and
+    first, ``columns`` what `reduce_tiles` made.
     """
     k = min(k, head.vocab_size)
-    count = min(k + 4, head.vocab_size)
-    out = torch.empty(len(x), k, dtype=torch.float32, device=x.device)
-    _top_logits[(len(x),)](
-        tiles, e, ref, z_y, x, head.weight, head.bias, out, number,
-        tiles.stride(1), head.vocab_size, head.width, tiles.shape[1], e.stride(0), first, *_head_numbers(head), count,
-        k, **_head_options(head), BLOCK_T=triton.next_power_of_2(tiles.shape[1]), BLOCK_N=BLOCK_N,
-        BLOCK_J=triton.next_power_of_2(count + 1), BLOCK_D=256, num_warps=1,
+    tiles_n, slots = tiles.shape[1], triton.next_power_of_2(k + SPARE + 1)
+    log_p = torch.empty(len(x), k, dtype=torch.float64, device=x.device)
+    entropy = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    leaders = torch.empty(len(x), slots, dtype=torch.int32, device=x.device)
+    pairs = e.dtype == torch.bfloat16
+    _likeliest[(len(x),)](
+        tiles, e, e.view(torch.int32) if pairs else e, ref, z_y, x, head.weight, head.bias, columns, leaders, log_p,
+        entropy, number, tiles.stride(1), head.vocab_size, head.width, tiles_n, e.stride(0), columns.stride(0), first,
+        head.scale, units(head).unit, k, **_head_options(head), PAIRS=pairs, SPARE=SPARE, SLOTS=slots, GROUP=8,
+        BLOCK_T=max(32, triton.next_power_of_2(tiles_n)), BLOCK_N=BLOCK_N, BLOCK_D=512, num_warps=1,
     )  # fmt: skip
-    return out
+    return log_p, entropy
 
 
 def scaled(tensors: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

@@ -156,10 +156,7 @@ class Eaft(Weight):
         if self.norm == "full":
             share = stats.entropy / math.log(stats.vocab_size) if stats.vocab_size > 1 else stats.entropy
         else:
-            top = stats.top_log_p(self.k)
-            log_q = top.log_softmax(-1).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0, and nothing else changes
-            entropy = -(log_q.exp() * log_q).sum(-1)
-            share = entropy.clamp(min=0) / {"lnk": math.log(self.k), "3": 3.0, "none": 1.0}[self.norm]
+            share = stats.top_entropy(self.k) / {"lnk": math.log(self.k), "3": 3.0, "none": 1.0}[self.norm]
         return share if self.power == 1 else share**self.power
 
 

@@ -57,6 +57,8 @@ class TokenStats:
     targets: Tensor
     vocab_size: int
     _top_source: Callable[[int], Tensor] | None = field(default=None, repr=False, compare=False)
+    # for one k: what `top_entropy` says, measured where the likeliest tokens were
+    _top_entropy: tuple[int, Tensor] | None = field(default=None, repr=False, compare=False)
 
     @property
     def p(self) -> Tensor:
@@ -86,6 +88,18 @@ class TokenStats:
                 f"declare `needs = frozenset({{topk({k})}})` in the objective or pass needs= where they are made"
             )
         return self._top_source(k)
+
+    def top_entropy(self, k: int) -> Tensor:
+        """-sum q log q over the min(k, V) likeliest tokens, q their probabilities over the sum of these.
+
+        >>> half = from_columns([-0.7], [0.7], [-0.7], vocab_size=9, top_log_p=torch.tensor([[0.5, 0.5, 0.0]]).log())
+        >>> half.top_entropy(2)
+        tensor([0.6931])
+        """
+        if self._top_entropy is not None and self._top_entropy[0] == min(k, self.vocab_size):
+            return self._top_entropy[1].clamp(min=0)
+        log_q = self.top_log_p(k).log_softmax(-1).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0
+        return (-(log_q.exp() * log_q).sum(-1)).clamp(min=0)
 
     def detach(self) -> TokenStats:
         """The same statistics, cut from the autograd graph."""
