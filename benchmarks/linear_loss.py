@@ -121,7 +121,7 @@ def contenders(device: str) -> Iterator[tuple[str, str, Callable[[], Loss]]]:
     if device == "cpu":
         yield "logits + token_loss deft", "deft", lambda: logits_and_token_loss
         return
-    yield "deftune deft, chunk_rows=1920", "deft", lambda: ours("deft", chunk_rows=1920)
+    yield "deftune deft, chunk_rows=4096", "deft", lambda: ours("deft", chunk_rows=4096)
     yield "torch.compile deft, compacted", "deft", compiled_deft
     yield "TRL fused head deft", "deft", trl_deft
     yield "Liger dft", "linear", lambda: liger(use_token_scaling=True)

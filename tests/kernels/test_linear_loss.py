@@ -124,7 +124,7 @@ def assert_result(actual: Result, expected: Result, loss: str, gradient: str) ->
 
 
 def chunk_rows(patch: pytest.MonkeyPatch, rows: int) -> None:
-    patch.setattr(TorchBackend, "rows", lambda self, total: rows)
+    patch.setattr(TorchBackend, "rows", lambda self, total, bound: rows)
 
 
 # --- values and gradients ---------------------------------------------------------------------------------------------

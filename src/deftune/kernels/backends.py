@@ -290,11 +290,19 @@ class TritonBackend:
 
     # each chunk reads and writes a float32 dW: 4% of the time at 4096 rows, 20% below 1024
     min_rows, max_rows = 1024, 4096
-    # of E, and of the tokens' rows: all of a call's memory stays below an eighth of what a compiled loss keeps
-    max_bytes = 31 << 25
+    # of E, of all that a chunk takes, and of the tokens: an eighth of what a compiled loss keeps, or less
+    max_e_bytes, max_bytes = 31 << 25, 17 << 26
     max_share = 15 / 64
 
-    def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
+    def __init__(
+        self,
+        head: Head,
+        dtype: torch.dtype,
+        rows: Supervised,
+        vectors: Tensor | None = None,
+        likeliest: Tensor | None = None,
+    ):
+        """``vectors`` and ``likeliest`` are room for z_y and its like, and for the likeliest tokens of a chunk."""
         from deftune.kernels import triton_rows
 
         self.kernels = triton_rows
@@ -309,11 +317,14 @@ class TritonBackend:
         self.stride = -(-head.vocab_size // 64) * 64
         self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=device)
         self.begun = 0
+        self.first: tuple[Tensor, Tensor | None, Tensor] | None = None
         self.multiplied = False  # whether u of the chunk at hand is E W already
         self.started = False
         self.sparse: Products | None = None
+        self.likeliest = likeliest
         if rows.count:
-            self.vectors = triton_rows.target_logits(self.all.hidden, rows.index, rows.y, self.head, self.number)
+            given = self.all.hidden, rows.index, rows.y
+            self.vectors = triton_rows.target_logits(*given, self.head, self.number, vectors)
 
     def thin(self, sparse: Sparse) -> None:
         def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -330,7 +341,9 @@ class TritonBackend:
     @classmethod
     def first_rows(cls, head: Head, dtype: torch.dtype, tokens: int, bound: int | None) -> int:
         """Rows of the first chunk, before it is known how many of the tokens are supervised: the most of any."""
-        limit = min(cls.max_rows, cls.max_bytes // (-(-head.vocab_size // 64) * 64 * dtype.itemsize))
+        e = -(-head.vocab_size // 64) * 64 * dtype.itemsize
+        row = e + head.vocab_size // 16 + 2 * head.width * (dtype.itemsize + 2)  # its sums by tile; x, v X and E W
+        limit = min(cls.max_rows, cls.max_e_bytes // e, cls.max_bytes // row)
         if bound is None:
             limit = min(limit, max(cls.min_rows, int(cls.max_share * tokens)))
         return bounded(min(tokens, max(128, limit // 128 * 128)), bound)
@@ -372,9 +385,9 @@ class TritonBackend:
 
     def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
         kernels, head, rows = self.kernels, self.head, part.stop - part.start
-        begun = self.begun > 0 and part.start == 0
-        self.multiplied = keep and self.weights.several and not begun and self.sparse is None
-        x, e, tiles = self.first if begun else self.exponentials(part, keep, top, self.multiplied)
+        self.multiplied = keep and self.weights.several and self.first is None and self.sparse is None
+        x, e, tiles = self.first or self.exponentials(part, keep, top, self.multiplied)
+        self.first = None  # not to stand beside the next one's
         x, e, tiles = x[:rows], None if e is None else e[:rows], tiles[:, :, :rows]
         y, index = self.all.y[part], self.all.index[part]
         z_y, reference, _, _ = self.vectors[:, part].unbind()
@@ -382,7 +395,11 @@ class TritonBackend:
         kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, u, self.nan, self.number, part.start)
         found = None, None
         if e is not None and top:
-            found = kernels.likeliest(x, z_y, reference, tiles, e, head, columns, top, self.number, part.start)
+            into = self.likeliest
+            if into is None:
+                into = columns.new_empty(rows, min(top, head.vocab_size))
+            found = into, columns.new_empty(rows)
+            kernels.likeliest(x, z_y, reference, tiles, e, head, columns, self.number, part.start, *found)
         return Chunk(part, x, y, index, columns, z_y, None if e is None else e[:, : head.vocab_size], *found)
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:

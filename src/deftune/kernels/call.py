@@ -197,39 +197,42 @@ class Survey:
     """The supervised tokens, looked for on the device; ``wait`` says how many there are."""
 
     all: Supervised
+    told: Tensor
 
     def __init__(self, hidden: Tensor, targets: Tensor, vocab_size: int):
         self.hidden, self.targets, self.vocab_size = hidden, targets, vocab_size
         self.earlier = latest_note(targets.device) if targets.is_cuda else None
-        self.done = None
+        self.done = self.room = None
 
     def begin(self, room: Room | None = None) -> None:
-        """Start looking, in a room by a graph."""
+        """Start looking; in a room, a program will."""
         from deftune.kernels.triton_rows import survey
 
         hidden, targets, flag = self.hidden, self.targets, None if self.earlier is None else self.earlier.flag
-        try:
-            if room is None:
-                places, labels, facts, told = survey(targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
-            else:
-                hidden = settled(hidden)
-                places, labels, facts, told = room.survey(hidden, settled(targets.long()), IGNORE_INDEX, flag)
-        finally:  # whatever happened: what was launched has to be waited for, what comes after this has not
-            self.done = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
-        self.told, self.all = told, Supervised(hidden, places, labels, facts, known=False)
+        if room is not None:
+            hidden = settled(hidden)
+            self.room, (places, labels, facts) = room, room.ask(hidden, settled(targets.long()), flag)
+        else:
+            try:
+                places, labels, facts, self.told = survey(targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
+            finally:  # whatever happened: what was launched has to be waited for, what comes after this has not
+                self.done = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
+        self.all = Supervised(hidden, places, labels, facts, known=False)
 
     def __enter__(self) -> Survey:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.done is not None:  # whatever happened: the kernel may still have to write what it tells
             self.done.synchronize()
+        elif kind is not None and self.hidden.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
         """(places, labels, facts): the one read of the device. A bad label, or an earlier call's NaN, is raised."""
         if self.done is not None:
             self.done.synchronize()
-        count, bad, was = self.told.tolist()
+        count, bad, was = self.told.tolist() if self.room is None else self.room.hear()
         if self.earlier is not None:
             answer(self.earlier, was)
         if bad < len(self.targets):

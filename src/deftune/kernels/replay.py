@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,6 +33,7 @@ from deftune.kernels.backends import Gradients, Supervised, TritonBackend, produ
 from deftune.kernels.head import Head
 from deftune.kernels.statistics import stats_of
 from deftune.objectives import Context, Objective
+from deftune.objectives.stats import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from deftune.kernels.call import Call
@@ -41,6 +43,8 @@ MOST_COPIED = 1 << 27  # elements of a weight of another dtype: its copy stays i
 CAPTURE_AT = 3  # the run of a program that captures it: what comes once or twice is not worth it
 MOST = 64  # programs kept in a room: weights that move (FSDP) make new ones all the time
 ROOMS = 2  # rooms kept on a device
+NOTHING = (-1, -1, -1)  # told yet
+LOOKS = 1000  # of the host at what it is told, before it looks less often
 SLOTS, CHUNK = 15, 8  # of the table in `triton_rows`: how many, and the one that its kernels write
 PAD = 128  # rows of a program are a multiple of this: few programs, little padding
 
@@ -60,8 +64,8 @@ class Place(NamedTuple):
 class Recorded:
     """Launches on tensors that stay where they are: run as written the first times, then captured, then replayed."""
 
-    def __init__(self, runs: int = 0):
-        self.runs, self.graph, self.capturable = runs, None, True
+    def __init__(self):
+        self.runs, self.graph, self.capturable = 0, None, True
 
     def run(self, room: Room, work: Callable[[], None]) -> None:
         self.runs += 1
@@ -94,7 +98,6 @@ class Room:
 
         width, cuda = place.width, place.device.type == "cuda"
         self.rows, self.vocab_size = rows, place.vocab_size
-        self.surveying = Recorded()
         self.programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self.x, self.scaled, self.u = new(rows, width), new(rows, width), new(rows, width, dtype=torch.float32)
         self.e = new(rows, -(-place.vocab_size // 64) * 64)
@@ -107,7 +110,8 @@ class Room:
         # Each half of the table is written anew when its last copy is done: a call waits for its survey, which comes
         # after the copy of the first half, and writes the second half after that
         self.table = new(SLOTS, dtype=torch.int64)
-        self.told = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=cuda)
+        self.told = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=cuda)
+        self.heard = (ctypes.c_int64 * 3).from_address(self.told.data_ptr())
         self.here = torch.zeros(SLOTS, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.slots = (ctypes.c_int64 * SLOTS).from_address(self.here.data_ptr())
         self.factor = ctypes.c_double.from_buffer(self.slots, 8 * (SLOTS - 1))
@@ -115,10 +119,8 @@ class Room:
         halves = (slice(0, CHUNK), slice(CHUNK + 1, SLOTS))  # the slot between them is the kernels' own
         self.begin, self.rest = ((self.table[half], self.here[half]) for half in halves)
 
-    def survey(self, hidden: Tensor, targets: Tensor, ignore: int, earlier: Tensor | None) -> tuple[Tensor, ...]:
-        """As `triton_rows.survey`; the next call's will be told in the same place."""
-        from deftune.kernels.triton_rows import survey_told
-
+    def ask(self, hidden: Tensor, targets: Tensor, earlier: Tensor | None) -> tuple[Tensor, ...]:
+        """(places, labels, facts) as `triton_rows.survey` has them: where a program's survey will leave them."""
         tokens = len(targets)
         places, labels = torch.empty(2, -(-tokens // 16) * 16, dtype=torch.int64, device=self.y.device).unbind()
         facts = torch.empty_like(self.facts)
@@ -126,10 +128,23 @@ class Room:
             targets.data_ptr(), tokens, 0 if earlier is None else earlier.data_ptr(), places.data_ptr(),
             labels.data_ptr(), facts.data_ptr(), hidden.data_ptr(), 0,
         )  # fmt: skip
+        self.heard[:] = NOTHING
         table, here = self.begin
         table.copy_(here, non_blocking=True)
-        self.surveying.run(self, partial(survey_told, self.table, self.told, self.vocab_size, ignore))
-        return places[:tokens], labels[:tokens], facts, self.told
+        return places[:tokens], labels[:tokens], facts
+
+    def hear(self) -> list[int]:
+        """What the survey tells, as soon as it has: the program that it is a part of goes on.
+
+        No event stands between the two, so the host looks: all three numbers are there, in whatever order they came.
+        """
+        looks = 0
+        while min(self.heard) < 0:
+            looks += 1
+            if looks % LOOKS == 0 and torch.cuda.current_stream(self.y.device).query() and min(self.heard) < 0:
+                raise RuntimeError("the survey of a call has ended and told nothing")
+            time.sleep(0.0 if looks < LOOKS else 2e-5)  # a long queue is before it
+        return list(self.heard)
 
     def tell(
         self, out: Tensor | None, targets: Tensor, record: Tensor, top: Tensor | None, scale: Tensor | float
@@ -149,7 +164,7 @@ class Room:
             self.scale.copy_(scale.reshape(1))
 
     def graphs(self) -> Iterator[Any]:
-        for recorded in (self.surveying, *(some for program in self.programs.values() for some in program.parts())):
+        for recorded in (some for program in self.programs.values() for some in program.parts()):
             if recorded.graph is not None:
                 yield recorded.graph
 
@@ -171,39 +186,52 @@ class Program:
     objective: Objective
     context: Context
     top: int
+    beginning: Recorded = field(default_factory=Recorded)
     measuring: Recorded = field(default_factory=Recorded)
     finishing: dict[tuple[bool, bool], Recorded] = field(default_factory=dict[tuple[bool, bool], Recorded])
     vectors: Tensor | None = None  # [4, rows]: as `target_logits` makes them
-    likeliest: Tensor | None = None
+    likeliest: Tensor | None = None  # [rows, k]: of `top`
 
     def parts(self) -> Iterator[Recorded]:
-        yield self.measuring
-        yield from self.finishing.values()
+        """Those that have run."""
+        yield from (part for part in (self.beginning, self.measuring, *self.finishing.values()) if part.runs)
+
+    def begin(self, room: Room, head: Head) -> None:
+        """The survey of a call, and statistics and gates of its first chunk."""
+        self.beginning.run(room, partial(self.begin_work, room, head))
+        if self.beginning.runs == CAPTURE_AT and room.aside is not None:  # ran twice: not to tell the next call
+            torch.cuda.current_stream().synchronize()
+
+    def begin_work(self, room: Room, head: Head) -> None:
+        from deftune.kernels.triton_rows import survey_told
+
+        survey_told(room.table, room.told, head.vocab_size, IGNORE_INDEX)
+        self.work(room, head)
 
     def measure(self, room: Room, head: Head) -> None:
         """Statistics and gates of the next chunk."""
         self.measuring.run(room, partial(self.work, room, head))
 
     def work(self, room: Room, head: Head) -> None:
-        from deftune.kernels.triton_rows import take_rows
+        from deftune.kernels.triton_rows import aligned, take_rows
 
-        rows = self.rows
+        rows, k, device = self.rows, min(self.top, head.vocab_size), room.x.device
+        if self.vectors is None:
+            self.vectors = aligned(4, rows, torch.float32, device)
+            self.likeliest = torch.empty(rows, k, dtype=torch.float64, device=device) if k else None
         x, y = room.x[:rows], room.y[:rows]
         take_rows(room.table, self.dtype, x, y, room.facts)
-        backend = TritonBackend(head, room.x.dtype, Supervised(x, room.index[:rows], y, room.facts))
-        backend.e, self.vectors = room.e, backend.vectors
+        given = Supervised(x, room.index[:rows], y, room.facts)
+        backend = TritonBackend(head, room.x.dtype, given, self.vectors, self.likeliest)
+        backend.e = room.e
         chunk = backend.measure(slice(0, rows), room.record[:5, :rows], True, self.top)
-        self.likeliest = chunk.top
         stats = stats_of(chunk.columns, chunk.top, chunk.y, head.vocab_size, chunk.top_entropy)
         room.record[6, :rows], room.record[5, :rows] = self.objective.evaluate(stats, self.context)
 
     def finish(self, room: Room, head: Head, out: torch.dtype | None, weight: bool) -> None:
         """The chunk's rows of dX (None: not wanted), t of its targets, v X for dW, its record."""
-        work = partial(self.finish_work, room, head, out, weight)
-        if self.measuring.graph is None:  # whose vectors are of this one run
-            work()
-        else:
-            self.finishing.setdefault((out is not None, weight), Recorded(CAPTURE_AT - 1)).run(room, work)
+        recorded = self.finishing.setdefault((out is not None, weight), Recorded())
+        recorded.run(room, partial(self.finish_work, room, head, out, weight))
 
     def finish_work(self, room: Room, head: Head, out: torch.dtype | None, weight: bool) -> None:
         from deftune.kernels.triton_rows import finish_told
@@ -326,7 +354,8 @@ class Replay:
             self.head = replace(head, weight=room.weight.copy_(head.weight))
         self.program = self.program_for(objective, context, top)
         # before the host knows how many rows there are: what the others become is not looked at
-        self.program.measure(room, self.head)
+        self.program.begin(room, self.head)
+        self.begun = torch.cuda.current_stream().record_event() if room.aside is not None else None
         self.multiplied = multiply
         if multiply:
             self.multiply(self.size)
@@ -354,10 +383,6 @@ class Replay:
 
         room, count, head, device = self.room, call.count, self.head, self.room.x.device
         into = call.new_gradients(wanted)
-        # many small kernels that wait for each other: beside the chunks. The host has seen the count, so all that came
-        # before this call is done, and nothing has to be waited for
-        with torch.cuda.stream(room.aside) if room.aside is not None else nullcontext():
-            runs = sort_targets(call.targets, head.vocab_size) if into.weight is not None else None
         record = aligned(6, count, torch.float64, device)
         targets = torch.empty(count, dtype=torch.float32, device=device)  # t of every row
         k = min(call.top, head.vocab_size)
@@ -374,7 +399,12 @@ class Replay:
             self.program.finish(room, head, out, into.weight is not None)
             if into.weight is not None:
                 product(turned, scaled, into.weight, add=start > 0)
-        if into.weight is not None and runs is not None and count:
+        if into.weight is not None and count:
+            # many small kernels that wait for each other: beside the chunks, once those are launched
+            with torch.cuda.stream(room.aside) if room.aside is not None else nullcontext():
+                if room.aside is not None and self.begun is not None:
+                    room.aside.wait_event(self.begun)
+                runs = sort_targets(call.targets, head.vocab_size)
             if room.aside is not None:
                 torch.cuda.current_stream().wait_stream(room.aside)
             subtract_targets(self.all.hidden, call.index, runs, targets, into.weight)

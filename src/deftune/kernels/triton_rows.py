@@ -201,7 +201,7 @@ def _exponentials(
         # sums about the tile's maximum: no logit, however large, overflows them. Where nothing counts, that is above
         # all the same: z factor - top, rounded once, is no 0 at 1e30
         top = tl.maximum(tl.max(z, axis=1), 0.1 * LEFT_OUT) * factor
-        u = z * factor - top[:, None]
+        u = tl.fma(z, tl.full((BLOCK_M, BLOCK_N), factor, tl.float32), tl.broadcast_to(-top[:, None], z.shape))
         if HAS_BIAS:  # some may be -inf, and u e would be NaN; the bound lets NaN through
             u = tl.maximum(u, LEFT_OUT, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp2(u)
@@ -469,7 +469,7 @@ def _likeliest(
         high = tl.max(lead, axis=0)
         middle = 0.5 * (low + high)
         leaders = TILES
-        while (leaders > K + SPARE) & (middle > low) & (middle < high):
+        while (leaders > K + SPARE // 2) & (middle > low) & (middle < high):
             above = tl.sum((lead >= middle).to(tl.int32), axis=0)
             low, high = tl.where(above >= K, middle, low), tl.where(above >= K, high, middle)
             leaders = tl.where(above >= K, above, leaders)
@@ -541,7 +541,8 @@ def _likeliest(
         u = tl.maximum(log_p - tl.max(log_p, axis=0), -800.0)
         e = tl.where(j < K, tl.exp(u), 0.0)
         total = tl.sum(e, axis=0)
-        tl.store(entropy_ptr + row, tl.log(total) - tl.sum(e * u, axis=0) / total)
+        entropy = tl.log(total) - tl.sum(e * u, axis=0) / total
+        tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy))
 
 
 @triton.jit
@@ -643,9 +644,12 @@ def take_rows(table: Tensor, dtype: torch.dtype, x: Tensor, y: Tensor, facts: Te
     )
 
 
-def target_logits(x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor) -> Tensor:
+def target_logits(
+    x: Tensor, index: Tensor, y: Tensor, head: Head, count: Tensor, vectors: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """[4, rows], fp32: z_y and reference of the rows x[index], as many as ``count`` says; room for v and t."""
-    vectors = aligned(4, len(y), torch.float32, x.device)
+    if vectors is None:
+        vectors = aligned(4, len(y), torch.float32, x.device)
     z, ref, _, _ = vectors.unbind()
     rows = 4
     _target_logits[(triton.cdiv(len(y), rows),)](
@@ -701,7 +705,7 @@ def reduce_tiles(
     ``number`` and ``first`` are `exponentials`' count and first.
     """
     _, count, rows = tiles.shape
-    block = 16
+    block = 32
     _reduce_tiles[(triton.cdiv(rows, block),)](
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, x if u is None else u, nan, number,
         tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.vocab_size, head.width,
@@ -763,19 +767,17 @@ def subtract_targets(x: Tensor, index: Tensor, runs: tuple[Tensor, Tensor], t: T
 
 
 def likeliest(
-    x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, columns: Tensor, k: int, number: Tensor,
-    first: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """log p of the min(k, V) likeliest tokens of each row, falling, [C, min(k, V)], and the entropy of their shares.
+    x: Tensor, z_y: Tensor, ref: Tensor, tiles: Tensor, e: Tensor, head: Head, columns: Tensor, number: Tensor,
+    first: int, log_p: Tensor, entropy: Tensor,
+) -> None:  # fmt: skip
+    """log p of the k likeliest tokens of each row, falling, into ``log_p`` [C, k], and the entropy of their shares.
 
     Where a single tile holds more than k + SPARE of them, those are told apart by E: among near-ties (2^-8) one then
     stands for another of the same probability. ``number`` and ``first`` are `exponentials`' count and
     first, ``columns`` what `reduce_tiles` made.
     """
-    k = min(k, head.vocab_size)
-    tiles_n, slots = tiles.shape[1], triton.next_power_of_2(k + SPARE + 1)
-    log_p = torch.empty(len(x), k, dtype=torch.float64, device=x.device)
-    entropy = torch.empty(len(x), dtype=torch.float64, device=x.device)
+    tiles_n, k = tiles.shape[1], log_p.shape[1]
+    slots = triton.next_power_of_2(k + SPARE + 1)
     leaders = torch.empty(len(x), slots, dtype=torch.int32, device=x.device)
     pairs = e.dtype == torch.bfloat16
     _likeliest[(len(x),)](
@@ -784,7 +786,6 @@ def likeliest(
         head.scale, units(head).unit, k, **_head_options(head), PAIRS=pairs, SPARE=SPARE, SLOTS=slots, GROUP=8,
         BLOCK_T=max(32, triton.next_power_of_2(tiles_n)), BLOCK_N=BLOCK_N, BLOCK_D=512, num_warps=1,
     )  # fmt: skip
-    return log_p, entropy
 
 
 def scaled(tensors: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

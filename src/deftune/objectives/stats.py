@@ -97,7 +97,7 @@ class TokenStats:
         tensor([0.6931])
         """
         if self._top_entropy is not None and self._top_entropy[0] == min(k, self.vocab_size):
-            return self._top_entropy[1].clamp(min=0)
+            return self._top_entropy[1]
         log_q = self.top_log_p(k).log_softmax(-1).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0
         return (-(log_q.exp() * log_q).sum(-1)).clamp(min=0)
 
