@@ -212,7 +212,8 @@ def _exponentials(
         tl.store(part[:, None, None] + planes[None], sums, mask=live[:, None, None])
         if STORE:
             # a clamped row is out of range and will be repaired; rows that are not there may be written
-            e = e * tl.exp2(tl.minimum(top - ref, overflow))[:, None]
+            # (not min(top - ref, overflow): a compiler would fuse top's product into that, unrounded)
+            e = e * tl.exp2(tl.minimum(top, ref + overflow) - ref)[:, None]
             if HAS_SOFTCAP:
                 e = tl.where(z <= LEFT_OUT, 0.0, e * (1 - (z / softcap) * (z / softcap)))
             e_desc.store([row0, FROM + col0], e.to(TYPE))
