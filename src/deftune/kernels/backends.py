@@ -290,7 +290,7 @@ class TritonBackend:
 
     # each chunk reads and writes a float32 dW: 4% of the time at 4096 rows, 20% below 1024
     min_rows, max_rows = 1024, 4096
-    # of E, of all that a chunk takes, and of the tokens: an eighth of what a compiled loss keeps, or less
+    # of E, of what a chunk takes besides, and of the tokens: an eighth of what a compiled loss keeps, or less
     max_e_bytes, max_bytes = 31 << 25, 17 << 26
     max_share = 15 / 64
 

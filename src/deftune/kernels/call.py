@@ -149,11 +149,12 @@ def prepare(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
     softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
     needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
-    keep: bool = False, graphs: bool = True, sparse: Sparse | None = None,
+    keep: bool = False, keep_hidden: bool = False, graphs: bool = True, sparse: Sparse | None = None,
 ) -> Call:  # fmt: skip
     """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states').
 
-    ``keep`` says that the first pass over the chunks will ask for gradients; ``graphs``, that they may be replayed.
+    ``keep`` says that the first pass over the chunks will ask for gradients, ``keep_hidden`` that it will for those of
+    the hidden states; ``graphs``, that they may be replayed.
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
@@ -172,7 +173,7 @@ def prepare(
             if graphs and keep and objective and suits(head, objective, context, weights, dtype, size):
                 room = room_for(head, dtype, size)
                 rows.begin(room)
-                replay = Replay(room, rows.all, head, size, objective, context, top, hidden.requires_grad)
+                replay = Replay(room, rows.all, head, size, objective, context, top, keep_hidden)
             else:
                 # a step objective's first pass is for its statistic, without gradients
                 first = keep and not (objective and objective.kind == "step" and context.step is None)
@@ -202,7 +203,7 @@ class Survey:
     def __init__(self, hidden: Tensor, targets: Tensor, vocab_size: int):
         self.hidden, self.targets, self.vocab_size = hidden, targets, vocab_size
         self.earlier = latest_note(targets.device) if targets.is_cuda else None
-        self.done = self.room = None
+        self.done = self.room = self.asked = None
 
     def begin(self, room: Room | None = None) -> None:
         """Start looking; in a room, a program will."""
@@ -210,8 +211,8 @@ class Survey:
 
         hidden, targets, flag = self.hidden, self.targets, None if self.earlier is None else self.earlier.flag
         if room is not None:
-            hidden = settled(hidden)
-            self.room, (places, labels, facts) = room, room.ask(hidden, settled(targets.long()), flag)
+            hidden, self.asked = settled(hidden), settled(targets.long())  # held while their address is used
+            self.room, (places, labels, facts) = room, room.ask(hidden, self.asked, flag)
         else:
             try:
                 places, labels, facts, self.told = survey(targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
@@ -226,7 +227,7 @@ class Survey:
         if self.done is not None:  # whatever happened: the kernel may still have to write what it tells
             self.done.synchronize()
         elif kind is not None and self.hidden.is_cuda:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().record_event().synchronize()
 
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
         """(places, labels, facts): the one read of the device. A bad label, or an earlier call's NaN, is raised."""

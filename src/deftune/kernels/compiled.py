@@ -45,7 +45,7 @@ def linear_loss_op(
     )
     call = prepare(
         hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, dtype=dtype,
-        keep=any(wanted),
+        keep=any(wanted), keep_hidden=wanted[0],
     )  # fmt: skip
     check_step(objective, context, num_items, len(call.index))
     loss, grads, _, _ = fused(call, wanted, scale_of(call, reduction, num_items))

@@ -54,8 +54,8 @@ def linear_loss(
     the gradients. Gradients are made in the forward pass, for what requires one (a frozen head costs no dW), and scaled
     by the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
     ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. ``chunk_rows`` bounds the tokens
-    worked on at a time (default: a quarter of them, at most 4,096; more are faster, fewer take less memory; graphs
-    round it up to 128). A small head's
+    worked on at a time (default: a quarter of them, from 1,024 to 4,096; more are faster, fewer take less memory;
+    graphs round it up to 128). A small head's
     chunks run as CUDA graphs, which keep a chunk's memory from call to call; ``graphs=False`` keeps nothing. Under
     autocast hidden and weight take its dtype, as in a linear layer; the head's gradient is accumulated in float32 in
     any case. ``sparse`` is the opt-in approximation of `Sparse`.
@@ -115,10 +115,11 @@ def linear_loss_with_stats(
     objective = parse_objective(objective)
     check_call(hidden, weight, targets, bias, softcap, logit_scale, reduction, num_items, weights)
     check_sparse(sparse, softcap, reduction)
-    keep = reduction != "none" and any(wants(hidden, weight, bias))
+    wanted = wants(hidden, weight, bias)
+    keep = reduction != "none" and any(wanted)
     call = prepare(
         hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend,
-        chunk_rows=chunk_rows, keep=keep, graphs=graphs, sparse=sparse,
+        chunk_rows=chunk_rows, keep=keep, keep_hidden=wanted[0], graphs=graphs, sparse=sparse,
     )  # fmt: skip
     check_step(objective, call.context, num_items, call.count)
     if reduction == "none":

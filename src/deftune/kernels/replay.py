@@ -67,7 +67,8 @@ class Recorded:
     def __init__(self):
         self.runs, self.graph, self.capturable = 0, None, True
 
-    def run(self, room: Room, work: Callable[[], None]) -> None:
+    def run(self, room: Room, work: Callable[[], None]) -> bool:
+        """Whether it ran twice: once more to be captured."""
         self.runs += 1
         if self.graph is not None:
             self.graph.replay()
@@ -75,6 +76,8 @@ class Recorded:
             work()
         else:
             self.capture(room, work)
+            return True
+        return False
 
     def capture(self, room: Room, work: Callable[[], None]) -> None:
         """Run once more, refusing reads of the device, then record the launches and replay them."""
@@ -98,6 +101,7 @@ class Room:
 
         width, cuda = place.width, place.device.type == "cuda"
         self.rows, self.vocab_size = rows, place.vocab_size
+        self.filled = False  # whether the last call's rows filled its first chunk, or nearly
         self.programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self.x, self.scaled, self.u = new(rows, width), new(rows, width), new(rows, width, dtype=torch.float32)
         self.e = new(rows, -(-place.vocab_size // 64) * 64)
@@ -198,9 +202,9 @@ class Program:
 
     def begin(self, room: Room, head: Head) -> None:
         """The survey of a call, and statistics and gates of its first chunk."""
-        self.beginning.run(room, partial(self.begin_work, room, head))
-        if self.beginning.runs == CAPTURE_AT and room.aside is not None:  # ran twice: not to tell the next call
-            torch.cuda.current_stream().synchronize()
+        twice = self.beginning.run(room, partial(self.begin_work, room, head))
+        if twice and room.aside is not None:  # the second time is not to tell the next call
+            torch.cuda.current_stream().record_event().synchronize()
 
     def begin_work(self, room: Room, head: Head) -> None:
         from deftune.kernels.triton_rows import survey_told
@@ -217,8 +221,8 @@ class Program:
 
         rows, k, device = self.rows, min(self.top, head.vocab_size), room.x.device
         if self.vectors is None:
-            self.vectors = aligned(4, rows, torch.float32, device)
-            self.likeliest = torch.empty(rows, k, dtype=torch.float64, device=device) if k else None
+            likeliest = torch.empty(rows, k, dtype=torch.float64, device=device) if k else None
+            self.vectors, self.likeliest = aligned(4, rows, torch.float32, device), likeliest
         x, y = room.x[:rows], room.y[:rows]
         take_rows(room.table, self.dtype, x, y, room.facts)
         given = Supervised(x, room.index[:rows], y, room.facts)
@@ -356,8 +360,8 @@ class Replay:
         # before the host knows how many rows there are: what the others become is not looked at
         self.program.begin(room, self.head)
         self.begun = torch.cuda.current_stream().record_event() if room.aside is not None else None
-        self.multiplied = multiply
-        if multiply:
+        self.multiplied = multiply and room.filled
+        if self.multiplied:
             self.multiply(self.size)
 
     def multiply(self, rows: int) -> None:
@@ -388,6 +392,7 @@ class Replay:
         k = min(call.top, head.vocab_size)
         top = torch.empty(count, k, dtype=torch.float64, device=device) if k else None
         room.tell(into.hidden, targets, record, top, scale)
+        room.filled = 4 * count >= 3 * self.size
         out, views = None if into.hidden is None else into.hidden.dtype, room.views(self.size)
         for start in range(0, count, self.size):
             if start:
@@ -407,6 +412,8 @@ class Replay:
                 runs = sort_targets(call.targets, head.vocab_size)
             if room.aside is not None:
                 torch.cuda.current_stream().wait_stream(room.aside)
+                for part in runs:  # made there, read here
+                    part.record_stream(torch.cuda.current_stream())
             subtract_targets(self.all.hidden, call.index, runs, targets, into.weight)
         elif into.weight is not None:
             into.weight.zero_()

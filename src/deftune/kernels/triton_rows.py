@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deftune.kernels.head import Head, Slices
 
 # in units of ln 2, as references are
-HEADROOM = 58.0  # r = z_y + e^40: E of a certain row starts at e^-40, far above bf16's e^-87
+HEADROOM = 58.0  # r = z_y + 40 logits: E of a certain row starts at e^-40, far above bf16's e^-87
 OVERFLOW = 86.0  # and at e^60, v = gate / sum E still has room for 1 / num_items above e^-87
 
 # the fastest of 22 measured on an H200, for D = 576 and 1536 alike; float32, without tensor cores, fits less
@@ -452,6 +452,20 @@ def _ranked(row_ptr, cols, n, V):
     return tl.where(cols < V, (e.to(tl.int32, bitcast=True) & 0x7FFF0000) | (0xFFFF - n), 0)
 
 
+@triton.jit
+def _reaching(row_ptr, words_ptr, tile, bound, stride_e, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
+    # how many columns of each tile [G, 1] are as large as the bound; what stands beyond the last one may count too
+    if PAIRS:  # two of bf16 are one word
+        at = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+        word = tl.load(words_ptr + at, mask=at < stride_e // 2, other=0)
+        number = tl.sum((word >= bound).to(tl.int32) + ((word << 16) >= bound).to(tl.int32), axis=1)
+    else:
+        at = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        e = tl.load(row_ptr + at, mask=at < stride_e, other=0.0).to(tl.float32)
+        number = tl.sum((e.to(tl.int32, bitcast=True) >= bound).to(tl.int32), axis=1)
+    return number
+
+
 @triton.jit(do_not_specialize=["first"])
 def _likeliest(
     tiles_ptr, e_ptr, pairs_ptr, ref_ptr, target_ptr, x_ptr, w_ptr, bias_ptr, columns_ptr, leaders_ptr, out_ptr,
@@ -475,30 +489,31 @@ def _likeliest(
             low, high = tl.where(above >= K, middle, low), tl.where(above >= K, high, middle)
             leaders = tl.where(above >= K, above, leaders)
             middle = 0.5 * (low + high)
-        leads = (t < TILES) & (lead >= low)
-        to = tl.cumsum(leads.to(tl.int32), axis=0) - 1
-        tl.store(leaders_ptr + row * SLOTS + to, t, mask=leads & (to < SLOTS))
+        # those above it first: of more that tie with it than there are slots, any will do. Two counts in one sum
+        ahead, ties = lead > low, (t < TILES) & (lead == low)
+        place = tl.cumsum(ahead.to(tl.int32) + (ties.to(tl.int32) << 16), axis=0)
+        to = tl.where(ahead, place & 0xFFFF, tl.sum(ahead.to(tl.int32), axis=0) + (place >> 16)) - 1
+        tl.store(leaders_ptr + row * SLOTS + to, t, mask=(ahead | ties) & (to < SLOTS))
         tl.debug_barrier()  # other threads wrote what this one reads
         tile = tl.load(leaders_ptr + row * SLOTS + slots, mask=slots < leaders, other=TILES)
         z = tl.load(tiles_ptr + tile.to(tl.int64) * pitch + row, mask=tile < TILES, other=LEFT_OUT) * unit
         bound = (tl.exp2(low - tl.load(ref_ptr + row)) * 0.99).to(tl.int32, bitcast=True) & 0x7FFF0000
         bound = tl.where(leaders < K, 0, bound)  # too few tiles: any column may be among the largest
         row_ptr = e_ptr + row * stride_e
-        # which tiles have more than their maximum above the bound; what stands beyond the last column may say so too
+        # which tiles have more than their maximum above the bound
         grouped = tl.reshape(tile, (SLOTS // GROUP, GROUP))
         group = tl.arange(0, SLOTS // GROUP)[:, None]
         above = tl.zeros((SLOTS // GROUP, GROUP), dtype=tl.int32)
-        for g in tl.static_range(SLOTS // GROUP):
-            here = tl.sum(tl.where(group == g, grouped, 0), axis=0)[:, None]
-            if PAIRS:  # two of bf16 are one word
-                at = here * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
-                word = tl.load(pairs_ptr + row * (stride_e // 2) + at, mask=at < stride_e // 2, other=0)
-                number = tl.sum((word >= bound).to(tl.int32) + ((word << 16) >= bound).to(tl.int32), axis=1)
-            else:
-                at = here * BLOCK_N + n[None, :]
-                e = tl.load(row_ptr + at, mask=at < stride_e, other=0.0).to(tl.float32)
-                number = tl.sum((e.to(tl.int32, bitcast=True) >= bound).to(tl.int32), axis=1)
-            above = tl.where(group == g, number[None, :], above)
+        if SLOTS // GROUP <= 8:  # unrolled, the tiles are read at once
+            for g in tl.static_range(SLOTS // GROUP):
+                here = tl.sum(tl.where(group == g, grouped, 0), axis=0)[:, None]
+                number = _reaching(row_ptr, pairs_ptr + row * (stride_e // 2), here, bound, stride_e, PAIRS, BLOCK_N)
+                above = tl.where(group == g, number[None, :], above)
+        else:
+            for g in range(SLOTS // GROUP):
+                here = tl.sum(tl.where(group == g, grouped, 0), axis=0)[:, None]
+                number = _reaching(row_ptr, pairs_ptr + row * (stride_e // 2), here, bound, stride_e, PAIRS, BLOCK_N)
+                above = tl.where(group == g, number[None, :], above)
         several = (tl.reshape(above, (SLOTS,)) > 1) & (slots < leaders)
 
         # the next of each such tile; its maximum too, where E cannot tell it from that
@@ -508,7 +523,7 @@ def _likeliest(
             keys = _ranked(row_ptr, tl.sum(tl.where(slots == slot, tile, 0), axis=0) * BLOCK_N + n, n, V)
             first_key = tl.max(keys, axis=0)
             second = tl.max(tl.where(keys < first_key, keys, 0), axis=0)
-            tie = (first_key >> 16) == (second >> 16)
+            tie = ((first_key >> 16) == (second >> 16)) & ((first_key >> 16) != 0)
             coming = tl.where(slots == slot, tl.where(tie, first_key, second), coming)
             z = tl.where((slots == slot) & tie, LEFT_OUT, z)
             slot = tl.min(tl.where(several & (slots > slot), slots, SLOTS), axis=0)
@@ -706,7 +721,7 @@ def reduce_tiles(
     ``number`` and ``first`` are `exponentials`' count and first.
     """
     _, count, rows = tiles.shape
-    block = 32
+    block = 16
     _reduce_tiles[(triton.cdiv(rows, block),)](
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, x if u is None else u, nan, number,
         tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.vocab_size, head.width,
@@ -773,9 +788,9 @@ def likeliest(
 ) -> None:  # fmt: skip
     """log p of the k likeliest tokens of each row, falling, into ``log_p`` [C, k], and the entropy of their shares.
 
-    Where a single tile holds more than k + SPARE of them, those are told apart by E: among near-ties (2^-8) one then
-    stands for another of the same probability. ``number`` and ``first`` are `exponentials`' count and
-    first, ``columns`` what `reduce_tiles` made.
+    Where more than k + SPARE columns besides the tiles' own maxima are large enough, those are told apart by E: among
+    near-ties (2^-8) one then stands for another of the same probability. ``number`` and ``first`` are `exponentials`'
+    count and first, ``columns`` what `reduce_tiles` made.
     """
     tiles_n, k = tiles.shape[1], log_p.shape[1]
     slots = triton.next_power_of_2(k + SPARE + 1)

@@ -6,6 +6,7 @@ interpreter knows no bfloat16 dot product: everything here is float32, the rest 
 
 import math
 import threading
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -349,6 +350,39 @@ def test_top_logits_of_many_tiles(spread):
     _, chunk = example.measured(top=20)
     want = example.z.log_softmax(-1).topk(20, -1).values
     assert_near(chunk.top, want, "log p", condition=example.size)
+
+
+def nothing_but(example: Example) -> None:
+    """As under a constrained vocabulary: all classes are impossible but some late ones."""
+    example.head.bias[:] = -math.inf
+    example.head.bias[840:880] = 0.0
+
+
+def untrained(example: Example) -> None:
+    """Most rows of the head are one and the same."""
+    example.head.weight[:860] = example.head.weight[0]
+    example.head.weight[860:] *= 2
+
+
+def certain(example: Example) -> None:
+    """All but the target are beyond E's range: only the tiles' maxima are known."""
+    example.x[:] = 0
+    example.x[:, 0] = 1
+    example.head.weight[:, 0] -= 60
+    example.head.weight[845, 0] = 60.0
+
+
+@pytest.mark.parametrize("change", [nothing_but, untrained, certain], ids=lambda change: change.__name__)
+def test_top_logits_of_tiles_that_tie(change):
+    """More tiles that share the last place than there is room for: those ahead of them are not among the ones left out."""
+    example = Example({"bias": True} if change is nothing_but else {}, 3, 900, 20)
+    change(example)
+    example.y[:] = 845
+    _, chunk = example.measured(top=5)
+    want = example.z.log_softmax(-1).topk(5, -1).values
+    assert_near(chunk.top[:, :3], want[:, :3], "log p", condition=2 * example.size)
+    entropy = torch.special.entr(want.softmax(-1)).sum(-1)
+    assert_near(chunk.top_entropy, entropy, "float32 entropy", condition=2 * example.size)
 
 
 @pytest.mark.parametrize("vocab_size", [300, 33])
@@ -722,6 +756,42 @@ def test_a_capture_that_fails_is_given_up(monkeypatch, programs):
     losses = [linear_loss(hidden, weight, targets, "eaft(k=5)", backend="triton").item() for _ in range(4)]
     # its first half, with the survey, and its second
     assert len(set(losses)) == 1 and len(tried) == 2 and math.isfinite(losses[0])
+
+
+@pytest.mark.parametrize(
+    "form", [torch.Tensor.int, lambda targets: torch.cat([targets[:1], targets])[1:]], ids=["int32", "odd"]
+)
+def test_targets_that_had_to_be_copied(monkeypatch, programs, form):
+    """The survey runs twice when it is captured: its targets are still there."""
+    hidden, weight, targets = sample(30, width=8)
+    alive, ask, survey = [], replay.Room.ask, triton_rows.survey_told
+
+    def asked(room, hidden, targets, earlier):
+        asked.targets = weakref.ref(targets)
+        return ask(room, hidden, targets, earlier)
+
+    def surveyed(*given):
+        alive.append(asked.targets() is not None)
+        return survey(*given)
+
+    monkeypatch.setattr(replay.Room, "ask", asked)
+    monkeypatch.setattr(triton_rows, "survey_told", surveyed)
+    for _ in range(3):
+        assert_both(both(hidden, weight, form(targets), "deft"))
+    assert len(alive) >= 3 and all(alive)
+
+
+def test_a_program_that_was_half_made(monkeypatch, programs):
+    """No memory for the last of its tensors: the next call makes them all."""
+    hidden, weight, targets = sample(30, width=8)
+    weight.requires_grad_()
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_rows, "aligned", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+        with pytest.raises(torch.OutOfMemoryError):
+            linear_loss(hidden, weight, targets, "eaft(k=5)", backend="triton")
+    _, stats = linear_loss_with_stats(hidden, weight, targets, "eaft(k=5)", backend="triton")
+    truth = token_stats(hidden.double() @ weight.detach().double().T, targets)
+    assert_near(stats.top_log_p(5), truth.top_log_p(5), "log p", condition=10)
 
 
 def test_few_rooms_are_kept(programs):
