@@ -374,7 +374,7 @@ def certain(example: Example) -> None:
 
 @pytest.mark.parametrize("change", [nothing_but, untrained, certain], ids=lambda change: change.__name__)
 def test_top_logits_of_tiles_that_tie(change):
-    """More tiles that share the last place than there is room for: those ahead of them are not among the ones left out."""
+    """More tiles that share the last place than there is room for: those ahead of them are not left out."""
     example = Example({"bias": True} if change is nothing_but else {}, 3, 900, 20)
     change(example)
     example.y[:] = 845
