@@ -547,6 +547,31 @@ def test_what_a_graph_is_told_may_lie_anywhere(change):
         assert same(result, expected)
 
 
+@pytest.mark.parametrize("form", [torch.Tensor.int, offset], ids=["int32", "odd"])
+def test_targets_that_have_to_be_copied_from_the_first_call_on(form):
+    """The survey runs twice when it is captured: what it reads must still be there, whatever took memory meanwhile."""
+    replay.clear()
+    hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16)
+    upstream = torch.ones((), device="cuda")
+    expected = fused_on(weight, hidden.detach(), targets, "eaft(k=5)", upstream=upstream)
+    replay.clear()
+    for _ in range(6):
+        assert same(fused_on(weight, hidden.detach(), form(targets), "eaft(k=5)", upstream=upstream), expected)
+    assert captured()
+
+
+def test_few_rows_of_a_program_after_many_and_before():
+    """What stands in the rest of its first chunk changes nothing, to the bit."""
+    replay.clear()
+    hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16)
+    few, upstream = targets.clone(), torch.ones((), device="cuda")
+    few[40:] = IGNORE_INDEX
+    first = fused_on(weight, hidden.detach(), few, "deft", upstream=upstream)
+    for _ in range(5):
+        fused_on(weight, hidden.detach(), targets, "deft", upstream=upstream)
+        assert same(fused_on(weight, hidden.detach(), few, "deft", upstream=upstream), first)
+
+
 def test_graphs_do_not_keep_a_model_in_memory_and_can_be_cleared():
     hidden, weight, targets = sample(2000, 5003, 128, torch.bfloat16)
     for _ in range(4):  # what CUDA's libraries keep for themselves

@@ -101,7 +101,6 @@ class Room:
 
         width, cuda = place.width, place.device.type == "cuda"
         self.rows, self.vocab_size = rows, place.vocab_size
-        self.filled = False  # whether the last call's rows filled its first chunk, or nearly
         self.programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()
         self.x, self.scaled, self.u = new(rows, width), new(rows, width), new(rows, width, dtype=torch.float32)
         self.e = new(rows, -(-place.vocab_size // 64) * 64)
@@ -360,8 +359,8 @@ class Replay:
         # before the host knows how many rows there are: what the others become is not looked at
         self.program.begin(room, self.head)
         self.begun = torch.cuda.current_stream().record_event() if room.aside is not None else None
-        self.multiplied = multiply and room.filled
-        if self.multiplied:
+        self.multiplied = multiply
+        if multiply:  # always over all of them: a product of another shape would have other last bits
             self.multiply(self.size)
 
     def multiply(self, rows: int) -> None:
@@ -392,7 +391,6 @@ class Replay:
         k = min(call.top, head.vocab_size)
         top = torch.empty(count, k, dtype=torch.float64, device=device) if k else None
         room.tell(into.hidden, targets, record, top, scale)
-        room.filled = 4 * count >= 3 * self.size
         out, views = None if into.hidden is None else into.hidden.dtype, room.views(self.size)
         for start in range(0, count, self.size):
             if start:
