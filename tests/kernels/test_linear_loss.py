@@ -31,7 +31,8 @@ from deftune import (
     token_loss,
     token_stats,
 )
-from deftune.kernels.backends import TorchBackend, column_sums
+from deftune.kernels.backends import TorchBackend, TritonBackend, column_sums
+from deftune.kernels.head import Head
 from tolerances import assert_close, assert_near, tolerance
 
 properties = settings(deadline=None, derandomize=True, max_examples=30, database=None)
@@ -1121,3 +1122,25 @@ def test_chunk_rows_bounds_the_work_and_changes_nothing(rows, monkeypatch):
 def test_chunk_rows_below_one_is_refused():
     with pytest.raises(ValueError, match="chunk_rows: at least 1, got 0"):
         linear_loss(torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([0, 1]), chunk_rows=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocab_size", "bound", "rows"),
+    [
+        (8192, 576, 49152, None, 1920),  # the shapes of docs/linear_loss.md, whose memory was measured in these chunks
+        (16384, 1536, 151936, None, 3328),
+        (16384, 3584, 152064, None, 3328),
+        (16384, 4096, 128256, None, 3712),
+        (8192, 576, 49152, 4096, 4096),  # a bound is instead of the quarter
+        (8192, 576, 49152, 700, 700),
+        (131072, 576, 49152, None, 4096),
+        (131072, 4096, 128256, 10**6, 3712),
+        (3000, 576, 49152, None, 1024),
+        (300, 576, 49152, None, 300),
+        (8192, 64, 10**7, None, 128),
+    ],
+)
+def test_the_rows_of_a_gpus_chunks(tokens, width, vocab_size, bound, rows):
+    """At most a quarter of the tokens, and what an eighth of a compiled loss's memory allows."""
+    head = Head(torch.empty(vocab_size, width, device="meta", dtype=torch.bfloat16), None)
+    assert TritonBackend.first_rows(head, torch.bfloat16, tokens, bound) == rows

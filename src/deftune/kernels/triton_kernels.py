@@ -147,7 +147,7 @@ def exponentials_kernel(
             w = w_desc.load([col0, k * BLOCK_K])
             dot = tl.dot(x, w.T, dot, input_precision=PRECISION)
 
-        # what follows costs as much as the products at D = 576: every instruction an element counts
+        # what follows can cost as much as the products at D = 576: every instruction an element counts
         rows, n = row0 + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
         live = rows < C
         y = (tl.load(y_ptr + rows, mask=live, other=0) - (FROM + col0)).to(tl.int32)

@@ -794,6 +794,30 @@ def test_a_program_that_was_half_made(monkeypatch, programs):
     assert_near(stats.top_log_p(5), truth.top_log_p(5), "log p", condition=10)
 
 
+def test_a_survey_that_tells_nothing_is_not_waited_for(monkeypatch):
+    """The host looks at what it is told while the queue is busy, and no longer."""
+    place = replay.Place(torch.device("cpu"), 0, 0, torch.float32, 64, 16, False)
+    room, looked = replay.Room(place, 16), []
+
+    class Stream:
+        def query(self) -> bool:
+            looked.append(1)
+            if len(looked) == 3 and told:
+                room.told.copy_(torch.tensor(told))
+            return len(looked) > 3
+
+    monkeypatch.setattr(replay, "LOOKS", 2)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
+    for told in ([5, 9, 0], []):
+        room.heard[:] = replay.NOTHING
+        looked.clear()
+        if told:
+            assert room.hear() == told and len(looked) == 3
+        else:
+            with pytest.raises(RuntimeError, match="told nothing"):
+                room.hear()
+
+
 def test_few_rooms_are_kept(programs):
     for width in (4, 8, 12):
         hidden, weight, targets = sample(10, width=width)
