@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import deftune
 from deftune import IGNORE_INDEX, Sparse, linear_loss, linear_loss_with_stats
-from deftune.kernels.sparse import Products
+from deftune.kernels.sparse import Products, kept_of
 
 SPECS = ["nll", "deft", "eaft(k=5)", "deft | mean_one"]
 
@@ -123,6 +123,26 @@ def test_a_learned_distribution_needs_few_classes():
     got = gradients(hidden, weight, targets, "deft", sparse=sparse)
     error = float((got[2] - exact[2]).norm() / exact[2].norm())
     assert error < 1e-3 and sparse.report().dropped < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("classes", "share", "kept"),
+    [
+        (4, 0.5, 2),
+        (500, 0.0001, 1),
+        (151936, 0.05, 7616),
+        (151936, 0.15, 22848),
+        (151936, 1.0, 151936),
+        (1100, 1.0, 1100),
+        (1100, 0.99, 1100),
+        (2000, 0.5, 1000),
+        (2048, 0.5, 1024),
+        (2050, 0.5, 1088),
+    ],  # fmt: skip
+)
+def test_many_classes_are_kept_by_whole_64s(classes, share, kept):
+    """A GEMM with 7597 columns of bfloat16 goes ten times slower than one with 7616."""
+    assert kept_of(classes, share) == kept
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["frozen head", "frozen hidden"])

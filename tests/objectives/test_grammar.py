@@ -293,6 +293,16 @@ def test_any_callable_is_a_factory(registered, factory):
     assert objective("soft") == Alpha(0.3)
 
 
+def test_a_name_with_another_meaning_is_read_anew(registered):
+    """Specs are remembered, with the catalogue that they were read with."""
+    for a in (0.3, 0.4):
+        registered["soft"] = partial(Alpha, a)
+        assert objective("soft") == objective("soft") == Alpha(a)
+    del registered["soft"]
+    with pytest.raises(ValueError, match="soft"):
+        objective("soft")
+
+
 def test_a_type_no_spec_can_express_is_named(registered):
     def tensors(x: torch.Tensor) -> Objective:
         return Alpha(0.0)

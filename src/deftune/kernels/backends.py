@@ -134,7 +134,8 @@ def column_sums(e: Tensor, v: Tensor) -> Tensor:
     size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
     high = (v / size).to(e.dtype)
     low = (v / size - high).to(e.dtype)
-    return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
+    pair = torch.nn.functional.pad(torch.stack([high, low], 1), (0, 6))  # of 16 bytes: a GEMM's fast path
+    return torch.mm(e.T, pair, out_dtype=v.dtype)[:, :2].sum(1) * size
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:

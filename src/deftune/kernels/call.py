@@ -12,7 +12,7 @@ from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Superv
 from deftune.kernels.checks import check_weight_values, label_error, nan_error
 from deftune.kernels.head import Head
 from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
-from deftune.kernels.replay import Replay, Room, room_for, settled, suits
+from deftune.kernels.replay import Asked, Replay, Room, room_for, settled, suits
 from deftune.kernels.sparse import Sparse
 from deftune.kernels.statistics import (
     compute_dtype,
@@ -163,22 +163,21 @@ def prepare(
     top = max((need.k for need in (objective.needs if objective else needs)), default=0)
     head = Head(weight.detach(), _detached(bias), scale, softcap)
     name, _ = choose_backend(backend, hidden.device, dtype, head, top)
-    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if targets.dim() != 1:
+        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     early = replay = facts = None
-    if name == "triton" and len(targets):
-        size = TritonBackend.first_rows(head, dtype, len(targets), chunk_rows)
+    if name == "triton" and (tokens := targets.shape[0]):
+        size = TritonBackend.first_rows(head, dtype, tokens, chunk_rows)
         with plain(hidden.device), Survey(hidden.detach(), targets, head.vocab_size) as rows:
             # the GPU is kept busy while the host learns how many rows there are: what comes first reads it there
             graphs = graphs and sparse is None
             if graphs and keep and objective and suits(head, objective, context, weights, dtype, size):
-                room = room_for(head, dtype, size)
-                rows.begin(room)
-                replay = Replay(room, rows.all, head, size, objective, context, top, keep_hidden)
+                asked = rows.ask(room_for(head, dtype, size, rows.stream.cuda_stream if rows.stream else 0))
+                replay = Replay(asked, head, size, objective, context, top, keep_hidden)
             else:
                 # a step objective's first pass is for its statistic, without gradients
                 first = keep and not (objective and objective.kind == "step" and context.step is None)
-                rows.begin()
-                early = TritonBackend(head, dtype, rows.all)
+                early = TritonBackend(head, dtype, rows.begin())
                 early.begin(size, first, top)
             index, flat, facts = rows.wait()
             if early is not None:
@@ -202,23 +201,27 @@ class Survey:
 
     def __init__(self, hidden: Tensor, targets: Tensor, vocab_size: int):
         self.hidden, self.targets, self.vocab_size = hidden, targets, vocab_size
-        self.earlier = latest_note(targets.device) if targets.is_cuda else None
-        self.done = self.room = self.asked = None
+        self.stream = torch.cuda.current_stream(targets.device) if targets.is_cuda else None
+        self.earlier = None if self.stream is None else latest_note(self.stream)
+        self.done = self.asked = None
 
-    def begin(self, room: Room | None = None) -> None:
-        """Start looking; in a room, a program will."""
+    def ask(self, room: Room) -> Asked:
+        """A program of this room is to look."""
+        flag = None if self.earlier is None else self.earlier.flag
+        self.asked = room.ask(settled(self.hidden), settled(self.targets.long()), flag)
+        return self.asked
+
+    def begin(self) -> Supervised:
+        """Start looking."""
         from deftune.kernels.triton_rows import survey
 
-        hidden, targets, flag = self.hidden, self.targets, None if self.earlier is None else self.earlier.flag
-        if room is not None:
-            hidden, self.asked = settled(hidden), settled(targets.long())  # held while their address is used
-            self.room, (places, labels, facts) = room, room.ask(hidden, self.asked, flag)
-        else:
-            try:
-                places, labels, facts, self.told = survey(targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
-            finally:  # whatever happened: what was launched has to be waited for, what comes after this has not
-                self.done = torch.cuda.current_stream().record_event() if hidden.is_cuda else None
-        self.all = Supervised(hidden, places, labels, facts, known=False)
+        flag = None if self.earlier is None else self.earlier.flag
+        try:
+            *found, self.told = survey(self.targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
+        finally:  # whatever happened: what was launched has to be waited for, what comes after this has not
+            self.done = self.stream.record_event() if self.stream is not None else None
+        self.all = Supervised(self.hidden, *found, known=False)
+        return self.all
 
     def __enter__(self) -> Survey:
         return self
@@ -226,17 +229,21 @@ class Survey:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.done is not None:  # whatever happened: the kernel may still have to write what it tells
             self.done.synchronize()
-        elif kind is not None and self.hidden.is_cuda:
-            torch.cuda.current_stream().record_event().synchronize()
+        elif kind is not None and self.stream is not None:
+            self.stream.record_event().synchronize()
 
     def wait(self) -> tuple[Tensor, Tensor, Tensor]:
         """(places, labels, facts): the one read of the device. A bad label, or an earlier call's NaN, is raised."""
-        if self.done is not None:
-            self.done.synchronize()
-        count, bad, was = self.told.tolist() if self.room is None else self.room.hear()
+        if self.asked is not None:
+            (_, bad, was), found = self.asked.answer()
+        else:
+            if self.done is not None:
+                self.done.synchronize()
+            count, bad, was = self.told.tolist()
+            assert self.all.facts is not None
+            found = self.all.index[:count], self.all.y[:count], self.all.facts
         if self.earlier is not None:
             answer(self.earlier, was)
-        if bad < len(self.targets):
+        if bad < self.targets.shape[0]:
             raise label_error(bad, int(self.targets[bad]), self.vocab_size)
-        assert self.all.facts is not None
-        return self.all.index[:count], self.all.y[:count], self.all.facts
+        return found

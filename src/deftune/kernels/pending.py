@@ -31,11 +31,9 @@ def note_rows(flag: Tensor, log_p: Tensor, places: Tensor) -> None:
             answer(_notes[0], look(_notes[0]))
 
 
-def latest_note(device: torch.device) -> Note | None:
-    """The last note, if work on this device's stream comes after what writes its flag."""
-    if _notes and _notes[-1].stream == torch.cuda.current_stream(device):
-        return _notes[-1]
-    return None
+def latest_note(stream: torch.cuda.Stream) -> Note | None:
+    """The last note, if work on this stream comes after what writes its flag."""
+    return _notes[-1] if _notes and _notes[-1].stream == stream else None
 
 
 def pending_flags(device: torch.device) -> list[Tensor] | None:

@@ -61,6 +61,22 @@ class Place(NamedTuple):
     copied: bool  # the weight is not as the GEMMs need it
 
 
+class Asked(NamedTuple):
+    """The survey of a call's targets by a program; held while their addresses are used."""
+
+    room: Room
+    hidden: Tensor
+    targets: Tensor
+    found: Tensor  # places, labels and facts as `triton_rows.survey` has them, in one piece
+    pitch: int  # between the first two
+
+    def answer(self) -> tuple[list[int], tuple[Tensor, Tensor, Tensor]]:
+        """What the host is told, and the places, the labels and the facts on the device; waits for them."""
+        told = self.room.hear()
+        count, pitch, found = told[0], self.pitch, self.found
+        return told, (found[:count], found[pitch : pitch + count], found[2 * pitch :])
+
+
 class Recorded:
     """Launches on tensors that stay where they are: run as written the first times, then captured, then replayed."""
 
@@ -110,8 +126,8 @@ class Room:
         self.facts = new(2, dtype=torch.int64)  # as those of a call: rows that are there, a NaN among them
         self.record = new(7, rows, dtype=torch.float64)  # the five columns, value and gate
         self.aside = torch.cuda.Stream(place.device) if cuda else None
-        # Each half of the table is written anew when its last copy is done: a call waits for its survey, which comes
-        # after the copy of the first half, and writes the second half after that
+        # Each half of what the host writes has been read when it is written anew: a call waits for its survey, which
+        # takes the first half and comes after the last call's copy of the second
         self.table = new(SLOTS, dtype=torch.int64)
         self.told = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=cuda)
         self.heard = (ctypes.c_int64 * 3).from_address(self.told.data_ptr())
@@ -119,22 +135,21 @@ class Room:
         self.slots = (ctypes.c_int64 * SLOTS).from_address(self.here.data_ptr())
         self.factor = ctypes.c_double.from_buffer(self.slots, 8 * (SLOTS - 1))
         self.scale = self.table.view(torch.float64)[-1:]
-        halves = (slice(0, CHUNK), slice(CHUNK + 1, SLOTS))  # the slot between them is the kernels' own
-        self.begin, self.rest = ((self.table[half], self.here[half]) for half in halves)
+        half = slice(CHUNK + 1, SLOTS)  # the slot between them is the kernels' own
+        self.rest = self.table[half], self.here[half]
 
-    def ask(self, hidden: Tensor, targets: Tensor, earlier: Tensor | None) -> tuple[Tensor, ...]:
-        """(places, labels, facts) as `triton_rows.survey` has them: where a program's survey will leave them."""
-        tokens = len(targets)
-        places, labels = torch.empty(2, -(-tokens // 16) * 16, dtype=torch.int64, device=self.y.device).unbind()
-        facts = torch.empty_like(self.facts)
+    def ask(self, hidden: Tensor, targets: Tensor, earlier: Tensor | None) -> Asked:
+        """Where the survey of a program will look, and leave what it finds."""
+        tokens = targets.shape[0]
+        pitch = -(-tokens // 16) * 16
+        found = torch.empty(2 * pitch + 2, dtype=torch.int64, device=self.y.device)
+        at = found.data_ptr()
         self.slots[:CHUNK] = (
-            targets.data_ptr(), tokens, 0 if earlier is None else earlier.data_ptr(), places.data_ptr(),
-            labels.data_ptr(), facts.data_ptr(), hidden.data_ptr(), 0,
+            targets.data_ptr(), tokens, 0 if earlier is None else earlier.data_ptr(), at, at + 8 * pitch,
+            at + 16 * pitch, hidden.data_ptr(), 0,
         )  # fmt: skip
         self.heard[:] = NOTHING
-        table, here = self.begin
-        table.copy_(here, non_blocking=True)
-        return places[:tokens], labels[:tokens], facts
+        return Asked(self, hidden, targets, found, pitch)
 
     def hear(self) -> list[int]:
         """What the survey tells, as soon as it has: the program that it is a part of goes on.
@@ -208,7 +223,7 @@ class Program:
     def begin_work(self, room: Room, head: Head) -> None:
         from deftune.kernels.triton_rows import survey_told
 
-        survey_told(room.table, room.told, head.vocab_size, IGNORE_INDEX)
+        survey_told(room.here, room.table, room.told, head.vocab_size, IGNORE_INDEX)
         self.work(room, head)
 
     def measure(self, room: Room, head: Head) -> None:
@@ -326,11 +341,10 @@ def settled(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def room_for(head: Head, dtype: torch.dtype, rows: int) -> Room:
+def room_for(head: Head, dtype: torch.dtype, rows: int, stream: int) -> Room:
     """One for each place, as large as was needed; the last few places of a device keep theirs."""
     weight = head.weight
     copied = weight.dtype != dtype or not weight.is_contiguous()
-    stream = torch.cuda.current_stream().cuda_stream if weight.is_cuda else 0
     place = Place(weight.device, stream, threading.get_ident(), dtype, head.vocab_size, head.width, copied)
     rows = -(-rows // PAD) * PAD
     with _lock:
@@ -348,11 +362,11 @@ class Replay:
     """One call: its rows are taken into a room and worked on there, chunk by chunk, the first of them at once."""
 
     def __init__(
-        self, room: Room, rows: Supervised, head: Head, size: int, objective: Objective, context: Context, top: int,
-        multiply: bool,
-    ):  # fmt: skip
+        self, asked: Asked, head: Head, size: int, objective: Objective, context: Context, top: int, multiply: bool
+    ):
         self.size = -(-size // PAD) * PAD
-        self.room, self.all, self.head = room, rows, head
+        room, self.hidden = asked.room, asked.hidden
+        self.room, self.head = room, head
         if room.weight is not None:
             self.head = replace(head, weight=room.weight.copy_(head.weight))
         self.program = self.program_for(objective, context, top)
@@ -369,7 +383,7 @@ class Replay:
         product(e, self.head.weight, u)
 
     def program_for(self, objective: Objective, context: Context, top: int) -> Program:
-        ids, head, programs, dtype = context.special_ids, self.head, self.room.programs, self.all.hidden.dtype
+        ids, head, programs, dtype = context.special_ids, self.head, self.room.programs, self.hidden.dtype
         key = (head.weight.data_ptr(), head.scale, head.softcap, self.size, dtype, objective, ids)
         if key not in programs:
             programs[key] = Program(self.size, dtype, objective, Context(special_ids=ids), top)
@@ -412,7 +426,7 @@ class Replay:
                 torch.cuda.current_stream().wait_stream(room.aside)
                 for part in runs:  # made there, read here
                     part.record_stream(torch.cuda.current_stream())
-            subtract_targets(self.all.hidden, call.index, runs, targets, into.weight)
+            subtract_targets(self.hidden, call.index, runs, targets, into.weight)
         elif into.weight is not None:
             into.weight.zero_()
         loss = record[5].sum() * scale if count else record.new_zeros(())

@@ -12,6 +12,7 @@ and classes: `Sparse.report`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 ROWS, EVERY, CLASSES = 64, 4, 256  # of the sample that the errors are measured on: rows of every fourth chunk, classes
-BLOCK = 8192  # classes of the whole product that are cast at a time
+BLOCK = 8192  # classes of the whole product at a time, where they have to be cast (or added up on a CPU)
+MULTIPLE, MANY = 64, 1024  # many classes are kept by whole 64s: tensor cores take no other rows by their fast path
 MOST_MEANS = 32  # chunks whose means wait: each has V numbers
 
 
@@ -75,6 +77,12 @@ class Sparse:
         return SparseReport(ratio("left", "mass"), *errors)
 
 
+def kept_of(classes: int, share: float) -> int:
+    """How many of the classes a share keeps: at least one, and many by whole 64s."""
+    count = max(1, round(share * classes))
+    return count if count < MANY else min(classes, -(-count // MULTIPLE) * MULTIPLE)
+
+
 class Products:
     """E W and E^T (v X) of one call's chunks, over the classes that `Sparse` keeps."""
 
@@ -83,7 +91,8 @@ class Products:
     ):
         self.sparse, self.weight, self.dtype, self.multiply = sparse, weight, dtype, multiply
         sparse.sums = {}
-        self.count = max(1, round(sparse.share * len(weight)))
+        self.count = kept_of(len(weight), sparse.share)
+        self.block = BLOCK if weight.dtype != dtype or weight.device.type == "cpu" else len(weight)
         self.chunks = 0
         self.means: list[Tensor] = []  # q and r^T v X of each chunk: what the other classes' rows of dW are made of
         self.masses: list[Tensor] = []
@@ -118,9 +127,8 @@ class Products:
         if self.chunks % EVERY == 1:
             some = torch.linspace(0, len(e) - 1, min(ROWS, len(e)), device=e.device).long()
             rows = torch.cat([rows, e[some]])
-        whole = u.new_zeros(len(rows), u.shape[1])
-        for columns, classes in zip(rows.split(BLOCK, 1), self.weight.split(BLOCK)):
-            whole += self.multiply(columns, classes.to(self.dtype))
+        parts = zip(rows.split(self.block, 1), self.weight.split(self.block))
+        whole = functools.reduce(Tensor.add_, (self.multiply(row, part.to(self.dtype)) for row, part in parts))
         u.addr_(self.r.to(u.dtype), whole[0] * largest)
         if len(some):
             exact, factor = whole[1:], v[some, None].to(u.dtype)
@@ -134,18 +142,25 @@ class Products:
         if self.chunks == 1:
             to.zero_()
             self.off = to.new_zeros(len(self.sample), to.shape[1])
-        size = scaled.new_ones(())
+        size = None
         if scaled.dtype != self.dtype:  # v may be far below float16's range: it goes over its largest
             size = scaled.abs().amax().clamp(min=torch.finfo(scaled.dtype).tiny)
             scaled = (scaled / size).to(self.dtype)
-        some = to.index_select(0, self.classes)
-        to.index_copy_(0, self.classes, some.add_(self.multiply(self.kept.T, scaled).mul_(size)))
-        mean = self.r.to(to.dtype) @ (scaled.to(to.dtype) * size)
+
+        def over_these_rows(e: Tensor) -> Tensor:
+            product = self.multiply(e.T, scaled)
+            return product if size is None else product.mul_(size)
+
+        some = over_these_rows(self.kept)
+        to.index_copy_(0, self.classes, some.add_(to.index_select(0, self.classes)))
+        mean = self.r.to(to.dtype) @ scaled.to(to.dtype)
+        if size is not None:
+            mean *= size
         self.means.append(mean)
         self.masses.append(self.rest.to(to.dtype))
         # a class that this chunk keeps is exact in it
         kept = torch.zeros(len(to), dtype=torch.bool, device=to.device).index_fill_(0, self.classes, True)[self.sample]
-        off = self.multiply(e.index_select(1, self.sample).T, scaled).mul_(size)
+        off = over_these_rows(e.index_select(1, self.sample))
         off -= torch.outer(self.masses[-1][self.sample], mean)
         self.off += off.masked_fill_(kept[:, None], 0.0)
         if len(self.means) == MOST_MEANS:
@@ -165,5 +180,5 @@ class Products:
     def done(self, weight: Tensor | None) -> None:
         """Hand the sums to whoever asked for the call; ``weight`` is its dW."""
         if weight is not None and "weight error" in self.sums:
-            self.count_in("weight", weight.square().sum())
+            self.count_in("weight", torch.linalg.vector_norm(weight).square())
         self.sparse.sums = self.sums

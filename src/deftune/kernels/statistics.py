@@ -164,14 +164,15 @@ def log_p_of(largest: Tensor, columns: Tensor) -> Tensor:
     return wide(largest) - (columns[3] + columns[4])[:, None]
 
 
-@contextmanager
-def plain(device: torch.device) -> Generator[None]:
+def plain(device: torch.device) -> AbstractContextManager[Any]:
     """No gradients, the sums in float32 or better whatever autocast says, kernels on the tensors' own device."""
-    with (
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext(),
-        on(device),
-    ):
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    return _plain(device) if several or torch.is_autocast_enabled(device.type) else torch.no_grad()
+
+
+@contextmanager
+def _plain(device: torch.device) -> Generator[None]:
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), on(device):
         yield
 
 

@@ -45,14 +45,17 @@ def survey_kernel(
 
 
 @triton.jit
-def survey_told_kernel(table_ptr, told_ptr, V, ignore, BLOCK: tl.constexpr):
-    flag = tl.load(table_ptr + EARLIER)
+def survey_told_kernel(here_ptr, table_ptr, told_ptr, V, ignore, BLOCK: tl.constexpr):
+    # the table's first half comes from the host's memory: the other kernels, with many programs, read it here
+    slots = tl.arange(0, CHUNK)
+    tl.store(table_ptr + slots, tl.load(here_ptr + slots))
+    flag = tl.load(here_ptr + EARLIER)
     was = tl.load(flag.to(tl.pointer_type(tl.int64)), mask=flag != 0, other=0)
-    tokens = tl.load(table_ptr + TOKENS).to(tl.int32)
-    places = _from(table_ptr, PLACES, tl.int64)
-    labels = _from(table_ptr, LABELS, tl.int64)
-    facts = _from(table_ptr, FACTS, tl.int64)
-    _find(_from(table_ptr, TARGETS, tl.int64), places, labels, facts, told_ptr, was, tokens, V, ignore, BLOCK)
+    tokens = tl.load(here_ptr + TOKENS).to(tl.int32)
+    places = _from(here_ptr, PLACES, tl.int64)
+    labels = _from(here_ptr, LABELS, tl.int64)
+    facts = _from(here_ptr, FACTS, tl.int64)
+    _find(_from(here_ptr, TARGETS, tl.int64), places, labels, facts, told_ptr, was, tokens, V, ignore, BLOCK)
 
 
 @triton.jit

@@ -118,9 +118,9 @@ def survey(
     return places[:rows], labels[:rows], facts, told
 
 
-def survey_told(table: Tensor, told: Tensor, vocab_size: int, ignore: int) -> None:
-    """`survey` of the targets that the table names, into what it names."""
-    survey_told_kernel[(1,)](table, told, vocab_size, ignore, BLOCK=4096, num_warps=8)
+def survey_told(here: Tensor, table: Tensor, told: Tensor, vocab_size: int, ignore: int) -> None:
+    """`survey` of the targets that the table names, into what it names; its first half is taken from ``here``."""
+    survey_told_kernel[(1,)](here, table, told, vocab_size, ignore, BLOCK=4096, num_warps=8)
 
 
 def take_rows(table: Tensor, dtype: torch.dtype, x: Tensor, y: Tensor, facts: Tensor) -> None:

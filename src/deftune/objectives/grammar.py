@@ -218,18 +218,24 @@ def objective(spec: str | Objective) -> Objective:
         return spec
     if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"an objective is a spec such as 'deft' or an Objective, got {type(spec).__name__}")
+    from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
+
+    # a training loop asks for the same spec at every step; what users add to the catalogue makes a spec mean another
+    if [OBJECTIVES, MODIFIERS] != _catalogue:
+        _catalogue[:] = dict(OBJECTIVES), dict(MODIFIERS)
+        _parse.cache_clear()
+    return _parse(spec)
+
+
+_catalogue: list[dict[str, Callable[..., Objective]]] = []  # that the remembered specs were read with
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(spec: str) -> Objective:
     if (length := len("".join(spec.split()))) > MAX_SPEC_LENGTH:
         raise ValueError(f"objective spec of {length} characters: at most {MAX_SPEC_LENGTH} are read")
     if not spec.strip():
         raise ValueError("objective spec is empty; write e.g. 'deft'")
-    from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
-
-    # a training loop asks for the same spec at every step; the catalogue is part of the key, for users add to it
-    return _parse(spec, tuple(OBJECTIVES.items()), tuple(MODIFIERS.items()))
-
-
-@functools.lru_cache(maxsize=256)
-def _parse(spec: str, *_catalogue: object) -> Objective:
     parser = _Parser(spec)
     terms = parser.pipeline()
     kind, text, at = parser.peek()
