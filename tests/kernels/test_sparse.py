@@ -130,15 +130,12 @@ def test_a_learned_distribution_needs_few_classes():
     [
         (4, 0.5, 2),
         (500, 0.0001, 1),
-        (151936, 0.05, 7616),
-        (151936, 0.15, 22848),
-        (151936, 1.0, 151936),
-        (1100, 1.0, 1100),
-        (1100, 0.99, 1100),
         (2000, 0.5, 1000),
-        (2048, 0.5, 1024),
         (2050, 0.5, 1088),
-    ],  # fmt: skip
+        (1100, 0.99, 1100),
+        (151936, 0.05, 7616),
+        (151936, 1.0, 151936),
+    ],
 )
 def test_many_classes_are_kept_by_whole_64s(classes, share, kept):
     """A GEMM with 7597 columns of bfloat16 goes ten times slower than one with 7616."""

@@ -134,8 +134,7 @@ def column_sums(e: Tensor, v: Tensor) -> Tensor:
     size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
     high = (v / size).to(e.dtype)
     low = (v / size - high).to(e.dtype)
-    pair = torch.nn.functional.pad(torch.stack([high, low], 1), (0, 6))  # of 16 bytes: a GEMM's fast path
-    return torch.mm(e.T, pair, out_dtype=v.dtype)[:, :2].sum(1) * size
+    return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
@@ -415,7 +414,7 @@ class TritonBackend:
         elif to.weight is not None and scaled is not None:
             product(chunk.e.T, scaled, to.weight, add=self.started)
         if to.bias is not None:
-            to.bias += column_sums(chunk.e, self.vectors[2, chunk.part])
+            to.bias += self.kernels.column_sums(chunk.e, self.vectors[2, chunk.part])
         self.started = True
 
     def choose(self, sparse: Products, chunk: Chunk, gate: Tensor) -> None:
@@ -427,7 +426,7 @@ class TritonBackend:
         v = torch.where(gate == 0, 0.0, gate / about).float()
         self.factors = v, torch.where(gate == 0, 0.0, gate * error).float()
         assert chunk.e is not None
-        sparse.choose(chunk.e, v, (about * error).float(), column_sums(chunk.e, v.abs()))
+        sparse.choose(chunk.e, v, (about * error).float(), self.kernels.column_sums(chunk.e, v, absolute=True))
 
     def spread(self, chunk: Chunk, gate: Tensor, scale: float, hidden: Tensor | None, weight: bool) -> Tensor | None:
         """v and t of a chunk, its rows of dX into ``hidden``, and, for dW, v X."""

@@ -545,3 +545,19 @@ def scale_kernel(
             at = (mine - programs_a).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(b_ptr + at, mask=at < b_n, other=0.0)
             tl.store(b_out + at, (x.to(tl.float32) * factor).to(b_out.dtype.element_ty), mask=at < b_n)
+
+
+@triton.jit(do_not_specialize=["C"])
+def column_sums_kernel(
+    e_ptr, v_ptr, out_ptr, C, V, stride, ABSOLUTE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    total = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    for start in range(0, C, BLOCK_C):
+        rows = start + tl.arange(0, BLOCK_C)
+        v = tl.load(v_ptr + rows, mask=rows < C, other=0.0)
+        v = tl.abs(v) if ABSOLUTE else v
+        at = rows.to(tl.int64)[:, None] * stride + n[None, :]
+        e = tl.load(e_ptr + at, mask=(rows < C)[:, None] & (n < V)[None, :], other=0.0)
+        total += tl.sum(e.to(tl.float32) * v[:, None], axis=0)
+    tl.store(out_ptr + n, total, mask=n < V)

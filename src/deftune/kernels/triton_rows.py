@@ -35,6 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deftune.kernels.head import Head, Slices
 from deftune.kernels.triton_kernels import (
+    column_sums_kernel,
     exponentials_kernel,
     finish_rows_kernel,
     finish_told_kernel,
@@ -277,6 +278,17 @@ def likeliest(
         head.scale, units(head).unit, k, **_head_options(head), PAIRS=pairs, SPARE=SPARE, SLOTS=slots, GROUP=8,
         BLOCK_T=max(32, triton.next_power_of_2(tiles_n)), BLOCK_N=BLOCK_N, BLOCK_D=512, num_warps=1,
     )  # fmt: skip
+
+
+def column_sums(e: Tensor, v: Tensor, absolute: bool = False) -> Tensor:
+    """E^T v, or E^T |v|, in fp32: [V]."""
+    rows, classes = e.shape
+    out = torch.empty(classes, dtype=torch.float32, device=e.device)
+    block = 128
+    column_sums_kernel[(triton.cdiv(classes, block),)](
+        e, v, out, rows, classes, e.stride(0), ABSOLUTE=absolute, BLOCK_C=32, BLOCK_V=block
+    )
+    return out
 
 
 def scaled(tensors: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

@@ -306,6 +306,17 @@ def test_subtract_targets(width, vocab_size, targets):
     assert torch.equal(dw[untouched].double(), expected[untouched])
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (33, 129), (100, 300)])
+def test_column_sums(rows, classes, absolute):
+    """E may have a longer stride than it has classes."""
+    generator = torch.Generator().manual_seed(rows)
+    e = torch.rand(rows, classes + 7, generator=generator)[:, :classes].bfloat16()
+    v = torch.randn(rows, generator=generator)
+    expected = e.double().T @ (v.abs() if absolute else v).double()
+    assert error(triton_rows.column_sums(e, v, absolute), expected) <= tolerance("float32 gradient")
+
+
 @pytest.mark.parametrize("k", [1, 5, 20, 33, 100])
 @pytest.mark.parametrize("options", [HEADS["plain"], HEADS["bias"], HEADS["scale"]], ids=["plain", "bias", "scale"])
 def test_top_logits(options, k):
