@@ -552,12 +552,12 @@ def column_sums_kernel(
     e_ptr, v_ptr, out_ptr, C, V, stride, ABSOLUTE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    total = tl.zeros((BLOCK_V,), dtype=tl.float32)
+    total = tl.zeros((BLOCK_C, BLOCK_V), dtype=tl.float32)  # threads need each other's at the end only
     for start in range(0, C, BLOCK_C):
         rows = start + tl.arange(0, BLOCK_C)
         v = tl.load(v_ptr + rows, mask=rows < C, other=0.0)
         v = tl.abs(v) if ABSOLUTE else v
         at = rows.to(tl.int64)[:, None] * stride + n[None, :]
         e = tl.load(e_ptr + at, mask=(rows < C)[:, None] & (n < V)[None, :], other=0.0)
-        total += tl.sum(e.to(tl.float32) * v[:, None], axis=0)
-    tl.store(out_ptr + n, total, mask=n < V)
+        total += e.to(tl.float32) * v[:, None]
+    tl.store(out_ptr + n, tl.sum(total, axis=0), mask=n < V)

@@ -286,7 +286,7 @@ def column_sums(e: Tensor, v: Tensor, absolute: bool = False) -> Tensor:
     out = torch.empty(classes, dtype=torch.float32, device=e.device)
     block = 128
     column_sums_kernel[(triton.cdiv(classes, block),)](
-        e, v, out, rows, classes, e.stride(0), ABSOLUTE=absolute, BLOCK_C=32, BLOCK_V=block
+        e, v, out, rows, classes, e.stride(0), ABSOLUTE=absolute, BLOCK_C=16, BLOCK_V=block
     )
     return out
 
