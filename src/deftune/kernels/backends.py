@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deftune.kernels.head import Head, Slices
-from deftune.kernels.sparse import Products, Sparse
+from deftune.kernels.sparse import Products, Sparse, add_products
 from deftune.kernels.statistics import (
     RowSums,
     block_rows,
@@ -164,7 +164,7 @@ class TorchBackend:
         self.sparse: Products | None = None
 
     def thin(self, sparse: Sparse) -> None:
-        self.sparse = Products(sparse, self.weight, self.weight.dtype, self.matmul)
+        self.sparse = Products(sparse, self.weight, self.weight.dtype, self.matmul, add_products)
 
     def rows(self, total: int, bound: int | None) -> int:
         limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
@@ -332,7 +332,7 @@ class TritonBackend:
             product(a, b, out)
             return out
 
-        self.sparse = Products(sparse, self.head.weight, self.dtype, multiply)
+        self.sparse = Products(sparse, self.head.weight, self.dtype, multiply, self.kernels.add_products)
 
     def rows(self, total: int, bound: int | None) -> int:
         limit = self.first_rows(self.head, self.dtype, len(self.all.hidden), bound)
@@ -468,8 +468,6 @@ class TritonBackend:
             if to.weight is not None:
                 to.weight.zero_()
             return
-        if self.sparse is not None:
-            self.sparse.end(to.weight)
         rows, t = self.all, self.vectors[3]
         runs = self.kernels.sort_targets(rows.y, self.head.vocab_size)
         if to.weight is not None:
@@ -478,6 +476,8 @@ class TritonBackend:
             column = to.bias[:, None]
             ones = torch.ones(1, 1, device=column.device)
             self.kernels.subtract_targets(ones, torch.zeros_like(rows.index), runs, t, column)
+        if self.sparse is not None:
+            self.sparse.end(to.weight)
 
     @staticmethod
     def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

@@ -272,8 +272,6 @@ def fused(call: Call, wanted: Sequence[bool], scale: Tensor | float) -> tuple[Te
             largest.append(chunk.top)
         into = into or call.new_gradients(wanted)
         backend.end(into)
-        if backend.sparse is not None and any(wanted) and losses:
-            backend.sparse.done(into.weight)
         loss = torch.cat(losses).sum() * scale if losses else columns.new_zeros(())
         if masses:
             mass = torch.stack(masses).sum()

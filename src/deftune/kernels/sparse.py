@@ -77,6 +77,11 @@ class Sparse:
         return SparseReport(ratio("left", "mass"), *errors)
 
 
+def add_products(to: Tensor, masses: Tensor, means: Tensor) -> Tensor:
+    """``to`` += masses^T means; the sum of its squares."""
+    return torch.linalg.vector_norm(to.addmm_(masses.T, means)).square()
+
+
 def kept_of(classes: int, share: float) -> int:
     """How many of the classes a share keeps: at least one, and many by whole 64s."""
     count = max(1, round(share * classes))
@@ -87,9 +92,10 @@ class Products:
     """E W and E^T (v X) of one call's chunks, over the classes that `Sparse` keeps."""
 
     def __init__(
-        self, sparse: Sparse, weight: Tensor, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor]
-    ):
-        self.sparse, self.weight, self.dtype, self.multiply = sparse, weight, dtype, multiply
+        self, sparse: Sparse, weight: Tensor, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor],
+        add: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ):  # fmt: skip
+        self.sparse, self.weight, self.dtype, self.multiply, self.add = sparse, weight, dtype, multiply, add
         sparse.sums = {}
         self.count = kept_of(len(weight), sparse.share)
         self.block = BLOCK if weight.dtype != dtype or weight.device.type == "cpu" else len(weight)
@@ -147,6 +153,8 @@ class Products:
         if self.chunks == 1:
             to.zero_()
             self.off = to.new_zeros(len(self.sample), to.shape[1])
+        elif len(self.means) == MOST_MEANS:
+            self.add_means(to)
         size = None
         if scaled.dtype != self.dtype:  # v may be far below float16's range: it goes over its largest
             size = scaled.abs().amax().clamp(min=torch.finfo(scaled.dtype).tiny)
@@ -166,24 +174,19 @@ class Products:
         off = over_these_rows(e.index_select(1, self.sample)).addr_(mass, mean, alpha=-1)
         # a class that this chunk keeps is exact in it; one that has no mass is nothing
         self.off += off.masked_fill_((mass == 0)[:, None], 0.0)
-        if len(self.means) == MOST_MEANS:
-            self.add_means(to)
 
     def add_means(self, to: Tensor) -> None:
-        """The means of what was left out."""
-        if self.means:
-            to.addmm_(torch.stack(self.masses).T, torch.stack(self.means))
-            self.means, self.masses = [], []
+        """The means of what was left out; the sum of squares of what ``to`` then is."""
+        self.squares = self.add(to, torch.stack(self.masses), torch.stack(self.means))
+        self.means, self.masses = [], []
 
     def end(self, to: Tensor | None) -> None:
-        if to is not None and self.chunks:
-            self.add_means(to)
-            self.count_in("weight error", self.every * self.off.square().sum())
-
-    def done(self, weight: Tensor | None) -> None:
-        """Hand the sums to whoever asked for the call; ``weight`` is its dW."""
+        """After the last chunk, when ``to`` lacks nothing but means; whoever asked for the call gets the sums."""
+        if not self.chunks:
+            return
         r, total, v = (torch.cat(each) for each in zip(*self.dropped))
         self.sums["left"], self.sums["mass"] = (r * v).abs().sum(), (total * v).abs().sum()
-        if weight is not None and "weight error" in self.sums:
-            self.count_in("weight", torch.linalg.vector_norm(weight).square())
+        if to is not None:
+            self.add_means(to)
+            self.sums["weight error"], self.sums["weight"] = self.every * self.off.square().sum(), self.squares
         self.sparse.sums = self.sums

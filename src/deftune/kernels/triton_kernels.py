@@ -561,3 +561,23 @@ def column_sums_kernel(
         e = tl.load(e_ptr + at, mask=(rows < C)[:, None] & (n < V)[None, :], other=0.0)
         total += e.to(tl.float32) * v[:, None]
     tl.store(out_ptr + n, tl.sum(total, axis=0), mask=n < V)
+
+
+@triton.jit(do_not_specialize=["K"])
+def add_products_kernel(
+    to_ptr, masses_ptr, means_ptr, squares_ptr, V, D, K, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    there = rows < V
+    squares = tl.zeros((BLOCK_V, BLOCK_D), dtype=tl.float32)
+    for start in range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        at = rows.to(tl.int64)[:, None] * D + d[None, :]
+        mask = there[:, None] & (d < D)[None, :]
+        x = tl.load(to_ptr + at, mask=mask, other=0.0)
+        for k in range(0, K):
+            mass = tl.load(masses_ptr + k * V + rows, mask=there, other=0.0)
+            x += mass[:, None] * tl.load(means_ptr + k * D + d, mask=d < D, other=0.0)[None, :]
+        tl.store(to_ptr + at, x, mask=mask)
+        squares += x * x
+    tl.store(squares_ptr + tl.program_id(0), tl.sum(squares))

@@ -35,6 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deftune.kernels.head import Head, Slices
 from deftune.kernels.triton_kernels import (
+    add_products_kernel,
     column_sums_kernel,
     exponentials_kernel,
     finish_rows_kernel,
@@ -289,6 +290,17 @@ def column_sums(e: Tensor, v: Tensor, absolute: bool = False) -> Tensor:
         e, v, out, rows, classes, e.stride(0), ABSOLUTE=absolute, BLOCK_C=16, BLOCK_V=block
     )
     return out
+
+
+def add_products(to: Tensor, masses: Tensor, means: Tensor) -> Tensor:
+    """``to`` [V, D] += masses^T means, of a few rows each; the sum of its squares. One pass over ``to``."""
+    classes, width = to.shape
+    block = 8
+    squares = torch.empty(triton.cdiv(classes, block), dtype=torch.float32, device=to.device)
+    add_products_kernel[(len(squares),)](
+        to, masses, means, squares, classes, width, len(means), BLOCK_V=block, BLOCK_D=256
+    )
+    return squares.sum()
 
 
 def scaled(tensors: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

@@ -317,6 +317,18 @@ def test_column_sums(rows, classes, absolute):
     assert error(triton_rows.column_sums(e, v, absolute), expected) <= tolerance("float32 gradient")
 
 
+@pytest.mark.parametrize(("classes", "width", "means"), [(1, 1, 1), (33, 257, 5), (16, 512, 32)])
+def test_add_products(classes, width, means):
+    generator = torch.Generator().manual_seed(classes)
+    to, a, b = (
+        torch.randn(*size, generator=generator) for size in ((classes, width), (means, classes), (means, width))
+    )
+    expected = to.double() + a.double().T @ b.double()
+    squares = triton_rows.add_products(to, a, b)
+    assert error(to, expected) <= tolerance("float32 gradient")
+    assert error(squares, expected.square().sum()) <= tolerance("float32 gradient")
+
+
 @pytest.mark.parametrize("k", [1, 5, 20, 33, 100])
 @pytest.mark.parametrize("options", [HEADS["plain"], HEADS["bias"], HEADS["scale"]], ids=["plain", "bias", "scale"])
 def test_top_logits(options, k):
