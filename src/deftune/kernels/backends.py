@@ -241,8 +241,7 @@ class TorchBackend:
             e = e.to(self.weight.dtype)
         sparse = self.sparse
         if sparse is not None:
-            total = (chunk.columns[3].exp() * -torch.expm1(chunk.columns[0])).to(self.dtype)
-            sparse.choose(e, v[:, 0], total, column_sums(e, v[:, 0].abs()))
+            sparse.choose(e, v[:, 0], t[:, 0], column_sums(e, v[:, 0].abs()))
         if to.hidden is not None:
             u = self.over_classes(e) if sparse is None else sparse.over_classes(e, v[:, 0], t[:, 0], y)
             rows = u * v - t * self.weight[y]
@@ -406,8 +405,6 @@ class TritonBackend:
         if isinstance(scale, Tensor):
             gate, scale = gate * scale, 1.0
         assert chunk.e is not None
-        if self.sparse is not None:
-            self.choose(self.sparse, chunk, gate * (scale * self.head.scale))
         scaled = self.spread(chunk, gate, scale, to.hidden, to.weight is not None)
         if to.weight is not None and scaled is not None and self.sparse is not None:
             self.sparse.over_rows(chunk.e, scaled, to.weight)
@@ -417,50 +414,29 @@ class TritonBackend:
             to.bias += self.kernels.column_sums(chunk.e, self.vectors[2, chunk.part])
         self.started = True
 
-    def choose(self, sparse: Products, chunk: Chunk, gate: Tensor) -> None:
-        """The classes of a chunk, by what its gates will let through."""
-        log_p, _, _, log_sum, shift = chunk.columns
-        unit = sum(self.kernels.units(self.head)[2:])
-        about = torch.exp(shift + log_sum - unit * wide(self.vectors[1, chunk.part]))  # the sum of E and its target
-        error = -torch.expm1(log_p)
-        v = torch.where(gate == 0, 0.0, gate / about).float()
-        self.factors = v, torch.where(gate == 0, 0.0, gate * error).float()
-        assert chunk.e is not None
-        sparse.choose(chunk.e, v, (about * error).float(), self.kernels.column_sums(chunk.e, v, absolute=True))
-
     def spread(self, chunk: Chunk, gate: Tensor, scale: float, hidden: Tensor | None, weight: bool) -> Tensor | None:
         """v and t of a chunk, its rows of dX into ``hidden``, and, for dW, v X."""
         e, u, scaled = chunk.e, None, None
         assert e is not None
         rows = e.shape[0]
-        if hidden is not None and self.sparse is not None:
-            u = self.sparse.over_classes(e, *self.factors, chunk.y)
-        elif hidden is not None:
-            u = self.new_u(rows)
-            if not self.multiplied:
-                for number, (begin, classes) in enumerate(self.weights.each()):
-                    self.multiply(e, u, begin, classes, add=number > 0)
         if weight:
             if self.scaled.shape[0] != rows:
                 self.scaled = torch.empty_like(chunk.x)
             scaled = self.scaled
         z_y, reference, v, t = self.vectors[:, chunk.part].unbind()
-        self.kernels.finish_rows(
-            gate,
-            chunk.columns,
-            reference,
-            z_y,
-            v,
-            t,
-            chunk.x,
-            chunk.y,
-            chunk.index,
-            self.head,
-            scale,
-            u,
-            hidden,
-            scaled,
-        )
+        given = gate, chunk.columns, reference, z_y, v, t, chunk.x, chunk.y, chunk.index, self.head, scale
+        if self.sparse is not None:  # whose classes are chosen by v, before there is a u
+            self.kernels.finish_rows(*given, None, None, scaled)
+            self.sparse.choose(e, v, t, self.kernels.column_sums(e, v, absolute=True))
+            if hidden is not None:
+                self.kernels.finish_rows(*given, self.sparse.over_classes(e, v, t, chunk.y), hidden, None)
+            return scaled
+        if hidden is not None:
+            u = self.new_u(rows)
+            if not self.multiplied:
+                for number, (begin, classes) in enumerate(self.weights.each()):
+                    self.multiply(e, u, begin, classes, add=number > 0)
+        self.kernels.finish_rows(*given, u, hidden, scaled)
         return scaled
 
     def end(self, to: Gradients) -> None:

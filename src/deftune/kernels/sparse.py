@@ -102,23 +102,23 @@ class Products:
         self.chunks = 0
         self.means: list[Tensor] = []  # q and r^T v X of each chunk: what the other classes' rows of dW are made of
         self.masses: list[Tensor] = []
+        self.kept: Tensor | None = None  # E at the classes of the chunk at hand
         self.sample = self.off = weight.new_empty(0)
         self.sums: dict[str, Tensor] = {}
-        self.dropped: list[tuple[Tensor, Tensor, Tensor]] = []  # r, the sum of E and v of each chunk's rows
+        self.dropped: list[tuple[Tensor, Tensor, Tensor]] = []  # r, v and t of each chunk's rows
 
-    def choose(self, e: Tensor, v: Tensor, total: Tensor, mass: Tensor) -> None:
-        """The classes of a chunk, from its ``mass`` [V] = E^T |v|; ``total`` [C] is the sum of E."""
+    def choose(self, e: Tensor, v: Tensor, t: Tensor, mass: Tensor) -> None:
+        """The classes of a chunk, from its ``mass`` [V] = E^T |v|; a row's target takes ``t``, v times its sum of E."""
         self.chunks += 1
         self.classes = mass.topk(self.count, sorted=False).indices
         if e.device.type == "cpu":  # gathered faster in order, in which a GPU finds all but ties
             self.classes = self.classes.sort().values
         left = mass.index_fill(0, self.classes, 0)
-        whole = left.sum()
-        self.rest = left / torch.where(whole == 0, 1.0, whole)
-        self.kept = e.new_empty(0)  # not to stand beside the next one
+        self.rest = left / left.sum().clamp(min=torch.finfo(left.dtype).tiny)
+        self.kept = None  # not to stand beside the next one
         self.kept = e.index_select(1, self.classes)
-        self.r = total - self.kept.sum(1, dtype=total.dtype)
-        self.dropped.append((self.r, total, v))
+        self.r = torch.where(v == 0, 0.0, t / v) - self.kept.sum(1, dtype=v.dtype)
+        self.dropped.append((self.r, v, t))
         if not len(self.sample):  # every so many classes of those left, by their mass
             order = left.argsort(descending=True)[: len(left) - self.count]
             self.every = max(1, -(-len(order) // CLASSES))
@@ -129,6 +129,7 @@ class Products:
 
     def over_classes(self, e: Tensor, v: Tensor, t: Tensor, y: Tensor) -> Tensor:
         """E W [C, D]; of some chunks some rows are compared with the whole product."""
+        assert self.kept is not None
         u = self.multiply(self.kept, self.weight.index_select(0, self.classes).to(self.dtype))
         rest, largest, some = self.rest, None, None
         if self.dtype == torch.float16:  # where 1 / V is nothing
@@ -164,6 +165,7 @@ class Products:
             product = self.multiply(e.T, scaled)
             return product if size is None else product.mul_(size)
 
+        assert self.kept is not None
         to.index_add_(0, self.classes, over_these_rows(self.kept))  # each class once: in any order the same
         mean = self.r.to(to.dtype) @ scaled.to(to.dtype)
         if size is not None:
@@ -184,8 +186,8 @@ class Products:
         """After the last chunk, when ``to`` lacks nothing but means; whoever asked for the call gets the sums."""
         if not self.chunks:
             return
-        r, total, v = (torch.cat(each) for each in zip(*self.dropped))
-        self.sums["left"], self.sums["mass"] = (r * v).abs().sum(), (total * v).abs().sum()
+        r, v, t = (torch.cat(each) for each in zip(*self.dropped))
+        self.sums["left"], self.sums["mass"] = (r * v).abs().sum(), t.abs().sum()
         if to is not None:
             self.add_means(to)
             self.sums["weight error"], self.sums["weight"] = self.every * self.off.square().sum(), self.squares
