@@ -23,6 +23,7 @@ import contextlib
 import gc
 import inspect
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -449,7 +450,7 @@ def main() -> None:
     rate = sustained_rate(device)
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     head = f"{name}, torch {torch.__version__}, {dtype}; sustained GEMM {rate / 1e12:.3g} TFLOP/s"
-    command = "python benchmarks/linear_loss.py " + " ".join(sys.argv[1:])
+    command = shlex.join(["python", "benchmarks/linear_loss.py", *sys.argv[1:]])
     lines = [f"`{command}`\n\n{head}"]
     print(lines[0], flush=True)
     results: dict[str, Any] = {"machine": head, "command": command, "rate": rate, "shapes": []}

@@ -31,8 +31,9 @@ from deftune import (
     token_loss,
     token_stats,
 )
-from deftune.kernels.backends import TorchBackend, TritonBackend, column_sums
 from deftune.kernels.head import Head
+from deftune.kernels.torch_backend import TorchBackend, column_sums
+from deftune.kernels.triton_backend import TritonBackend
 from tolerances import assert_close, assert_near, tolerance
 
 properties = settings(deadline=None, derandomize=True, max_examples=30, database=None)

@@ -24,9 +24,10 @@ from deftune import (
     token_stats,
 )
 from deftune.kernels import replay
-from deftune.kernels.backends import TorchBackend, TritonBackend
 from deftune.kernels.head import Slices
 from deftune.kernels.pending import note_rows
+from deftune.kernels.torch_backend import TorchBackend
+from deftune.kernels.triton_backend import TritonBackend
 from tolerances import assert_close, assert_near, tolerance
 
 pytestmark = [

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deftune.kernels.backends import BACKENDS, Backend, Chunk, Gradients, Supervised, TritonBackend, choose_backend
+from deftune.kernels.backends import BACKENDS, choose_backend
 from deftune.kernels.checks import check_weight_values, label_error, nan_error
+from deftune.kernels.chunks import Backend, Chunk, Gradients, Supervised
 from deftune.kernels.head import Head
 from deftune.kernels.pending import answer, latest_note, note_rows, raise_pending
 from deftune.kernels.replay import Asked, Replay, Room, room_for, settled, suits
@@ -21,6 +22,7 @@ from deftune.kernels.statistics import (
     supervised_rows,
     wide_dtype,
 )
+from deftune.kernels.triton_backend import TritonBackend
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT, TopK
 

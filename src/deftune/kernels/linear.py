@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.kernels.backends import BACKENDS, Chunk, Gradients, TorchBackend
+from deftune.kernels.backends import BACKENDS
 from deftune.kernels.call import Call, gemm_dtype, prepare
 from deftune.kernels.checks import check_reduction, check_targets, check_weights, second_derivative_error
+from deftune.kernels.chunks import Chunk, Gradients
 from deftune.kernels.eager import eager
 from deftune.kernels.head import check_head, check_together
 from deftune.kernels.reduction import check_step, mean_items
 from deftune.kernels.sparse import Sparse
 from deftune.kernels.statistics import compute_dtype, plain, wide
+from deftune.kernels.torch_backend import TorchBackend
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import TopK

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deftune.kernels.backends import Gradients, Supervised, TritonBackend, product
+from deftune.kernels.chunks import Gradients, Supervised
 from deftune.kernels.head import Head
 from deftune.kernels.statistics import stats_of
+from deftune.kernels.triton_backend import TritonBackend, product
 from deftune.objectives import Context, Objective
 from deftune.objectives.stats import IGNORE_INDEX
 

@@ -18,10 +18,12 @@ import deftune
 from battery import CONTEXT, HalfDeft
 from deftune import IGNORE_INDEX, linear_loss, linear_loss_with_stats, linear_token_stats, token_loss, token_stats
 from deftune.kernels import call, linear, replay, triton_rows
-from deftune.kernels.backends import Chunk, Gradients, Supervised, TritonBackend, balanced, interpreted
+from deftune.kernels.backends import interpreted
 from deftune.kernels.call import prepare
+from deftune.kernels.chunks import Chunk, Gradients, Supervised, balanced
 from deftune.kernels.compiled import linear_loss_op
 from deftune.kernels.head import Head, Slices
+from deftune.kernels.triton_backend import TritonBackend
 from tolerances import assert_near, tolerance
 
 assert interpreted(), "TRITON_INTERPRET=1 must be set before triton is imported"
