@@ -11,7 +11,8 @@ same inputs, 10% of the rows ignored.
 - floor: 6 N D V at the GEMM rate the card sustains (8192^3 looped for 3 s in the same run), N counting supervised rows
 - ms: median of the repeats; spread: the two halves' medians, apart, in per cent. Below 20 ms the host's moods last
   longer than the repeats: ten rounds over all contenders in turn; spread: from the fastest round to the slowest
-- GPU busy: the kernels' own time in a step (torch.profiler); the rest of ms is waiting for the host
+- GPU busy: the kernels' own time in a step (torch.profiler); the rest of ms is waiting for the host. Over three steps,
+  which can be faster than the card's power limit would let many be
 - extra memory: peak - inputs - dX - dW in float32
 - error: gradients against float64 from the same inputs, ||g - g64|| / ||g64||
 """

@@ -171,6 +171,17 @@ def test_weights_scale_and_bias():
     assert float((some[0] - exact[0]).norm() / exact[0].norm()) < 0.2
 
 
+def test_a_sample_whose_gates_are_shut_says_nothing():
+    """The rows that the error of d hidden is measured on are the first chunk's: no number is better than 0."""
+    hidden, weight, targets = sample(40)
+    targets[:] = targets.clamp(min=0)
+    weights, sparse = (torch.arange(40) >= 10).double(), Sparse(0.2)
+    gradients(hidden, weight, targets, "deft", weights=weights, chunk_rows=10, sparse=sparse)
+    assert math.isnan(sparse.report().error_hidden) and sparse.report().error_weight > 0
+    gradients(hidden, weight, targets, "deft", weights=torch.zeros(40), sparse=sparse)
+    assert sparse.report().dropped == 0 and math.isnan(sparse.report().error_weight)
+
+
 def test_nothing_supervised_and_nothing_reported():
     hidden, weight, targets = sample()
     sparse = Sparse()

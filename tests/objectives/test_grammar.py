@@ -303,6 +303,19 @@ def test_a_name_with_another_meaning_is_read_anew(registered):
         objective("soft")
 
 
+def test_a_meaning_that_changed_while_it_was_read_is_not_remembered(registered):
+    """As by another thread."""
+
+    def slow() -> Objective:
+        registered["soft"] = partial(Alpha, 0.9)
+        objective("nll")
+        return Alpha(0.1)
+
+    registered["soft"] = slow
+    assert objective("soft") == Alpha(0.1)
+    assert objective("soft") == Alpha(0.9)
+
+
 def test_a_type_no_spec_can_express_is_named(registered):
     def tensors(x: torch.Tensor) -> Objective:
         return Alpha(0.0)

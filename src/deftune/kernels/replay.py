@@ -4,9 +4,9 @@ Where the GPU needs less than a millisecond for a chunk, the host takes longer t
 kernels. A `Program` is all of them but the gradients' GEMMs, on tensors that stay where they are: it runs as it is
 written the first times, then it is captured, and from there on each half, from the rows to their gates and from the
 gates to what the GEMMs need, is replayed by a single launch. What a call has that the next one has not (its rows, its
-scale, where its gradients go) stands in a table on the device, filled by two copies; which chunk's turn it is the
-kernels count there themselves. How many rows there are is read on the device too, so that a call's first chunk is under
-way before the host knows.
+scale, where its gradients go) stands in a table on the device, filled by the survey and a copy; which chunk's turn it
+is the kernels count there themselves. How many rows there are is read on the device too, so that a call's first chunk
+is under way before the host knows.
 
 An objective is replayed as it was evaluated when it was captured, so only one that depends on nothing else is: one of
 deftune's own, without progress or statistics of the step. A user's may read a schedule or a counter of its own, which a

@@ -31,7 +31,8 @@ class SparseReport(NamedTuple):
 
     ``dropped`` is the share of the gradient's mass, sum v E, that was spread by its mean. The errors are relative,
     ||g - exact|| / ||exact||, of d hidden from rows of every fourth chunk, of d weight from classes that the first one
-    left out, over all chunks; nan where that gradient was not asked for.
+    left out, over all chunks; nan where there is nothing to measure: that gradient was not asked for, or every gate of
+    the sample is shut.
     """
 
     dropped: float
@@ -68,13 +69,12 @@ class Sparse:
             raise ValueError("sparse: nothing to report, no call with gradients has used it yet")
         found = {name: float(value) for name, value in self.sums.items()}
 
-        def ratio(part: str, whole: str) -> float:
-            if part not in found:
-                return float("nan")
-            return found[part] / found[whole] if found[whole] else 0.0
+        def error(name: str) -> float:
+            size = found.get(name, 0.0)
+            return (found[f"{name} error"] / size) ** 0.5 if size else float("nan")
 
-        errors = (ratio(f"{name} error", name) ** 0.5 for name in ("hidden", "weight"))
-        return SparseReport(ratio("left", "mass"), *errors)
+        dropped = found["left"] / found["mass"] if found["mass"] else 0.0
+        return SparseReport(dropped, error("hidden"), error("weight"))
 
 
 def add_products(to: Tensor, masses: Tensor, means: Tensor) -> Tensor:

@@ -221,17 +221,26 @@ def objective(spec: str | Objective) -> Objective:
     from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
 
     # a training loop asks for the same spec at every step; what users add to the catalogue makes a spec mean another
-    if [OBJECTIVES, MODIFIERS] != _catalogue:
-        _catalogue[:] = dict(OBJECTIVES), dict(MODIFIERS)
-        _parse.cache_clear()
-    return _parse(spec)
+    global _catalogue
+    catalogue = _catalogue
+    if catalogue.objectives != OBJECTIVES or catalogue.modifiers != MODIFIERS:
+        catalogue = _catalogue = _Catalogue(dict(OBJECTIVES), dict(MODIFIERS))
+    return _parse(spec, catalogue)
 
 
-_catalogue: list[dict[str, Callable[..., Objective]]] = []  # that the remembered specs were read with
+@dataclass(frozen=True, eq=False)
+class _Catalogue:
+    """What specs were read with; each one is another key of the specs remembered."""
+
+    objectives: dict[str, Callable[..., Objective]]
+    modifiers: dict[str, Callable[..., Objective]]
+
+
+_catalogue = _Catalogue({}, {})
 
 
 @functools.lru_cache(maxsize=256)
-def _parse(spec: str) -> Objective:
+def _parse(spec: str, _: _Catalogue) -> Objective:
     if (length := len("".join(spec.split()))) > MAX_SPEC_LENGTH:
         raise ValueError(f"objective spec of {length} characters: at most {MAX_SPEC_LENGTH} are read")
     if not spec.strip():
