@@ -41,7 +41,8 @@ CONTENDERS = {
 
 def sequences(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Real rows, masked and packed."""
-    from deftune.data.encoding import Encoder, encode_rows, pack
+    from deftune.data.encoding import Encoder, encode_rows
+    from deftune.data.packing import pack
     from deftune.data.sources import read_source
 
     rows = read_source(args.data, format=args.format, limit=args.rows)
@@ -70,7 +71,7 @@ class Entrant:
         from transformers import PrinterCallback, TrainerCallback
         from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-        from deftune.data.encoding import Collator
+        from deftune.data.packing import Collator
         from deftune.training.train import Batches, make_dataset, quiet
         from deftune.training.trainer import DeftSFTTrainer
 

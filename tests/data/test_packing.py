@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deftune.data.encoding import IGNORE_INDEX, Collator, Encoded, Pack, pack
+from deftune.data.encoding import IGNORE_INDEX, Encoded
+from deftune.data.packing import Collator, Pack, pack
 
 LENGTH = 32
 

@@ -22,8 +22,9 @@ from deftune.training import train
 from deftune.training.config import ConfigError, render_yaml
 from deftune.training.head import shifted
 from deftune.training.models import load_model, resolve_model
+from deftune.training.preparation import check_config
 from deftune.training.runs import Run
-from deftune.training.train import Outcome, check_config, train_run
+from deftune.training.train import Outcome, train_run
 from tolerances import tolerance
 
 DRIVERS = Path(__file__).parent / "drivers"

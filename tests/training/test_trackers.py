@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deftune.cli import main
-from deftune.training import train
+from deftune.training import preparation, train
 from deftune.training.config import ConfigError, render_yaml
 from deftune.training.runs import Run
 from deftune.training.trackers import check_trackers
@@ -149,8 +149,8 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_read(
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == tracker else find(name, *more))
-    for name in ("read_rows", "load_tokenizer", "load_model"):
-        monkeypatch.setattr(train, name, lambda *args, **kwargs: pytest.fail("began"))
+    for room, name in ((preparation, "read_rows"), (preparation, "load_tokenizer"), (train, "load_model")):
+        monkeypatch.setattr(room, name, lambda *args, **kwargs: pytest.fail("began"))
     path = write_config(make_config, tmp_path / "a" / "run", tracker)
     assert main(["train", str(path)]) == 2
     assert f"train.report_to: {tracker} is not installed; pip install {tracker}\n" in capsys.readouterr().err

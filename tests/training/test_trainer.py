@@ -27,7 +27,8 @@ from small import (
 
 import deftune
 import deftune.training.trainer as trainer_module
-from deftune.data.encoding import Collator, Encoded, pack
+from deftune.data.encoding import Encoded
+from deftune.data.packing import Collator, pack
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives.stats import from_columns
 from deftune.training import guard

@@ -33,9 +33,10 @@ from deftune.evaluation.statistics import half_of
 from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective
 from deftune.training.models import load_model, load_tokenizer, resolve_model
+from deftune.training.preparation import Prepared, make_encoder, prepare, read_rows
 from deftune.training.results import load_result
 from deftune.training.runs import Run, locked
-from deftune.training.train import Prepared, make_encoder, prepare, quiet, read_rows, train_run
+from deftune.training.train import quiet, train_run
 
 Say = Callable[[str], None]
 FOLLOW_STDIN = "DEFTUNE_STOP_WITH_STDIN"  # set for a cell's process: it stops when whoever started it is gone

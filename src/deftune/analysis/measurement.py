@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deftune.data.encoding import Collator, Encoded
+from deftune.data.encoding import Encoded
+from deftune.data.packing import Collator
 from deftune.kernels.statistics import logits_stats, supervised_index, wide
 from deftune.objectives import IGNORE_INDEX, Context, Focus, Objective
 from deftune.objectives import objective as parse_objective

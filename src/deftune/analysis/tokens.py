@@ -28,8 +28,8 @@ from deftune.data.rows import BadRows, Fault, Row, raw_text
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
 from deftune.training.head import attach_objective, base_of
+from deftune.training.preparation import make_encoder
 from deftune.training.results import parse_result
-from deftune.training.train import make_encoder
 from deftune.training.trainer import special_token_ids
 
 DEFAULT = ("nll", "linear", "cayley", "deft", "eaft")

@@ -18,13 +18,9 @@ from __future__ import annotations
 
 import copy
 import re
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
-
-import torch
-from torch import Tensor
 
 from deftune.data.rows import Row
 from deftune.data.templates import resolve_template
@@ -32,7 +28,6 @@ from deftune.objectives.stats import IGNORE_INDEX
 
 Mask = Literal["assistant", "completion", "all"]
 Overlong = Literal["truncate", "drop"]
-Strategy = Literal["bfd", "sequential"]
 
 # What ends a turn in the templates of the field, where the tokenizer has it as a token of its own.
 END_OF_TURN = (
@@ -392,120 +387,6 @@ def _nothing_left(result: EncodedRows, encoder: Encoder) -> str:
     if result.refused:
         advice.append(f"the first refused row says: {result.refused[0]}")
     return f"no row has a supervised token left ({result.facts()[0]}); {'; '.join(advice)}"
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Several examples in one row; ``position_ids`` restart at each, and no target crosses from one to the next."""
-
-    input_ids: list[int]
-    labels: list[int]
-    position_ids: list[int]
-    lengths: list[int]
-
-
-def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd") -> list[Pack]:
-    """Whole examples into rows of at most ``length`` tokens.
-
-    ``bfd`` is best fit, longest first: an example goes where it leaves the least room. ``sequential`` fills one row at
-    a time, in order. Either way a row keeps its examples in the data's order, and rows are ordered by their first.
-    """
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"unknown packing strategy {strategy!r}. Known: {', '.join(get_args(Strategy))}")
-    for example in encoded:
-        if len(example.input_ids) > length:
-            raise ValueError(
-                f"{example.where}: {len(example.input_ids)} tokens do not fit a pack of {length}; "
-                f"encode with max_length={length} or pack longer rows"
-            )
-    lengths = [len(example.input_ids) for example in encoded]
-    bins = _best_fit_decreasing(lengths, length) if strategy == "bfd" else _sequential(lengths, length)
-    return [_joined([encoded[i] for i in sorted(members)]) for members in sorted(bins, key=min)]
-
-
-def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens free, bin), ascending
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(room, (lengths[i], -1))
-        if at == len(room):
-            bins.append([i])
-            free, which = length, len(bins) - 1
-        else:
-            free, which = room.pop(at)
-            bins[which].append(i)
-        insort(room, (free - lengths[i], which))
-    return bins
-
-
-def _sequential(lengths: Sequence[int], length: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    free = -1
-    for i, size in enumerate(lengths):
-        if size > free:
-            bins.append([])
-            free = length
-        bins[-1].append(i)
-        free -= size
-    return bins
-
-
-def _joined(examples: Sequence[Encoded | Pack]) -> Pack:
-    """Examples and packs end to end, each with its own positions and no label at its start."""
-    joined = Pack([], [], [], [])
-    for example in examples:
-        joined.input_ids.extend(example.input_ids)
-        labels = list(example.labels)
-        lengths = example.lengths if isinstance(example, Pack) else [len(example.input_ids)]
-        start = 0
-        for size in lengths:
-            labels[start : start + min(size, 1)] = [IGNORE_INDEX] * min(size, 1)
-            joined.position_ids.extend(range(size))
-            start += size
-        joined.labels.extend(labels)
-        joined.lengths.extend(lengths)
-    return joined
-
-
-class Collator:
-    """Examples to a batch of tensors; no target and no attention crosses from one example to the next.
-
-    Examples: padded on the right, ``input_ids``, ``attention_mask`` and ``labels``, [B, T]. Packs: ``input_ids``,
-    ``labels`` and ``position_ids`` that restart at each example, [B, T], with no attention mask: the model makes one
-    from the positions; what pads a row is a sequence of its own. ``padding_free``: all of it end to end, [1, T], which
-    is for attention kernels that take the boundaries without a mask.
-    """
-
-    def __init__(self, pad_token_id: int, *, padding_free: bool, pad_to_multiple_of: int | None = None):
-        self.pad_token_id = pad_token_id
-        self.padding_free = padding_free
-        self.pad_to_multiple_of = pad_to_multiple_of or 1
-
-    def __call__(self, examples: Sequence[Encoded | Pack]) -> dict[str, Tensor]:
-        if self.padding_free or any(isinstance(example, Pack) for example in examples):
-            rows = [_joined(examples)] if self.padding_free else [_joined([example]) for example in examples]
-            return self._packed(rows)
-        width = self._width(len(example.input_ids) for example in examples)
-        batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        for example in examples:
-            size, pad = len(example.input_ids), width - len(example.input_ids)
-            batch["input_ids"].append(example.input_ids + [self.pad_token_id] * pad)
-            batch["attention_mask"].append([1] * size + [0] * pad)
-            batch["labels"].append([IGNORE_INDEX, *example.labels[1:]] + [IGNORE_INDEX] * pad)
-        return {name: torch.tensor(values) for name, values in batch.items()}
-
-    def _width(self, lengths: Iterable[int]) -> int:
-        longest = max(lengths)
-        return longest + -longest % self.pad_to_multiple_of
-
-    def _packed(self, rows: Sequence[Pack]) -> dict[str, Tensor]:
-        width = self._width(len(row.input_ids) for row in rows)
-        pads = [width - len(row.input_ids) for row in rows]
-        return {
-            "input_ids": torch.tensor([row.input_ids + [self.pad_token_id] * pad for row, pad in zip(rows, pads)]),
-            "labels": torch.tensor([row.labels + [IGNORE_INDEX] * pad for row, pad in zip(rows, pads)]),
-            "position_ids": torch.tensor([[*row.position_ids, *range(pad)] for row, pad in zip(rows, pads)]),
-        }
 
 
 def _end_ids(tokenizer: Any, declared: Sequence[str]) -> dict[str, int]:

@@ -46,7 +46,7 @@ MOST = 64  # programs kept in a room: weights that move (FSDP) make new ones all
 ROOMS = 2  # rooms kept on a device
 NOTHING = (-1, -1, -1)  # told yet
 LOOKS = 1000  # of the host at what it is told, before it looks less often
-SLOTS, CHUNK = 15, 8  # of the table in `triton_kernels`: how many, and the one that its kernels write
+SLOTS, CHUNK = 15, 8  # of the table in `triton_table`: how many, and the one that its kernels write
 PAD = 128  # rows of a program are a multiple of this: few programs, little padding
 
 

@@ -34,16 +34,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deftune.kernels.head import Head, Slices
-from deftune.kernels.triton_kernels import (
+from deftune.kernels.triton_gradients import (
     add_products_kernel,
     column_sums_kernel,
-    exponentials_kernel,
     finish_rows_kernel,
     finish_told_kernel,
-    likeliest_kernel,
-    reduce_tiles_kernel,
     scale_kernel,
     subtract_targets_kernel,
+)
+from deftune.kernels.triton_statistics import (
+    exponentials_kernel,
+    likeliest_kernel,
+    reduce_tiles_kernel,
     survey_kernel,
     survey_told_kernel,
     take_rows_kernel,

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deftune.data.encoding import Collator, Encoded
+from deftune.data.encoding import Encoded
+from deftune.data.packing import Collator
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.stats import TopK, columns_of

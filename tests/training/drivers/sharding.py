@@ -7,7 +7,7 @@ deftune refuses that. `allow_on_cpu` tells both otherwise, so that the sharded p
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-from deftune.training import train
+from deftune.training import preparation
 
 
 def allow_on_cpu() -> None:
@@ -23,4 +23,4 @@ def allow_on_cpu() -> None:
             self.fsdp_plugin = plugin
 
     AcceleratorState.__init__ = shard_anywhere
-    train.can_shard = lambda: True
+    preparation.can_shard = lambda: True
