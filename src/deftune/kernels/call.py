@@ -205,21 +205,20 @@ class Survey:
         self.hidden, self.targets, self.vocab_size = hidden, targets, vocab_size
         self.stream = torch.cuda.current_stream(targets.device) if targets.is_cuda else None
         self.earlier = None if self.stream is None else latest_note(self.stream)
+        self.flag = None if self.earlier is None else self.earlier.flag
         self.done = self.asked = None
 
     def ask(self, room: Room) -> Asked:
         """A program of this room is to look."""
-        flag = None if self.earlier is None else self.earlier.flag
-        self.asked = room.ask(settled(self.hidden), settled(self.targets.long()), flag)
+        self.asked = room.ask(settled(self.hidden), settled(self.targets.long()), self.flag)
         return self.asked
 
     def begin(self) -> Supervised:
         """Start looking."""
         from deftune.kernels.triton_rows import survey
 
-        flag = None if self.earlier is None else self.earlier.flag
         try:
-            *found, self.told = survey(self.targets.contiguous(), self.vocab_size, IGNORE_INDEX, flag)
+            *found, self.told = survey(self.targets.contiguous(), self.vocab_size, IGNORE_INDEX, self.flag)
         finally:  # whatever happened: what was launched has to be waited for, what comes after this has not
             self.done = self.stream.record_event() if self.stream is not None else None
         self.all = Supervised(self.hidden, *found, known=False)

@@ -57,10 +57,9 @@ def linear_loss(
     by the upstream in the backward. ``reduction="none"`` recomputes them there, for any upstream vector. ``backend`` is
     ``auto``, ``triton`` or ``torch``; `deftune doctor` prints what auto takes. ``chunk_rows`` bounds the tokens
     worked on at a time (default: a quarter of them, from 1,024 to 4,096; more are faster, fewer take less memory;
-    graphs round it up to 128). A small head's
-    chunks run as CUDA graphs, which keep a chunk's memory from call to call; ``graphs=False`` keeps nothing. Under
-    autocast hidden and weight take its dtype, as in a linear layer; the head's gradient is accumulated in float32 in
-    any case. ``sparse`` is the opt-in approximation of `Sparse`.
+    graphs round it up to 128). A small head's chunks run as CUDA graphs, which keep a chunk's memory from call to call;
+    ``graphs=False`` keeps nothing. Under autocast hidden and weight take its dtype, as in a linear layer; the head's
+    gradient is accumulated in float32 in any case. ``sparse`` is the opt-in approximation of `Sparse`.
 
     >>> hidden, weight = torch.eye(2, requires_grad=True), torch.tensor([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     >>> loss = linear_loss(hidden, weight, torch.tensor([0, 2]), "linear")
