@@ -1,5 +1,6 @@
 """A run that was stopped anywhere and resumed is, bit for bit, the run that was not."""
 
+import io
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from deftune.training import checkpoints
 from deftune.training.config import ConfigError
-from deftune.training.runs import Run
+from deftune.training.runs import Run, summary
 from deftune.training.train import Outcome, train_run
 
 STEPS = 40
@@ -20,9 +21,9 @@ CLOCK = ("step_seconds", "tokens_per_second", "memory_gib", "eval_runtime", "eva
          "eval_steps_per_second")  # fmt: skip
 
 
-def train(config) -> Outcome:
+def train(config, console: Console | None = None) -> Outcome:
     with open(os.devnull, "w") as nowhere:
-        return train_run(config, Console(file=nowhere))
+        return train_run(config, console or Console(file=nowhere))
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -124,7 +125,7 @@ VARIANTS = {
     "packing": {"data.packing": True},
     "workers": {"train.workers": 2},
     "checkpointing": {"train.gradient_checkpointing": True, **LORA},
-    "holdout": {"data.holdout": 0.2, "train.eval_steps": 2},
+    "holdout": {"data.holdout": 0.2, "train.eval_steps": 2, "train.best": "eval_nll"},
 }
 
 
@@ -151,6 +152,7 @@ def test_resumed_in_every_way_of_training(tmp_path, make_config, variant):
 WORSE = {
     "train.max_steps": 8, "train.learning_rate": 0.3, "train.schedule": "constant", "train.warmup_ratio": 0.0,
     "data.holdout": 0.2, "train.eval_steps": 2, "train.keep": 1,
+    "train.best": "eval_nll",
 }  # fmt: skip
 
 
@@ -175,6 +177,35 @@ def test_the_best_one_is_kept_and_becomes_the_result(worsened):
         weights(worsened)["model.safetensors"]
         == (worsened / "checkpoints" / f"checkpoint-{best}" / "model.safetensors").read_bytes()
     )
+
+
+@pytest.mark.parametrize("best", ["none", "eval_loss"])
+def test_the_run_says_which_step_it_kept(tmp_path, make_config, best):
+    """The last one unless asked otherwise, in what it prints, in `status.json`, in `deftune runs` and on the card."""
+    printed = Console(file=io.StringIO(), width=1000)
+    outcome = train(make_config(tmp_path / "run", {**WORSE, "train.best": best}), printed)
+    kept = best_step(outcome.run.folder) if best == "eval_loss" else 8
+    assert (kept < 8) == (best == "eval_loss")
+    words = f"holds the weights of step {kept}" + (": best eval_loss" if best == "eval_loss" else ", the last")
+    assert words in printed.file.getvalue()
+    assert (outcome.run.status()["kept"], outcome.run.status()["by"], outcome.run.status()["step"]) == (kept, best, 8)
+    assert summary(outcome.run)["kept"] == kept
+    assert words in (outcome.run.model / "README.md").read_text()
+    evaluated = [r for r in outcome.run.read_metrics() if r["kind"] == "eval"]
+    result = next(r for r in evaluated if r.get("final"))
+    assert result["eval_loss"] == next(r["eval_loss"] for r in evaluated if r["step"] == kept)
+
+
+def test_evaluations_leave_the_checkpoints_to_the_config(tmp_path, make_config):
+    """`save_steps` and `keep` are as given with `eval_steps` beside them; the best one stays besides."""
+    settings = {**WORSE, "train.max_steps": 9, "train.save_steps": 1, "train.keep": 1, "train.eval_steps": 4}
+    outcome = train(make_config(tmp_path / "last", {**settings, "train.best": "none"}))
+    assert [folder.name for folder in checkpoints.checkpoints(outcome.run.checkpoints)] == ["checkpoint-9"]
+    outcome = train(make_config(tmp_path / "best", {**settings, "train.save_steps": 3}))
+    best = outcome.run.status()["kept"]
+    assert best in (4, 8), "the test is worth nothing unless the last step is not the best"
+    found = [folder.name for folder in checkpoints.checkpoints(outcome.run.checkpoints)]
+    assert found == [f"checkpoint-{best}", "checkpoint-9"]
 
 
 def test_the_best_one_is_found_where_the_run_is_now(tmp_path, make_config, worsened):
@@ -203,7 +234,7 @@ def test_a_damaged_best_one_is_an_error(tmp_path, make_config, worsened):
 
 
 def test_checkpoints_at_given_steps_stay(make_config, tmp_path):
-    """Beside the newest one; a step that never comes is an error before the model is loaded."""
+    """Beside the newest one. A step that never comes is an error before the model is loaded."""
     settings = {"train.max_steps": 7, "train.save_steps": 2, "train.keep": 1, "train.save_at": [1, 4]}
     outcome = train(make_config(tmp_path / "run", settings))
     assert [folder.name for folder in checkpoints.checkpoints(outcome.run.checkpoints)] == [

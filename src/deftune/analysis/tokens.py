@@ -30,7 +30,6 @@ from deftune.objectives import objective as parse_objective
 from deftune.training.head import attach_objective, base_of
 from deftune.training.preparation import make_encoder
 from deftune.training.results import parse_result
-from deftune.training.trainer import special_token_ids
 
 DEFAULT = ("nll", "linear", "cayley", "deft", "eaft")
 """The objectives of a table where nothing is asked for: the paper's."""
@@ -186,7 +185,7 @@ def token_batches(
     chosen = parse_objectives(objectives)
     attach_objective(base_of(model))
     model.eval()
-    measurement = Measurement(chosen, Context(special_ids=special_token_ids(tokenizer)))
+    measurement = Measurement(chosen, Context(special_ids=tuple(sorted(encoder.end_ids.values()))))
     maker = TableMaker(tokenizer, encoder, chosen)
     for window in windows(examples, WINDOW_BATCHES * batch_tokens):
         places, rows = [place for place, _ in window], [example for _, example in window]

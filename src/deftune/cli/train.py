@@ -85,7 +85,12 @@ def run_train(args: argparse.Namespace) -> int:
     if args.dry_run:
         dry_run(config, print)
         return 0
-    outcome = train_run(config)
+    score_tasks = None
+    if config.data.tasks:
+        from deftune.evaluation.in_training import task_scorer
+
+        score_tasks = task_scorer(config)
+    outcome = train_run(config, score_tasks=score_tasks)
     leave_ranks()
     return 0 if outcome.state == "finished" else 143
 

@@ -230,8 +230,8 @@ class Context:
     def need_special_ids(self, asker: object) -> tuple[int, ...]:
         if not self.special_ids:
             raise ValueError(
-                f"`{asker}` needs the ids of the end and format tokens: "
-                f"pass context=Context(special_ids=(tokenizer.eos_token_id, ...))"
+                f"`{asker}` needs the ids of the end and format tokens: pass "
+                f"context=Context(special_ids=(tokenizer.eos_token_id, ...)); in a run's config, set data.end_tokens"
             )
         return self.special_ids
 

@@ -193,9 +193,9 @@ def remove(folder: Path) -> None:
 
 
 def rotate(root: Path, keep: int | None, best: int | None, newest: int, pinned: Collection[int] = ()) -> None:
-    """Remove the oldest checkpoints beyond ``keep``; the best one stays, and so does the ``newest``, just written.
+    """Remove the oldest checkpoints beyond the ``keep`` newest, of which ``newest`` was just written.
 
-    Those of the ``pinned`` steps stay too, and are not counted.
+    The ``best`` one and those of the ``pinned`` steps stay too, and are not counted.
 
     What bears a later step was passed over when the run was resumed, and goes first.
     """
@@ -205,8 +205,6 @@ def rotate(root: Path, keep: int | None, best: int | None, newest: int, pinned: 
     late = [folder for folder in found if (step_of(folder) or 0) > newest]
     staying = {best, *pinned}
     spare = [folder for folder in found if folder not in late and step_of(folder) not in staying]
-    counted = best is not None and best not in pinned and (root / f"{PREFIX}{best}").is_dir()
-    room = max(keep - (1 if counted else 0), 1)
-    for folder in [*late, *spare[: max(0, len(spare) - room)]]:
+    for folder in [*late, *spare[: max(0, len(spare) - keep)]]:
         with contextlib.suppress(OSError):  # tried again after the next one is written
             remove(folder)

@@ -64,18 +64,32 @@ class Source(Section):
         return self
 
 
+class TaskSource(Section):
+    """A task whose questions the model answers, greedily, at every evaluation of the run."""
+
+    name: str = Field(description="a task of `deftune eval list`, such as gsm8k")
+    path: str | None = Field(None, description="the folder of the task's data (default: as for `deftune eval`)")
+    limit: Positive | None = Field(None, description="ask the first questions only")
+    max_new_tokens: Positive | None = Field(None, description="longest answer (default: the task's)")
+
+
 class Data(Section):
     """What it is tuned on."""
 
     train: list[Source] = Field(min_length=1)
     eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
     holdout: float = Field(0.0, ge=0, lt=1, description="share of the training rows kept for evaluation instead")
+    tasks: list[TaskSource] = Field(default_factory=list, description="tasks to score at every evaluation, e.g. gsm8k")
     total: Positive | None = Field(None, description="rows of a mixture (default: as many as the weights allow)")
     template: str | None = Field(
         None, description="a chat template: the tokenizer's own, chatml, plain, or a .jinja file"
     )
     template_options: dict[str, bool | str] = Field(default_factory=dict, description="e.g. enable_thinking: false")
-    end_tokens: list[str] = Field(default_factory=list, description="tokens that end a turn, beyond the known ones")
+    end_tokens: list[str] = Field(
+        default_factory=list,
+        description="tokens that end an answer, beside the EOS token and those of the template: for the mask, for "
+        "eos(...) and for the record eos_p",
+    )
     bos: bool | None = Field(None, description="begin with the BOS token (default: as the tokenizer does)")
     mask: Literal["assistant", "completion", "all"] = Field(
         "assistant", description="supervise every assistant turn, the last one only, or all tokens"
@@ -103,12 +117,20 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
     gradient_checkpointing: bool = False
     compile: bool = False
+    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
+        "auto", description="torch's attention kernels: auto is all but cuDNN's, which can give NaN gradients"
+    )
     fsdp: bool = Field(False, description="FSDP2 over the ranks of torchrun, instead of DDP")
     workers: Annotated[int, Field(ge=0)] = 0
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
-    keep: Positive = Field(2, description="checkpoints kept, the best one among them")
+    keep: Positive = Field(2, description="newest checkpoints kept; the best one and those of save_at stay besides")
     save_at: list[Positive] = Field(default_factory=list, description="steps with a checkpoint that is always kept")
     eval_steps: Positive | None = Field(None, description="optimizer steps between evaluations (default: at the end)")
+    best: str = Field(
+        "none",
+        description="which step's weights the run ends with: none (the last step's), eval_loss (the objective on the "
+        "held-out rows), eval_nll, or a task of data.tasks by its score",
+    )
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default_factory=list)
     push_to_hub: str | None = Field(None, description="a hub id to upload the result to")
 
@@ -142,6 +164,20 @@ class RunConfig(Section):
             raise ValueError("data: give `eval` or `holdout`, not both")
         if self.train.eval_steps and not (self.data.eval or self.data.holdout):
             raise ValueError("train.eval_steps: there is nothing to evaluate on; give data.eval or data.holdout")
+        names = [task.name for task in self.data.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data.tasks: {max(names, key=names.count)} is given twice")
+        if names and self.train.eval_steps is None:
+            raise ValueError("data.tasks: say how often to ask them with train.eval_steps")
+        if self.train.best not in ("none", "eval_loss", "eval_nll", *names):
+            known = ", ".join(["none", "eval_loss", "eval_nll", *names])
+            raise ValueError(
+                f"train.best: {self.train.best!r} is not measured; one of {known}, or add it to data.tasks"
+            )
+        if self.train.best != "none" and self.train.eval_steps is None:
+            raise ValueError(f"train.best: {self.train.best} is measured at evaluations; give train.eval_steps")
+        if self.train.fsdp and names:
+            raise ValueError("data.tasks: cannot be asked of a model that train.fsdp shards; drop one")
         if self.train.fsdp and self.model.lora is not None and self.train.compile:
             raise ValueError("train: fsdp, compile and lora together are not supported; drop one")
         return self

@@ -143,6 +143,11 @@ def facts(prepared: Prepared) -> list[str]:
         f"{train.batch_size} {unit}/step = {ranks} rank{'s' * (ranks > 1)} x {micro} x "
         f"{train.batch_size // (micro * ranks)}; {len(prepared.sequences):,} {unit}; {prepared.steps:,} steps",
     ]
+    if train.max_steps is not None and train.max_steps > prepared.steps:
+        lines.append(
+            f"train.max_steps {train.max_steps:,} is more than train.epochs {train.epochs:g} allows: the run has "
+            f"{prepared.steps:,} steps; raise train.epochs for more"
+        )
     if len(prepared.sequences) < train.batch_size:
         lines.append(
             f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"

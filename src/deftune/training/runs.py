@@ -210,6 +210,7 @@ def summary(run: Run) -> dict[str, Any]:
         "run": str(run.folder),
         "state": state,
         "step": last.get("step", 0),
+        "kept": run.status().get("kept"),
         "objective": objective,
         "model": model,
         "loss": last.get("loss"),
