@@ -157,17 +157,20 @@ def lora_config(config: RunConfig) -> Any:
     )  # fmt: skip
 
 
-def make_trainer(prepared: Prepared, run: Run, callbacks: list[Any], score_tasks: ScoreTasks | None = None) -> Any:
-    """The model, and a trainer for it."""
+def make_trainer(
+    prepared: Prepared, run: Run, callbacks: list[Any], score_tasks: ScoreTasks | None = None, model: Any = None
+) -> Any:
+    """A trainer for the run's model, which is loaded unless ``model`` is given."""
     from transformers import PrinterCallback
 
     from deftune.training.trainer import DeftSFTTrainer
 
     config = prepared.config
     arguments = make_arguments(prepared, run)  # before the model: it starts torch.distributed
-    model = load_model(
-        prepared.source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
+    if model is None:
+        model = load_model(
+            prepared.source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
     evaluated = prepared.eval.examples if prepared.eval else []
     total = len(prepared.sequences)
     # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
