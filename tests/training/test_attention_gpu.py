@@ -67,7 +67,7 @@ def test_qwen_trains_through_the_steps_where_cudnn_gave_nan(tmp_path, length):
                     "attention": attention,
                     "seed": 0,
                 },
-            }  # fmt: skip
+            }
         )
 
     try:
