@@ -55,7 +55,7 @@ def test_qwen_trains_through_the_steps_where_cudnn_gave_nan(tmp_path, length):
         return RunConfig.model_validate(
             {
                 "run": str(tmp_path / attention),
-                "objective": "nll",
+                "objective": "deft | eos(nll)",  # its end tokens come from the GGUF file's tokenizer and template
                 "model": {"name": QWEN},
                 "data": {"train": [{"path": str(Path(DATA) / "gsm8k/train.jsonl.gz")}], "max_length": length},
                 "train": {
@@ -75,4 +75,7 @@ def test_qwen_trains_through_the_steps_where_cudnn_gave_nan(tmp_path, length):
     except ValueError as error:  # as long as cuDNN has the fault, the error must name it
         assert "ScaledDotProductCudnnAttentionBackward" in str(error)
         assert "cudnn not finite" in str(error) and "set train.attention=auto" in str(error)
-    assert train_run(config("auto")).state == "finished"
+    outcome = train_run(config("auto"))
+    assert outcome.state == "finished"
+    records = [record for record in outcome.run.read_metrics() if record["kind"] == "train"]
+    assert len(records) == 24 and all(0 < record["eos_p"] <= 1 for record in records)

@@ -29,6 +29,9 @@ def test_the_defaults_are_the_papers():
     assert (train.learning_rate, train.epochs) == (5e-5, 1)
 
 
+EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
+
+
 @pytest.mark.parametrize(
     ("base", "overrides", "text"),
     [
@@ -42,6 +45,24 @@ def test_the_defaults_are_the_papers():
         (BASE, ["train.batch_size=6"], "train: batch_size 6 is no multiple of micro_batch_size 4"),
         (BASE, ["train.betas=[0.9, 1.0]"], "betas: 1.0 is not in [0, 1)"),
         (BASE, ["train.eval_steps=5"], "train.eval_steps: there is nothing to evaluate on"),
+        (BASE, ["train.best=eval_nll"], "train.best: eval_nll is measured at evaluations; give train.eval_steps"),
+        (
+            BASE,
+            [*EVALUATED, "train.best=loss"],
+            "'loss' is not measured; one of none, eval_loss, eval_nll",
+        ),
+        (
+            BASE,
+            [*EVALUATED, "train.best=gsm8k"],
+            "eval_nll, or add it to data.tasks",
+        ),
+        (BASE, ["data.tasks=[{name: gsm8k}]"], "data.tasks: say how often to ask them with train.eval_steps"),
+        (BASE, [*EVALUATED, "data.tasks=[{name: a}, {name: a}]"], "data.tasks: a is given twice"),
+        (
+            BASE,
+            ["train.attention=fast"],
+            "train.attention: Input should be 'auto', 'flash'",
+        ),
         (BASE, ["data.mask=answers"], "data.mask: Input should be 'assistant', 'completion' or 'all'"),
         (BASE, ["model.lora={target_modules: [q_proj, lm_head]}"], "an adapter on lm_head would be left out"),
         (BASE, ["data.train.0.generate=gsm_symbolic"], "give one of `path` and `generate`"),
