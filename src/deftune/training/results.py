@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from threading import Thread
@@ -12,7 +13,7 @@ import torch
 
 from deftune.data.templates import set_template
 from deftune.training.checkpoints import PREFIX, CheckpointError, checkpoints, sealed_folder, step_of, verify
-from deftune.training.models import load_model, load_tokenizer, resolve_model
+from deftune.training.models import cannot_load, check_loaded, load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run
 
 
@@ -23,11 +24,33 @@ def load_result(name: str, notice: Callable[[str], None] = lambda _: None) -> tu
     """
     source, tokenizer, options, adapter = locate(name, notice)
     model = load_model(source, **options)
-    if adapter is None:
-        return model, tokenizer
-    from peft import PeftModel
+    return (model if adapter is None else load_adapter(model, adapter)), tokenizer
 
-    return PeftModel.from_pretrained(model, str(adapter)), tokenizer
+
+def load_adapter(model: Any, folder: Path) -> Any:
+    """``model`` with the LoRA adapter of a folder, all of whose weights are from its file.
+
+    Raises:
+        ValueError: the adapter cannot be read, or does not fit the model.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    path = folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{folder}: has no {path.name}; an adapter is read from safetensors only")
+    try:
+        with safe_open(path, "pt") as file:
+            found = set(file.keys())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below, with their names
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except Exception as error:  # the adapter comes from anywhere, and peft says many things about one that is wrong
+        raise cannot_load(str(folder), error) from error
+    # save_embedding_layers: otherwise peft looks the base model up on the hub
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    check_loaded(str(folder), "adapter_config.json", missing=wanted - found, unexpected=found - wanted)
+    return adapted
 
 
 def locate(name: str, notice: Callable[[str], None]) -> tuple[str, Any, dict[str, Any], Path | None]:
