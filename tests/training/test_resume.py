@@ -21,9 +21,9 @@ CLOCK = ("step_seconds", "tokens_per_second", "memory_gib", "eval_runtime", "eva
          "eval_steps_per_second")  # fmt: skip
 
 
-def train(config, console: Console | None = None) -> Outcome:
+def train(config, console: Console | None = None, **options) -> Outcome:
     with open(os.devnull, "w") as nowhere:
-        return train_run(config, console or Console(file=nowhere))
+        return train_run(config, console or Console(file=nowhere), **options)
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -95,13 +95,21 @@ def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, make_config, refere
     checkpoints.verify(damaged.parent)  # written anew
 
 
-def test_from_the_start_when_no_checkpoint_verifies(tmp_path, make_config, reference):
+def test_from_the_start_when_no_checkpoint_verifies_and_it_is_asked_for(tmp_path, make_config, reference):
     copy = rewound(reference, 3, tmp_path / "copy")
     (copy / "checkpoints" / "checkpoint-3" / "optimizer.pt").unlink()
     (copy / "checkpoints" / ".saving-4").mkdir()
-    train(make_config(copy, LONG))
+    before = (copy / "metrics.jsonl").read_bytes()
+    with pytest.raises(checkpoints.CheckpointError, match=r"none of its checkpoints \(1\) is as it was written"):
+        train(make_config(copy, LONG))
+    assert [path.name for path in (copy / "checkpoints").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    train(make_config(copy, LONG), restart=True)
     check_same(copy, reference)
     assert not list((copy / "checkpoints").glob(".saving-*"))
+    assert (copy / "checkpoints.old-1" / "checkpoint-3").is_dir()
+    with pytest.raises(ValueError, match="--restart: .* is finished; train anew in another folder"):
+        train(make_config(copy, LONG), restart=True)
 
 
 def test_two_fresh_runs_are_equal(tmp_path, make_config):

@@ -162,7 +162,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, lora_run, damage):
     path = run.model / "adapter_model.safetensors"
     save_file(ADAPTERS[damage](load_file(path)), path, metadata={"format": "pt"})
     seal(run.model)
-    with pytest.raises(ValueError, match="the weights do not fit adapter_config.json: ") as caught:
+    with pytest.raises(ValueError, match=r"the weights do not fit adapter_config\.json: ") as caught:
         load_result(str(run.folder))
     assert str(run.model) in str(caught.value)
 

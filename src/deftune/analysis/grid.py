@@ -35,6 +35,7 @@ Positive = Annotated[int, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0)]
 BASE = "base"
 CONFIG = "comparison.yaml"
+NAME = r"[\w-][\w.-]*"  # of a folder: not .., nor a hidden one
 
 
 class Evaluation(Section):
@@ -69,8 +70,8 @@ class Evaluation(Section):
     @field_validator("name")
     @classmethod
     def _name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[\w.-]+", value):
-            raise ValueError("letters, digits, _, . and - only")
+        if value is not None and not re.fullmatch(NAME, value):
+            raise ValueError("letters, digits, _, . and - only, and not a . first")
         return value
 
     @model_validator(mode="after")
@@ -155,8 +156,8 @@ class Comparison(Section):
     @classmethod
     def _names(cls, value: dict[str, Regime]) -> dict[str, Regime]:
         for name in value:
-            if not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(f"{name!r}: letters, digits, _, . and - only")
+            if not re.fullmatch(NAME, name):
+                raise ValueError(f"{name!r}: letters, digits, _, . and - only, and not a . first")
         return value
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ def measure_cell(cell: Cell, say: Say) -> dict[str, float]:
 
 def load_cell(cell: Cell, say: Say) -> tuple[Any, Any]:
     if cell.objective != BASE:
-        return load_result(str(cell.folder / "run"), say)
+        return load_result(str(cell.folder / "run"), say, trust_remote_code=cell.config.model.trust_remote_code)
     model = cell.config.model
     source = resolve_model(model.name, say)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -291,6 +291,8 @@ class Child:
         self.cell = cell
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--cell", cell.name]
+        if cell.config.model.trust_remote_code:  # whoever started the comparison has said so
+            command.append("--trust-remote-code")
         with (cell.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, FOLLOW_STDIN: "1"},

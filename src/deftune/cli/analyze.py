@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training
+from deftune.cli.train import add_trust, need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
 
@@ -35,6 +35,7 @@ def add_to(commands: Any) -> None:
     tokens.add_argument(
         "--skip-bad-rows", action="store_true", help="write unreadable rows to OUT.bad_rows.jsonl and go on"
     )
+    add_trust(tokens)
     tokens.set_defaults(run=run_tokens)
 
     conflicts = figure(
@@ -153,7 +154,7 @@ def run_tokens(args: argparse.Namespace) -> int:
     import torch
 
     with quiet():
-        model, tokenizer = load_result(args.model, notice)
+        model, tokenizer = load_result(args.model, notice, trust_remote_code=args.trust_remote_code)
         encoder = encoder_for(args.model, tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
         if torch.cuda.is_available():
             model = model.to("cuda")

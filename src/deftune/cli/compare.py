@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training, write_starter
+from deftune.cli.train import add_trust, is_recorded, need_training, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
 
@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="cells at a time, on the same device (default 1); their times then say little",
     )
+    add_trust(run)
     run.set_defaults(run=run_run)
 
     show = actions.add_parser("show", help="scores, differences, token statistics and cost of what is finished")
@@ -81,6 +82,7 @@ def run_run(args: argparse.Namespace) -> int:
     if args.jobs is not None and (args.cell or args.dry_run):
         raise ValueError(f"--jobs: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
     comparison = load_comparison(args.config, args.set)
+    check_trust(args, comparison)
     if args.dry_run:
         if args.cell:
             raise ValueError("--cell: a dry run lists all cells; leave it out")
@@ -97,6 +99,18 @@ def run_run(args: argparse.Namespace) -> int:
     if not outcome.stopped and outcome.finished:
         print(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
     return outcome.exit_code
+
+
+def check_trust(args: argparse.Namespace, comparison: Any) -> None:
+    """A comparison's folder may be somebody else's: that it runs the code of a model's repository must be typed."""
+    asking = [cell for cell in comparison.cells() if cell.config.model.trust_remote_code]
+    if args.trust_remote_code and not asking:
+        raise ValueError("--trust-remote-code: no cell asks for it; set model.trust_remote_code in the file")
+    if asking and not args.trust_remote_code and is_recorded(args.config):
+        raise ValueError(
+            f"{args.config}: the comparison asks to execute the code of {asking[0].config.model.name}; read that code, "
+            f"and pass --trust-remote-code if you trust it"
+        )
 
 
 def run_show(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.eval_engines import ENGINE_OPTIONS, check_engine, engine_of, load, make_sampler
-from deftune.cli.train import need_training
+from deftune.cli.train import add_trust, need_training
 
 VERBS = {
     "show": ("RESULT", "its table, and answers (--wrong: only those) or rows"),
@@ -23,9 +23,9 @@ VERBS = {
 _PROMPTED = {"suite", "task", "task_file", "data", "limit"}
 OPTIONS = {
     "sampled": _PROMPTED | {"out", "samples", "temperature", "top_p", "seed", "max_new_tokens", "rule", "template",
-                            "like", "batch_size", "workers", "engine", "engine_option", "endpoint", "json"},
+                            "like", "batch_size", "workers", "engine", "engine_option", "endpoint", "json", "trust_remote_code"},
     "heldout": {"suite", "data", "format", "split", "rows", "skip_bad_rows", "out", "template", "like", "batch_size",
-                "json"},
+                "json", "trust_remote_code"},
     "show": {"wrong", "rows", "task"},
     "compare": {"json"},
     "list": {"data"},
@@ -82,6 +82,7 @@ def add_to(commands: Any) -> None:
         help=f"of vllm: {', '.join(ENGINE_OPTIONS)}; repeatable",
     )
     how.add_argument("--endpoint", help="an OpenAI-compatible server, http://localhost:8000/v1; MODEL is its name")
+    add_trust(how)
     heldout = parser.add_argument_group("heldout")
     heldout.add_argument("--format", help="the dataset's format (default: told by its first row)")
     heldout.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
@@ -279,7 +280,7 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
     rows = read_data(settings, bad)
     result = Result(result_folder(args, model, "heldout"))
     result.check(settings)
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, trust_remote_code=args.trust_remote_code)
     result.open(settings)
     with quiet():
         encoder = Encoder(tokenizer, **settings.encoding)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli import analyze
-from deftune.cli.train import need_training
+from deftune.cli.train import add_trust, need_training
 
 # what shapes a token table: of no use, and so an error, beside a table that is made already
-TABLE_OPTIONS = ("rows", "format", "template", "mask", "max_length", "batch_tokens")
+TABLE_OPTIONS = ("rows", "format", "template", "mask", "max_length", "batch_tokens", "trust_remote_code")
 
 
 def add_to(commands: Any) -> None:
@@ -47,6 +47,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--max-length", type=int, help="default: the run's, or 2048")
     parser.add_argument("--batch-tokens", type=int, help="places of a batch, padding included (default: 8192)")
     parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read")
+    add_trust(parser)
     parser.set_defaults(run=run_inspect)
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training
+from deftune.cli.train import add_trust, need_training
 
 
 def add_to(commands: Any) -> None:
@@ -21,11 +21,13 @@ def add_to(commands: Any) -> None:
     chat.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     chat.add_argument("--max-new-tokens", type=int, default=512)
+    add_trust(chat)
     chat.set_defaults(run=run_chat)
 
     merge = commands.add_parser("merge", help="add a LoRA run's adapter into a plain model folder")
     merge.add_argument("folder", type=Path, metavar="RUN")
     merge.add_argument("--out", type=Path, help="default: RUN/merged")
+    add_trust(merge)
     merge.set_defaults(run=run_merge)
 
 
@@ -51,7 +53,7 @@ def run_chat(args: argparse.Namespace) -> int:
     from deftune.training.train import quiet
 
     with quiet():
-        model, tokenizer = load_result(args.run_or_model, notice)
+        model, tokenizer = load_result(args.run_or_model, notice, trust_remote_code=args.trust_remote_code)
     start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     interactive = sys.stdin.isatty()
@@ -89,5 +91,6 @@ def run_merge(args: argparse.Namespace) -> int:
     from deftune.training.train import quiet
 
     with quiet():
-        print(merge(Run(args.folder), args.out or args.folder / "merged", notice))
+        out = args.out or args.folder / "merged"
+        print(merge(Run(args.folder), out, notice, trust_remote_code=args.trust_remote_code))
     return 0

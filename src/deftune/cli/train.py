@@ -17,6 +17,10 @@ def add_to(commands: Any) -> None:
     train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
     train.add_argument("--dry-run", action="store_true", help="read the data, try one batch, print what a run would be")
     train.add_argument("--skip-bad-rows", action="store_true", help="write unreadable rows to bad_rows.jsonl and go on")
+    train.add_argument(
+        "--restart", action="store_true", help="train from the beginning; checkpoints are moved to checkpoints.old-1"
+    )
+    add_trust(train)
     train.set_defaults(run=run_train)
 
     init = commands.add_parser("init", help="write a config to start from")
@@ -54,7 +58,15 @@ def add_to(commands: Any) -> None:
     preview.add_argument("--mask", choices=["assistant", "completion", "all"], default="assistant")
     preview.add_argument("--max-length", type=int, default=2048)
     preview.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
+    add_trust(preview)
     preview.set_defaults(run=run_preview)
+
+
+def add_trust(parser: Any) -> None:
+    """The one way, beside a config of one's own, to let the code of a model's repository run."""
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code in the model's repository; read it before"
+    )
 
 
 def need_training() -> None:
@@ -76,13 +88,29 @@ def read_config(path: Path, overrides: list[str]) -> Any:
     return load_config(path, overrides)
 
 
+def is_recorded(path: Path) -> bool:
+    """Whether a config is what a run or a comparison recorded of itself, not a file that was written to start one."""
+    own = path.name in ("config.yaml", "comparison.yaml") and (path.parent / "environment.json").exists()
+    return path.is_dir() or own
+
+
 def run_train(args: argparse.Namespace) -> int:
     need_training()
     overrides = [*args.set, *(["data.skip_bad_rows=true"] if args.skip_bad_rows else [])]
+    overrides += ["model.trust_remote_code=true"] if args.trust_remote_code else []
     config = read_config(args.config, overrides)
+    if config.model.trust_remote_code and is_recorded(args.config):
+        # a run's folder may be somebody else's; what is typed is not
+        if not any(text.partition("=")[0].strip() == "model.trust_remote_code" for text in overrides):
+            raise ValueError(
+                f"{args.config}: the run asks to execute the code of {config.model.name}; read that code, and pass "
+                f"--trust-remote-code if you trust it"
+            )
     from deftune.training.train import dry_run, leave_ranks, train_run
 
     if args.dry_run:
+        if args.restart:
+            raise ValueError("--restart: a dry run begins nothing; leave it out")
         dry_run(config, print)
         return 0
     score_tasks = None
@@ -90,7 +118,7 @@ def run_train(args: argparse.Namespace) -> int:
         from deftune.evaluation.in_training import task_scorer
 
         score_tasks = task_scorer(config)
-    outcome = train_run(config, score_tasks=score_tasks)
+    outcome = train_run(config, score_tasks=score_tasks, restart=args.restart)
     leave_ranks()
     return 0 if outcome.state == "finished" else 143
 
@@ -190,7 +218,7 @@ def run_preview(args: argparse.Namespace) -> int:
     else:
         rows = read_source(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
     with quiet():
-        tokenizer = load_tokenizer(resolve_model(args.model, notice))
+        tokenizer = load_tokenizer(resolve_model(args.model, notice), trust_remote_code=args.trust_remote_code)
         encoder = Encoder(tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
         encoded = encode_rows(rows, encoder)
     render_preview(encoded, tokenizer, Console(), num_examples=args.rows)

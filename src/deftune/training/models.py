@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deftune.training.checkpoints import CheckpointError, sealed_folder, sha256, verify
+from deftune.training.checkpoints import CheckpointError, UnreadableError, sealed_folder, sha256, verify
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ def _is_whole(folder: Path, notice: Callable[[str], None]) -> bool:
     try:
         verify(folder)
         return True
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         notice(f"making a damaged copy anew: {error}")
         return False
@@ -278,6 +280,11 @@ download or convert the model again, or correct config.json
 
 def cannot_load(what: str, error: Exception) -> ValueError:
     """One line for whatever a library says about a file: these files come from anywhere."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"model: cannot load {what}: it needs the code of its repository, which is not run; read that code, and "
+            f"pass --trust-remote-code (in a config: model.trust_remote_code: true) if you trust it"
+        )
     usual = isinstance(error, (OSError, ValueError, RuntimeError)) or type(error).__module__ == "safetensors_rust"
     kind = "" if usual else f"{type(error).__name__}: "
     return ValueError(f"model: cannot load {what}: {kind}{first_line(error)}")

@@ -17,12 +17,16 @@ from deftune.training.models import cannot_load, check_loaded, load_model, load_
 from deftune.training.runs import Run
 
 
-def load_result(name: str, notice: Callable[[str], None] = lambda _: None) -> tuple[Any, Any]:
+def load_result(
+    name: str, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
     """(model, tokenizer) of a run's folder, or of anything `deftune train` takes as a model.
 
-    ``RUN:200`` is the run's checkpoint of step 200, ``RUN:0`` the model that it began with.
+    ``RUN:200`` is the run's checkpoint of step 200, ``RUN:0`` the model that it began with. Code of a model's
+    repository runs only with ``trust_remote_code``, whatever the run's own config says: the folder may be somebody
+    else's.
     """
-    source, tokenizer, options, adapter = locate(name, notice)
+    source, tokenizer, options, adapter = locate(name, notice, trust_remote_code=trust_remote_code)
     model = load_model(source, **options)
     return (model if adapter is None else load_adapter(model, adapter)), tokenizer
 
@@ -53,37 +57,46 @@ def load_adapter(model: Any, folder: Path) -> Any:
     return adapted
 
 
-def locate(name: str, notice: Callable[[str], None]) -> tuple[str, Any, dict[str, Any], Path | None]:
+def locate(
+    name: str, notice: Callable[[str], None], *, trust_remote_code: bool = False
+) -> tuple[str, Any, dict[str, Any], Path | None]:
     """(what from_pretrained takes, the tokenizer, from_pretrained's options, the folder of a LoRA adapter or None)."""
     run, step = parse_result(name)
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if run is None:
         source = resolve_model(name, notice)
-        return source, load_tokenizer(source), {}, None
+        return source, load_tokenizer(source, **trust), trust, None
     config = run.read_config()
-    options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
+    if config.model.trust_remote_code and not trust_remote_code:
+        notice(
+            f"{name}: the run was trained with the code of {config.model.name}, which is not run; read that code, and "
+            f"pass --trust-remote-code if you trust it"
+        )
+    options: dict[str, Any] = {"revision": config.model.revision, **trust}
     if step == 0:
         source = resolve_model(config.model.name, notice)
         tokenizer = load_tokenizer(source, **options)
         set_template(tokenizer, config.data.template)
         return source, tokenizer, options, None
     folder = result_folder(run) if step is None else checkpoint_folder(run, step)
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load_tokenizer(str(folder), **trust)
     if not is_adapter(folder):
-        return str(folder), tokenizer, {}, None
+        return str(folder), tokenizer, trust, None
     return resolve_model(config.model.name, notice), tokenizer, options, folder
 
 
 def plain_model(
-    name: str, place: Path, notice: Callable[[str], None] = lambda _: None
+    name: str, place: Path, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
 ) -> tuple[str, Any, dict[str, Any]]:
     """(what from_pretrained takes, the tokenizer, its options), without an adapter: one is merged, into ``place``."""
-    source, tokenizer, options, adapter = locate(name, notice)
+    source, tokenizer, options, adapter = locate(name, notice, trust_remote_code=trust_remote_code)
     if adapter is None:
         return source, tokenizer, options
     notice(f"adding the adapter of {name} into its model's weights, in {place}")
-    load_result(name)[0].merge_and_unload(safe_merge=True).save_pretrained(place)
+    merged = load_adapter(load_model(source, **options), adapter).merge_and_unload(safe_merge=True)
+    merged.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    return str(place), tokenizer, {"trust_remote_code": options["trust_remote_code"]}
+    return str(place), tokenizer, {"trust_remote_code": trust_remote_code}
 
 
 def parse_result(name: str) -> tuple[Run | None, int | None]:
@@ -134,14 +147,16 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
-def merge(run: Run, out: Path, notice: Callable[[str], None] = lambda _: None) -> Path:
+def merge(
+    run: Run, out: Path, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
+) -> Path:
     """The adapter of a LoRA run added into its base model's weights, as a plain model folder."""
     folder = result_folder(run)
     if not is_adapter(folder):
         raise ValueError(f"{run.folder}: was not trained with LoRA; {folder} is a plain model already")
     if out.exists():
         raise ValueError(f"{out}: exists; name another folder")
-    model, tokenizer = load_result(str(run.folder), notice)
+    model, tokenizer = load_result(str(run.folder), notice, trust_remote_code=trust_remote_code)
     merged = model.merge_and_unload(safe_merge=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     with sealed_folder(out.parent / f".{out.name}-{os.getpid()}", out, run=str(run.folder)) as place:

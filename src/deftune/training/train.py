@@ -287,8 +287,9 @@ def quiet() -> Generator[None]:
 
 
 def train_run(
-    config: RunConfig, console: Console | None = None, *, title: str = "train", score_tasks: ScoreTasks | None = None
-) -> Outcome:
+    config: RunConfig, console: Console | None = None, *, title: str = "train", score_tasks: ScoreTasks | None = None,
+    restart: bool = False,
+) -> Outcome:  # fmt: skip
     """Train a run to its end, from the newest checkpoint that verifies if there is one.
 
     Every rank of a distributed launch calls it. Returns early, with a checkpoint, on SIGTERM.
@@ -299,6 +300,7 @@ def train_run(
         title: the name in front of the progress bar.
         score_tasks: ``score_tasks(model, tokenizer)`` is {task: score} for the tasks of ``data.tasks``;
             `deftune.evaluation.in_training.task_scorer` makes one.
+        restart: begin at step 0 whatever is there; the checkpoints are renamed, not removed.
     """
     if config.data.tasks and score_tasks is None:
         raise ValueError("data.tasks: pass score_tasks=deftune.evaluation.in_training.task_scorer(config)")
@@ -309,6 +311,8 @@ def train_run(
     with quiet():
         run = find_run(config) if is_main() else Run(Path(config.run))
         if run.status()["state"] == "finished" and (run.model / checkpoints.MANIFEST).is_file():
+            if restart:
+                raise ValueError(f"--restart: {run.folder} is finished; train anew in another folder, --set run=...")
             say(f"{run.folder}: already finished; its model is in {run.model}")
             return Outcome("finished", run.status()["step"], run)
         with ExitStack() as held:
@@ -320,19 +324,21 @@ def train_run(
                 held.enter_context(locked(run))
                 open_run(config)
             with tracking(config.train.report_to):
-                return _train(prepared, run, console, say, title, score_tasks)
+                return _train(prepared, run, console, say, title, score_tasks, restart)
 
 
 def _train(
     prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str,
-    score_tasks: ScoreTasks | None,
+    score_tasks: ScoreTasks | None, restart: bool,
 ) -> Outcome:  # fmt: skip
     config = prepared.config
     for line in facts(prepared):
         say(line)
     if is_main():
         record_data(prepared, run)
-    resumed = checkpoints.latest(run.checkpoints, say)
+    resumed = None if restart else checkpoints.latest(run.checkpoints, say)
+    if restart and is_main() and (aside := checkpoints.set_aside(run.checkpoints)):
+        say(f"training from the beginning; the checkpoints are in {aside}")
     stop = StopSignal()
     trainer: Any = None
     display = StepDisplay(console, title)
