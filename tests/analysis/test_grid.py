@@ -105,11 +105,15 @@ def test_wrong_files_are_named(tmp_path, model, changes, text, capsys):
     assert not (tmp_path / "grid").exists()
 
 
-def test_a_regime_cannot_leave_the_folder(tmp_path, model):
+@pytest.mark.parametrize("name", ["../up", "..", ".", "", ".hidden", "a/../../b", "/tmp", "a\nb"])
+def test_a_regime_cannot_leave_the_folder(tmp_path, model, name):
     what = content(model, tmp_path / "grid")
-    what["regimes"] = {"../up": what["regimes"]["weak"]}
+    weak = what["regimes"]["weak"]
     with pytest.raises(ConfigError, match="letters, digits"):
-        load_comparison(write(tmp_path / "c.yaml", what))
+        load_comparison(write(tmp_path / "c.yaml", what | {"regimes": {name: weak}}))
+    named = {**weak, "evaluate": [{**weak["evaluate"][0], "name": name}]}
+    with pytest.raises(ConfigError, match="letters, digits"):
+        load_comparison(write(tmp_path / "c.yaml", what | {"regimes": {"weak": named}}))
 
 
 def test_too_few_items_to_choose_on_are_refused_before_anything_runs(tmp_path, model, capsys):

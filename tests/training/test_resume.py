@@ -108,7 +108,7 @@ def test_from_the_start_when_no_checkpoint_verifies_and_it_is_asked_for(tmp_path
     check_same(copy, reference)
     assert not list((copy / "checkpoints").glob(".saving-*"))
     assert (copy / "checkpoints.old-1" / "checkpoint-3").is_dir()
-    with pytest.raises(ValueError, match="--restart: .* is finished; train anew in another folder"):
+    with pytest.raises(ValueError, match=r"--restart: .* is finished; train anew in another folder"):
         train(make_config(copy, LONG), restart=True)
 
 

@@ -192,6 +192,29 @@ def test_a_lora_run_is_loaded(lora_run):
     assert tensors and all(torch.equal(state[name], value) for name, value in tensors.items())
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config: {'a': 1} is not what"),
+        ({"megatron_core": "evil"}, "megatron_core: 'evil' is not what"),
+        ({"auto_mapping": {"parent_library": "evil", "base_model_class": "A"}}, "auto_mapping: "),
+        ({"peft_type": "IA3"}, "peft_type: 'IA3' is not what"),
+        ({"use_dora": True}, "use_dora: True is not what"),
+        ({"something_new": "evil"}, "something_new: 'evil' is not what"),
+        ("[]", "is not a JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_an_adapter_config_of_another_kind_is_refused(tmp_path, lora_run, content, text):
+    run = Run(Path(shutil.copytree(lora_run.folder, tmp_path / "run")))
+    path = run.model / "adapter_config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content))
+    seal(run.model)
+    with pytest.raises(ValueError) as caught:
+        load_result(str(run.folder))
+    assert str(caught.value).startswith(f"{path}: ") and text in str(caught.value)
+
+
 def test_an_adapter_folder_is_no_model(lora_run):
     with pytest.raises(ValueError, match="is a LoRA adapter, not a model; pass its run's folder"):
         resolve_model(str(lora_run.model))

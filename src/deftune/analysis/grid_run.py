@@ -25,6 +25,7 @@ from deftune.analysis.grid import BASE, Cell, Comparison, Evaluation, open_compa
 from deftune.analysis.tokens import write_token_table
 from deftune.data.files import write_atomic
 from deftune.data.rows import BadRows
+from deftune.data.terminal import line_printer
 from deftune.evaluation.encodings import PROMPT_OPTIONS
 from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize
 from deftune.evaluation.generation import TransformersSampler
@@ -61,7 +62,7 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
                     return "stopped"
             stage = "measure"
             cell.set_state("running", stage=stage)
-            seconds = measure_cell(cell, lambda text: console.print(text, highlight=False, soft_wrap=True))
+            seconds = measure_cell(cell, line_printer(console))
         except KeyboardInterrupt:
             cell.set_state("stopped", stage=stage)
             raise
@@ -123,7 +124,7 @@ def load_cell(cell: Cell, say: Say) -> tuple[Any, Any]:
     if cell.objective != BASE:
         return load_result(str(cell.folder / "run"), say, trust_remote_code=cell.config.model.trust_remote_code)
     model = cell.config.model
-    source = resolve_model(model.name, say)
+    source = resolve_model(model.name, say, revision=model.revision)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     return load_model(source, **options), load_tokenizer(source, **options)
 

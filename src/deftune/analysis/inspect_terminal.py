@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, habits, reasons, summary
-from deftune.data.preview import visible
+from deftune.data.terminal import visible
 
 MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
 NEAR = 20  # tokens of context to either side, as far as there is room

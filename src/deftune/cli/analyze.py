@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from deftune.cli.output import notice, say
 from deftune.cli.train import add_trust, need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
@@ -105,10 +105,6 @@ def figure(actions: Any, name: str, about: str, metavar: str, kind: str, what: s
     return parser
 
 
-def notice(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def split_specs(text: str) -> list[str]:
     """The specs of a list: commas inside parentheses are a spec's own.
 
@@ -173,7 +169,7 @@ def run_tokens(args: argparse.Namespace) -> int:
         aside = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl")
         bad.write(aside)
         notice(f"{bad.summary()}; see {aside}")
-    print(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
+    say(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
     return 0
 
 
@@ -237,7 +233,7 @@ def print_lines(lines: list[dict[str, Any]]) -> None:
     cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in line.values()] for line in lines]
     widths = [max(map(len, column)) for column in zip(lines[0], *cells)]
     for row in [list(lines[0]), *cells]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def run_conflicts(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from deftune.cli.output import say
 from deftune.cli.train import add_trust, is_recorded, need_training, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
@@ -86,18 +87,18 @@ def run_run(args: argparse.Namespace) -> int:
     if args.dry_run:
         if args.cell:
             raise ValueError("--cell: a dry run lists all cells; leave it out")
-        dry_run_grid(comparison, print)
+        dry_run_grid(comparison, say)
         return 0
     if args.cell:
         follow_starter()
         open_comparison(comparison)
         return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
-    outcome = run_grid(comparison, run_in_children(args.jobs or 1), lambda text: print(text, flush=True))
+    outcome = run_grid(comparison, run_in_children(args.jobs or 1), say)
     if outcome.finished:
         summarize_comparison(comparison)
     print(f"{len(outcome.finished)} of {len(comparison.cells())} cells finished, {len(outcome.failed)} failed")
     if not outcome.stopped and outcome.finished:
-        print(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
+        say(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
     return outcome.exit_code
 
 
@@ -128,22 +129,22 @@ def run_show(args: argparse.Namespace) -> int:
     unfinished = {name: cell["state"] for name, cell in summary["cells"].items() if cell["state"] != "finished"}
     tables = score_tables(summary, beside=args.beside, rank_base=args.rank_base)
     if args.format != "markdown":
-        print(render(tables, args.format), end="")
+        say(render(tables, args.format).rstrip("\n"))
         return 0
     for table in tables:
-        print(render([table], "markdown"))
+        say(render([table], "markdown"))
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
             for view in evaluation["views"]:
                 if view["differences"]:
-                    print(f"{regime}, {evaluation['title']}, {view['name']}: paired by item")
-                    print(align(difference_lines(evaluation, view)), end="\n\n")
+                    say(f"{regime}, {evaluation['title']}, {view['name']}: paired by item")
+                    say(align(difference_lines(evaluation, view)) + "\n")
         if about["tokens"]:
-            print(f"{regime}: held-out tokens\n{align(token_lines(about['tokens']))}\n")
+            say(f"{regime}: held-out tokens\n{align(token_lines(about['tokens']))}\n")
         if about["cost"]:
-            print(f"{regime}: training, a cell on average\n{align(cost_lines(about['cost']))}\n")
+            say(f"{regime}: training, a cell on average\n{align(cost_lines(about['cost']))}\n")
     for name, state in unfinished.items():
-        print(f"{state}: {name}" + (f": {summary['cells'][name]['error']}" if state == "failed" else ""))
+        say(f"{state}: {name}" + (f": {summary['cells'][name]['error']}" if state == "failed" else ""))
     return 0
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from deftune.cli.output import notice
 
 # of vllm.LLM: name -> (type, which values, in words)
 ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
@@ -93,10 +94,6 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
         return {"name": "transformers", "version": version("transformers")}
     options = vllm_options(args)
     return {"name": "vllm", "version": import_engine().__version__} | {n: options[n] for n in RECORDED if n in options}
-
-
-def notice(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def load(model: str, *, trust_remote_code: bool) -> tuple[Any, Any]:

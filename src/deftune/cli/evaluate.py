@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.eval_engines import ENGINE_OPTIONS, check_engine, engine_of, load, make_sampler
+from deftune.cli.output import notice, say
 from deftune.cli.train import add_trust, need_training
 
 VERBS = {
@@ -23,7 +24,8 @@ VERBS = {
 _PROMPTED = {"suite", "task", "task_file", "data", "limit"}
 OPTIONS = {
     "sampled": _PROMPTED | {"out", "samples", "temperature", "top_p", "seed", "max_new_tokens", "rule", "template",
-                            "like", "batch_size", "workers", "engine", "engine_option", "endpoint", "json", "trust_remote_code"},
+                            "like", "batch_size", "workers", "engine", "engine_option", "endpoint", "json",
+                            "trust_remote_code"},
     "heldout": {"suite", "data", "format", "split", "rows", "skip_bad_rows", "out", "template", "like", "batch_size",
                 "json", "trust_remote_code"},
     "show": {"wrong", "rows", "task"},
@@ -228,7 +230,7 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
     summaries: dict[str, Any] = {}
     for suite, tasks, missing, settings, result in jobs:
         for name, why in missing.items():
-            print(f"left out: {name}: {why}", file=sys.stderr)
+            notice(f"left out: {name}: {why}")
         try:
             if sampler is not None:
                 with progress_bars() as show:
@@ -240,8 +242,8 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
         write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
         summaries[settings.suite] = summary
         if not args.json:
-            print(render_summary(summary))
-            print(f"\n{result.folder}: deftune eval show {result.folder} --wrong")
+            say(render_summary(summary))
+            say(f"\n{result.folder}: deftune eval show {result.folder} --wrong")
     if args.json:
         print(json.dumps(summaries if len(summaries) > 1 else next(iter(summaries.values())), indent=1))
     return 0
@@ -287,7 +289,7 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
         encoded = encode_rows(rows, encoder, skip_bad_rows=args.skip_bad_rows)
     if bad.rows:
         bad.write(result.folder / "bad_rows.jsonl")
-        print(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}", file=sys.stderr)
+        notice(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}")
     ends = frozenset(encoder.end_ids.values())
     with progress_bars() as show:
         records = measure(
@@ -296,15 +298,15 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
         )  # fmt: skip
     summary = summarize(settings, records, encoded.facts())
     write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
-    print(json.dumps(summary, indent=1) if args.json else render_summary(summary))
+    say(json.dumps(summary, indent=1) if args.json else render_summary(summary))
     if not args.json:
-        print(f"\n{result.folder}: deftune eval show {result.folder}")
+        say(f"\n{result.folder}: deftune eval show {result.folder}")
     return 0
 
 
 def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
     from deftune.cli.eval_tables import render_summary
-    from deftune.data.preview import printable
+    from deftune.data.terminal import printable
     from deftune.evaluation.evaluate import Result
     from deftune.evaluation.heldout import read_rows
 
@@ -314,7 +316,7 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
     if summary["settings"]["suite"] == "heldout":
         if args.wrong or args.task:
             raise ValueError(f"--wrong, --task: {folders[0]} holds token statistics and no answers; leave them out")
-        print(render_summary(summary))
+        say(render_summary(summary))
         rows = sorted(read_rows(result), key=lambda r: -r["nll"] / r["tokens"])
         print(f"\nthe {min(number, len(rows))} rows with the highest NLL")
         print(f"{'nll':>8}{'p':>8}{'focus':>8}{'tokens':>8}  row")
@@ -322,7 +324,7 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
             means = "".join(f"{r[name] / r['tokens']:>8.3f}" for name in ("nll", "p", "focus"))
             print(f"{means}{r['tokens']:>8}  {printable(r['where'])}")
         return 0
-    print(render_summary(summary))
+    say(render_summary(summary))
     records = [r for r in result.read_graded() if not args.wrong or r["score"] < 1]
     if args.task:
         known = dict.fromkeys(row["task"] for row in summary["rows"])
@@ -333,7 +335,7 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
         print(f"\n--- {printable(r['id'])} T={r['temperature']:g} sample {r['sample']}: score {r['score']:g}")
         print(
             f"question: {printable(r['prompt'])}\nanswer:   {printable(r['text'])}\n"
-            f"taken:    {r['answer']!r} ({r['how']})\ngold:     {printable(str(r['gold']))}"
+            f"taken:    {r['answer']!r} ({printable(str(r['how']))})\ngold:     {printable(str(r['gold']))}"
         )
     if len(records) > number:
         print(f"\n{len(records) - number} more; --rows N shows more")
@@ -345,7 +347,7 @@ def run_compare(args: argparse.Namespace, folders: list[Path]) -> int:
     from deftune.evaluation.comparison import compare_folders
 
     found = compare_folders(folders[0], folders[1:])
-    print(json.dumps(found, indent=1) if args.json else render_comparison(found))
+    say(json.dumps(found, indent=1) if args.json else render_comparison(found))
     return 0
 
 
@@ -389,7 +391,7 @@ def run_export(args: argparse.Namespace, folders: list[Path]) -> int:
         found, missing = load_tasks(args, suite)
         tasks |= found
         for name, why in missing.items():
-            print(f"left out: {name}: {why}", file=sys.stderr)
+            notice(f"left out: {name}: {why}")
     names = export_tasks(folders[0], tasks, [suite for suite in suites if suite])
     print("\n".join(names))
     print(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli import analyze
+from deftune.cli.output import notice, say
 from deftune.cli.train import add_trust, need_training
 
 # what shapes a token table: of no use, and so an error, beside a table that is made already
@@ -71,7 +72,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     if args.html:
         from deftune.analysis.page import write_page
 
-        print(f"{write_page(inspection, args.html)}: open it in a browser")
+        say(f"{write_page(inspection, args.html)}: open it in a browser")
     if args.export or args.keep:
         from deftune.analysis.inspect_export import write_export
         from deftune.data.rows import BadRows
@@ -80,12 +81,12 @@ def run_inspect(args: argparse.Namespace) -> int:
         records = source_fields(inspection, args.split, bad)
         done = write_export(inspection, ranked.tolist(), records, export=args.export, keep=args.keep)
         if args.export:
-            print(f"{args.export}: {done.flagged:,} rows by {by}, with reasons")
+            say(f"{args.export}: {done.flagged:,} rows by {by}, with reasons")
         if args.keep:
             rest = f", {done.not_inspected:,} of them not inspected" if done.not_inspected else ""
-            print(f"{args.keep}: the other {done.kept:,} rows{rest}")
+            say(f"{args.keep}: the other {done.kept:,} rows{rest}")
         if bad.rows:
-            analyze.notice(f"{bad.summary()}: unreadable, and in neither file")
+            notice(f"{bad.summary()}: unreadable, and in neither file")
     return 0
 
 
@@ -145,7 +146,7 @@ def token_table(args: argparse.Namespace) -> Generator[Path]:
                 analyze.run_tokens(argparse.Namespace(**given))
             for aside in Path(folder).glob("*.bad_rows.jsonl"):  # they outlive a table that does not
                 shutil.move(aside, "bad_rows.jsonl")
-                analyze.notice("the skipped rows: bad_rows.jsonl")
+                notice("the skipped rows: bad_rows.jsonl")
         yield path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.compare import need_comparison
+from deftune.cli.output import say
 
 
 def add_to(commands: Any) -> None:
@@ -37,8 +38,8 @@ def run_report(args: argparse.Namespace) -> int:
     page = render_report(comparison, summary, page_figures(drawn), environment, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, page)
-    print(out)
+    say(str(out))
     if args.figures:
         for one in [*drawn, *gradient_figures(comparison)]:
-            print(save_figure(one.figure, args.figures / one.name, one.table)[0])
+            say(str(save_figure(one.figure, args.figures / one.name, one.table)[0]))
     return 0

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from deftune.cli.output import notice, say
 from deftune.cli.train import add_trust, need_training
 
 
@@ -31,10 +32,6 @@ def add_to(commands: Any) -> None:
     merge.set_defaults(run=run_merge)
 
 
-def notice(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def run_quickstart(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
@@ -49,6 +46,7 @@ def run_chat(args: argparse.Namespace) -> int:
     need_training()
     if args.temperature < 0:
         raise ValueError(f"--temperature: {args.temperature:g} is below 0")
+    from deftune.data.terminal import printable
     from deftune.training.results import load_result, reply
     from deftune.training.train import quiet
 
@@ -79,7 +77,7 @@ def run_chat(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         ):  # fmt: skip
             answer += piece
-            print(piece, end="", flush=True)
+            print(printable(piece), end="", flush=True)
         print()
         messages.append({"role": "assistant", "content": answer})
 
@@ -92,5 +90,5 @@ def run_merge(args: argparse.Namespace) -> int:
 
     with quiet():
         out = args.out or args.folder / "merged"
-        print(merge(Run(args.folder), out, notice, trust_remote_code=args.trust_remote_code))
+        say(str(merge(Run(args.folder), out, notice, trust_remote_code=args.trust_remote_code)))
     return 0

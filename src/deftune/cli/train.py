@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from deftune.cli.output import notice, say
 
 EXTRA = 'pip install "deftune[train]"'
 
@@ -111,7 +112,7 @@ def run_train(args: argparse.Namespace) -> int:
     if args.dry_run:
         if args.restart:
             raise ValueError("--restart: a dry run begins nothing; leave it out")
-        dry_run(config, print)
+        dry_run(config, say)
         return 0
     score_tasks = None
     if config.data.tasks:
@@ -184,8 +185,11 @@ def run_runs(args: argparse.Namespace) -> int:
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
         run["model"] = Path(run["model"] or "-").name
+    from deftune.data.terminal import one_line
+
     cells = [
-        [f"{v:.4g}" if isinstance(v, float) else str(v if v is not None else "-") for v in r.values()] for r in found
+        [f"{v:.4g}" if isinstance(v, float) else one_line(str(v if v is not None else "-")) for v in r.values()]
+        for r in found
     ]
     widths = [max(map(len, column)) for column in zip(found[0], *cells)]
     for row in [list(found[0]), *cells]:
@@ -204,9 +208,6 @@ def run_preview(args: argparse.Namespace) -> int:
     from deftune.data.sources import read_source
     from deftune.training.models import load_tokenizer, resolve_model
     from deftune.training.train import quiet
-
-    def notice(text: str) -> None:
-        print(text, file=sys.stderr)
 
     bad = BadRows(skip=args.skip_bad_rows)
     if args.rows < 0 or args.limit < 1:

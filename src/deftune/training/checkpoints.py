@@ -175,8 +175,8 @@ def latest(root: Path, notice: Callable[[str], None]) -> Path | None:
             notice(f"passing over a checkpoint: {error}")
     if found:
         raise CheckpointError(
-            f"{root}: none of its checkpoints ({len(found)}) is as it was written, so the run cannot go on; restore one, "
-            f"or train from the beginning with --restart, which moves them to another folder"
+            f"{root}: none of its checkpoints ({len(found)}) is as it was written, so the run cannot go on; restore "
+            f"one, or train from the beginning with --restart, which moves them to another folder"
         )
     return None
 

@@ -46,11 +46,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deftune"
 
 
-def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None) -> str:
-    """What transformers' from_pretrained takes for ``name``: packaged models and GGUF files become cached folders."""
+def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, revision: str | None = None) -> str:
+    """What transformers' from_pretrained takes for ``name``: packaged models and GGUF files become cached folders.
+
+    ``revision`` is of a hub id; nothing else has one.
+    """
+    path = Path(name).expanduser()
+    if revision is not None and (name in PACKAGED or path.suffix == ".gguf" or path.is_dir()):
+        raise ValueError(f"model.revision: {name} is not a hub id and has no revisions; leave it out")
     if name in PACKAGED:
         return str(_packaged(name, PACKAGED[name], notice))
-    path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model: {name}: no such file")
@@ -226,11 +231,12 @@ def read_weights(source: str, *, name: str | None = None, **options: Any) -> Any
 
     try:
         # mismatched sizes: reported instead of raised, so that the error can name the tensors
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except Exception as error:
         raise cannot_load(name or source, error) from error
+    model, report = loaded
     config = "its header" if "gguf_file" in options else "config.json"
     check_loaded(
         name or source, config, missing=report["missing_keys"], unexpected=report["unexpected_keys"],

@@ -20,6 +20,7 @@ from rich.table import Table
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.files import write_atomic
 from deftune.data.regimes import generate
+from deftune.data.terminal import line_printer
 from deftune.training.config import RunConfig, load_config
 from deftune.training.results import complete, load_result
 from deftune.training.runs import Run
@@ -89,10 +90,12 @@ def quickstart(folder: Path, console: Console) -> None:
         say(f"\n[dim]{escape(results['base']['questions'][i][:300])}[/dim]")
         for label in models:
             say(
-                f"[bold]{label:5}[/bold] {results[label]['answers'][i].strip()[:400]!r}",
+                f"[bold]{label:5}[/bold] {escape(repr(results[label]['answers'][i].strip()[:400]))}",
             )
     say(f"\n[yellow]{CAUTION.format(rows=TRAIN_ROWS)}[/yellow]")
-    say(f"\npicture: {picture}\nruns:    deftune runs {folder}\nchat:    deftune chat {folder / 'deft'}")
+    line_printer(console)(
+        f"\npicture: {picture}\nruns:    deftune runs {folder}\nchat:    deftune chat {folder / 'deft'}"
+    )
     say("next:    deftune init run.yaml, put your data in it, deftune train run.yaml")
 
 

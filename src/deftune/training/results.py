@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Generator
@@ -13,7 +14,7 @@ import torch
 
 from deftune.data.templates import set_template
 from deftune.training.checkpoints import PREFIX, CheckpointError, checkpoints, sealed_folder, step_of, verify
-from deftune.training.models import cannot_load, check_loaded, load_model, load_tokenizer, resolve_model
+from deftune.training.models import cannot_load, check_loaded, first_line, load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run
 
 
@@ -31,6 +32,27 @@ def load_result(
     return (model if adapter is None else load_adapter(model, adapter)), tokenizer
 
 
+# what `deftune train` sets in an adapter's config, and what peft notes there
+ADAPTER_KEYS = {"r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "inference_mode", "peft_version",
+                "base_model_name_or_path", "revision"}  # fmt: skip
+
+
+def check_adapter(path: Path) -> None:
+    """Refuse a LoRA config that `deftune train` does not write: peft imports the module that some of its keys name."""
+    from peft import LoraConfig
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not JSON ({first_line(error)})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: is not a JSON object")
+    usual: dict[str, Any] = LoraConfig().to_dict()
+    for key, value in content.items():  # pyright: ignore[reportUnknownVariableType]
+        if key not in ADAPTER_KEYS and value != usual.get(key) and value not in (None, False, {}, []):
+            raise ValueError(f"{path}: {key}: {value!r} is not what `deftune train` writes; the adapter is not loaded")
+
+
 def load_adapter(model: Any, folder: Path) -> Any:
     """``model`` with the LoRA adapter of a folder, all of whose weights are from its file.
 
@@ -40,6 +62,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
+    check_adapter(folder / "adapter_config.json")
     path = folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ValueError(f"{folder}: has no {path.name}; an adapter is read from safetensors only")
@@ -74,7 +97,7 @@ def locate(
         )
     options: dict[str, Any] = {"revision": config.model.revision, **trust}
     if step == 0:
-        source = resolve_model(config.model.name, notice)
+        source = resolve_model(config.model.name, notice, revision=config.model.revision)
         tokenizer = load_tokenizer(source, **options)
         set_template(tokenizer, config.data.template)
         return source, tokenizer, options, None
@@ -82,7 +105,8 @@ def locate(
     tokenizer = load_tokenizer(str(folder), **trust)
     if not is_adapter(folder):
         return str(folder), tokenizer, trust, None
-    return resolve_model(config.model.name, notice), tokenizer, options, folder
+    source = resolve_model(config.model.name, notice, revision=config.model.revision)
+    return source, tokenizer, options, folder
 
 
 def plain_model(

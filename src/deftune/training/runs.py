@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from deftune.data.files import write_atomic
 from deftune.training.checkpoints import checkpoints
-from deftune.training.config import ConfigError, RunConfig, render_yaml
+from deftune.training.config import ConfigError, RunConfig, parse_yaml, render_yaml
 
 PACKAGES = ("deftune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton", "reasoning-gym")
 
@@ -95,8 +95,8 @@ def find_run(config: RunConfig) -> Run:
     run = Run(Path(config.run))
     if run.config.exists():
         try:
-            before = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            before = parse_yaml(run.config.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{run.config}: is damaged; restore it, or choose another folder with --set run=..."
             ) from error
@@ -173,6 +173,8 @@ def locked(run: Run) -> Generator[None]:
     finally:
         if handle in _held:  # not in a forked process, which has closed it
             _held.remove(handle)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # for a process forked this moment, too
             os.close(handle)
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from deftune.data.encoding import end_tokens_of
 from deftune.data.files import write_atomic
 from deftune.data.packing import Collator
+from deftune.data.terminal import line_printer
 from deftune.training import checkpoints
 from deftune.training.config import RunConfig
 from deftune.training.display import StepDisplay
@@ -305,9 +306,7 @@ def train_run(
     if config.data.tasks and score_tasks is None:
         raise ValueError("data.tasks: pass score_tasks=deftune.evaluation.in_training.task_scorer(config)")
     console = console or Console(stderr=True)
-    say: Callable[[str], None] = (
-        (lambda text: console.print(text, highlight=False, soft_wrap=True)) if is_main() else (lambda _: None)
-    )
+    say: Callable[[str], None] = line_printer(console) if is_main() else (lambda _: None)
     with quiet():
         run = find_run(config) if is_main() else Run(Path(config.run))
         if run.status()["state"] == "finished" and (run.model / checkpoints.MANIFEST).is_file():
