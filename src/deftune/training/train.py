@@ -24,7 +24,7 @@ from deftune.training import checkpoints
 from deftune.training.config import RunConfig
 from deftune.training.display import StepDisplay
 from deftune.training.head import check_packing
-from deftune.training.models import load_model
+from deftune.training.models import first_line, load_model
 from deftune.training.preparation import Prepared, facts, fingerprint, is_main, prepare, world_size
 from deftune.training.runs import Run, cut_metrics, find_run, locked, open_run
 from deftune.training.trackers import tracker_name, tracking
@@ -358,6 +358,13 @@ def _train(
         if is_main():
             with suppress(OSError):  # a full disk has been named already
                 run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
+        unusual = isinstance(error, Exception) and not isinstance(error, ValueError | OSError)
+        if is_main() and resumed and display.task is None and unusual:
+            # before the first step: what a verified checkpoint holds is not what a run writes there
+            raise ValueError(
+                f"{resumed}: cannot be resumed from ({type(error).__name__}: {first_line(error)[:200]}); restore it, "
+                f"or train from the beginning with --restart"
+            ) from error
         raise
     step = trainer.state.global_step
     if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
@@ -413,7 +420,7 @@ def record_data(prepared: Prepared, run: Run) -> None:
     now = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}
     try:
         before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"] if path.is_file() else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
     if before is not None and before != now["fingerprint"]:
         raise ValueError(
