@@ -33,9 +33,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
     parser.add_argument("--rows", type=int, help="the first rows only")
     parser.add_argument("--by", metavar="SCORE", help="what ranks the rows: answer, conflict, noise, mean_nll, ...")
-    parser.add_argument("--top", type=int, default=50, help="rows to list and to export (default: 50)")
+    parser.add_argument("--top", type=int, default=50, help="rows to list, and the most to export (default: 50)")
+    parser.add_argument(
+        "--min-score", type=float, metavar="X", help="only rows with at least this score (of mean_p: at most)"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to explore, all in one file")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the top rows, with reasons (JSONL)")
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE", help="write the rows that have a reason, or --min-score (JSONL)"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write all other rows of the data (JSONL)")
     parser.add_argument(
         "--tokens", type=Path, metavar="FILE", help="reuse this token table, or write it where not there"
@@ -63,10 +68,10 @@ def run_inspect(args: argparse.Namespace) -> int:
         inspection = inspect_table(path, chosen)
     check_source(args, inspection.facts)
     by = args.by or inspection.default_ranking
-    ranked = inspection.ranked_rows(by)[: args.top]
+    ranked = chosen_rows(inspection, by, args.min_score)
     from deftune.analysis.inspect_terminal import render_inspection
 
-    render_inspection(inspection, Console(), by=by, top=args.top)
+    render_inspection(inspection, Console(), ranked[: args.top], by=by)
     if args.html:
         from deftune.analysis.page import write_page
 
@@ -77,15 +82,44 @@ def run_inspect(args: argparse.Namespace) -> int:
 
         bad = BadRows(skip=args.skip_bad_rows)
         records = source_fields(inspection, args.split, bad)
-        done = write_export(inspection, ranked.tolist(), records, export=args.export, keep=args.keep)
+        suspects = ranked.tolist() if args.min_score is not None else with_reason(inspection, ranked.tolist())
+        done = write_export(inspection, suspects[: args.top], records, by=by, export=args.export, keep=args.keep)
         if args.export:
-            print(f"{args.export}: {done.flagged:,} rows by {by}, with reasons")
+            print(f"{args.export}: {exported_text(done.flagged, len(suspects), by, args.min_score)}")
         if args.keep:
             rest = f", {done.not_inspected:,} of them not inspected" if done.not_inspected else ""
             print(f"{args.keep}: the other {done.kept:,} rows{rest}")
         if bad.rows:
             analyze.notice(f"{bad.summary()}: unreadable, and in neither file")
     return 0
+
+
+def chosen_rows(inspection: Any, by: str, min_score: float | None) -> Any:
+    """Rows by rank; with ``min_score`` those that reach it (of mean_p, whose low values are suspicious: at most)."""
+    ranked = inspection.ranked_rows(by)
+    if min_score is None:
+        return ranked
+    score = inspection.scores[by][ranked]
+    return ranked[score <= min_score if by == "mean_p" else score >= min_score]
+
+
+def with_reason(inspection: Any, rows: list[int]) -> list[int]:
+    from deftune.analysis.inspect import flags
+
+    return [row for row in rows if flags(inspection, row)]
+
+
+def exported_text(written: int, suspects: int, by: str, min_score: float | None) -> str:
+    """What an export holds: how many rows, and why those."""
+    sign = "<=" if by == "mean_p" else ">="
+    why = f"with {by} {sign} {min_score:g}" if min_score is not None else "with a reason"
+    if not suspects:
+        hint = "" if min_score is not None else "; --min-score takes rows by their score alone"
+        return f"no row {why}{hint}"
+    rows = f"{written:,} row{'s' * (written != 1)}"
+    return f"{rows} {why}, by {by}" + (
+        f"; {suspects - written:,} more (--top {suspects})" if suspects > written else ""
+    )
 
 
 def check_arguments(args: argparse.Namespace) -> None:
