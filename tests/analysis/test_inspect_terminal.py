@@ -35,7 +35,7 @@ def test_rows_are_shown_in_full_with_their_conflicts_marked():
     assert "3 + 3 = ⟦7⟧↵\n#### 7<|im_end|>" in text
     assert "stated answer '7': the model expects '6' (0.98), not '7' (0.001)" in text
     assert "2 confident conflicts (conflict >= 0.9): 7.7% of the tokens, 41% of the loss" in text
-    assert "1 of 2 stated answers are contradicted confidently; rows with most of their loss on conflicts: 1" in text
+    assert "1 of 2 stated answers contradict the model; rows with most of their loss on conflicts: 1" in text
 
 
 def test_the_token_in_the_list_is_where_the_score_comes_from():

@@ -51,7 +51,7 @@ def summary_lines(inspection: Inspection) -> list[str]:
         f"{found['tokens']:,} tokens",
         f"{found['conflicts']:,} confident conflicts (conflict >= {CONFIDENT:g}): "
         f"{found['conflicts'] / max(1, found['tokens']):.1%} of the tokens, {found['loss_share']:.0%} of the loss",
-        f"{found['contradicted_answers']:,} of {found['stated_answers']:,} stated answers are contradicted confidently; "
+        f"{found['contradicted_answers']:,} of {found['stated_answers']:,} stated answers contradict the model; "
         f"rows with most of their loss on conflicts: {found['noisy_rows']:,}",
     ]
     if ends:
