@@ -42,6 +42,17 @@ def parse_objectives(specs: Iterable[str | Objective]) -> list[Objective]:
     return chosen
 
 
+def why_not_computable(objective: Objective, context: Context) -> str | None:
+    """Why an objective has no gate in ``context``; None where it has one.
+
+    >>> why_not_computable(parse_objective("deft | eos(nll)"), Context())
+    'the tokens that end an answer, which it needs, are not known'
+    """
+    if "special_ids" in objective.requires and not context.special_ids:
+        return "the tokens that end an answer, which it needs, are not known"
+    return None
+
+
 def has_focus(objective: Objective) -> bool:
     """Whether the objective is given by a focus: weighted NLL has none.
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 
 from deftune._version import __version__
-from deftune.analysis.measurement import Measurement, measure, parse_objectives
+from deftune.analysis.measurement import Measurement, measure, parse_objectives, why_not_computable
 from deftune.analysis.pieces import Pieces
 from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
 from deftune.data.files import whole_file
@@ -111,6 +111,11 @@ def encoder_for(
     return Encoder(tokenizer, template=template, mask=mask or "assistant", max_length=max_length or 2048)
 
 
+def token_context(encoder: Encoder) -> Context:
+    """What the objectives of a table may look at beside a token's statistics: the tokens that end an answer."""
+    return Context(special_ids=tuple(sorted(encoder.end_ids.values())))
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -182,10 +187,13 @@ def token_batches(
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens: at least 1, got {batch_tokens}")
-    chosen = parse_objectives(objectives)
+    chosen, context = parse_objectives(objectives), token_context(encoder)
+    for objective in chosen:
+        if reason := why_not_computable(objective, context):
+            raise ValueError(f"token table: `{objective}`: {reason}; leave it out")
     attach_objective(base_of(model))
     model.eval()
-    measurement = Measurement(chosen, Context(special_ids=tuple(sorted(encoder.end_ids.values()))))
+    measurement = Measurement(chosen, context)
     maker = TableMaker(tokenizer, encoder, chosen)
     for window in windows(examples, WINDOW_BATCHES * batch_tokens):
         places, rows = [place for place, _ in window], [example for _, example in window]
@@ -309,6 +317,11 @@ def table_facts(table: pa.Table) -> dict[str, Any]:
     """How a table was made: model, data, template, objectives, version, command."""
     metadata = cast("dict[bytes, bytes]", table.schema.metadata or {})
     return json.loads(metadata.get(METADATA_KEY, b"{}"))
+
+
+def token_table_facts(path: str | Path) -> dict[str, Any]:
+    """`table_facts` of the table at ``path``, whose columns are not read."""
+    return table_facts(read_token_table(path, []))
 
 
 def table_objectives(table: pa.Table) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli import analyze
+from deftune.cli.progress import Progress, progress
 from deftune.cli.train import need_training
 
 # what shapes a token table: of no use, and so an error, beside a table that is made already
@@ -59,8 +60,11 @@ def run_inspect(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
-    check_arguments(args)
-    with token_table(args) as path:
+    with progress() as shown:
+        shown.show("loading the libraries")
+        check_arguments(args)
+    with token_table(args) as path, progress() as shown:
+        shown.show(f"reading {path.name}")
         from deftune.analysis.inspect import inspect_table
         from deftune.objectives import objective
 
@@ -72,11 +76,20 @@ def run_inspect(args: argparse.Namespace) -> int:
     from deftune.analysis.inspect_terminal import render_inspection
 
     render_inspection(inspection, Console(), ranked[: args.top], by=by)
+    with progress() as shown:
+        write_files(args, inspection, ranked, by, shown)
+    return 0
+
+
+def write_files(args: argparse.Namespace, inspection: Any, ranked: Any, by: str, shown: Progress) -> None:
+    """The page and the rows that were asked for."""
     if args.html:
         from deftune.analysis.page import write_page
 
-        print(f"{write_page(inspection, args.html)}: open it in a browser")
+        shown.show(f"writing {args.html}")
+        shown.print(f"{write_page(inspection, args.html)}: open it in a browser")
     if args.export or args.keep:
+        shown.show("writing rows")
         from deftune.analysis.inspect_export import write_export
         from deftune.data.rows import BadRows
 
@@ -85,13 +98,12 @@ def run_inspect(args: argparse.Namespace) -> int:
         suspects = ranked.tolist() if args.min_score is not None else with_reason(inspection, ranked.tolist())
         done = write_export(inspection, suspects[: args.top], records, by=by, export=args.export, keep=args.keep)
         if args.export:
-            print(f"{args.export}: {exported_text(done.flagged, len(suspects), by, args.min_score)}")
+            shown.print(f"{args.export}: {exported_text(done.flagged, len(suspects), by, args.min_score)}")
         if args.keep:
             rest = f", {done.not_inspected:,} of them not inspected" if done.not_inspected else ""
-            print(f"{args.keep}: the other {done.kept:,} rows{rest}")
+            shown.print(f"{args.keep}: the other {done.kept:,} rows{rest}")
         if bad.rows:
             analyze.notice(f"{bad.summary()}: unreadable, and in neither file")
-    return 0
 
 
 def chosen_rows(inspection: Any, by: str, min_score: float | None) -> Any:

@@ -142,6 +142,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_runs(args: argparse.Namespace) -> int:
     need_training()
+    from deftune.training.model_names import shown_model
     from deftune.training.runs import find_runs, summary
 
     if not args.folder.is_dir():
@@ -155,7 +156,7 @@ def run_runs(args: argparse.Namespace) -> int:
         return 0
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
-        run["model"] = Path(run["model"] or "-").name
+        run["model"] = shown_model(run["model"] or "-")
     cells = [
         [f"{v:.4g}" if isinstance(v, float) else str(v if v is not None else "-") for v in r.values()] for r in found
     ]
