@@ -1,4 +1,4 @@
-"""What a grid does with failures: those that all cells share stop it, one objective's own does not, files are checked."""
+"""What a grid does with failures: those that cells share stop it, one objective's own does not; files are checked."""
 
 import json
 import shutil

@@ -179,6 +179,7 @@ def row_line(place: int, example: Encoded, positions: np.ndarray, texts: list[st
 def token_batches(
     model: Any, tokenizer: Any, examples: Iterable[tuple[int, Encoded]], encoder: Encoder, *,
     objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = 8192,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[TokenBatch]:  # fmt: skip
     """A model's token table in parts, in the rows' order; ``examples`` are (place in the data, encoded row).
 
@@ -198,7 +199,7 @@ def token_batches(
     for window in windows(examples, WINDOW_BATCHES * batch_tokens):
         places, rows = [place for place, _ in window], [example for _, example in window]
         with torch.no_grad():
-            found = measure(model, tokenizer.pad_token_id, rows, measurement, batch_tokens)
+            found = measure(model, tokenizer.pad_token_id, rows, measurement, batch_tokens, progress)
         yield maker.batch(places, rows, found)
 
 
@@ -235,7 +236,7 @@ def write_token_table(
 
     ``encoder`` says how rows become tokens (default: the tokenizer's template, answers supervised, 2048 tokens).
     ``bad`` says what becomes of rows whose mask cannot be verified: by default the first one raises. ``facts`` are kept
-    in the schema's metadata; `table_facts` reads them. ``progress`` hears how many rows are done.
+    in the schema's metadata; `table_facts` reads them. ``progress`` is called with each batch's number of rows.
     Both files appear whole or not at all.
     """
     path = Path(path)
@@ -261,12 +262,17 @@ def write_token_table(
         to_tokens = files.enter_context(parquet_file(path, token_schema(chosen).with_metadata(metadata)))
         to_rows = files.enter_context(parquet_file(beside, ROW_SCHEMA.with_metadata(metadata)))
         for part in token_batches(
-            model, tokenizer, placed(rows, encoded.examples), encoder, objectives=chosen, batch_tokens=batch_tokens
+            model,
+            tokenizer,
+            placed(rows, encoded.examples),
+            encoder,
+            objectives=chosen,
+            batch_tokens=batch_tokens,
+            progress=progress,
         ):
             to_tokens.write_batch(part.tokens)
             to_rows.write_batch(part.rows)
             count += part.tokens.num_rows
-            progress(part.rows.num_rows)
     return Written(path, beside, count, encoded.facts())
 
 
