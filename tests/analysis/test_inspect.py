@@ -146,6 +146,14 @@ def test_a_score_without_confidence_is_explained_by_its_own_token():
     ]
 
 
+def test_a_score_that_speaks_for_a_row_is_no_reason_against_it():
+    """The model expects the stated answer, and half of the loss sits on a conflict elsewhere."""
+    inspection = make_inspection([[("So", 1e-7, "The", 0.9999), *ROWS[RIGHT]]])
+    assert inspection.scores["answer"][0] == 0 and flags(inspection, 0) == ["noise"]
+    (only,) = reasons(inspection, 0, "answer")
+    assert only.endswith("of its loss sits on 1 confident conflict; the largest: 'The' (1), not 'So' (1e-07)")
+
+
 def test_reasons_say_what_is_expected_instead():
     inspection = make_inspection()
     assert reasons(inspection, RIGHT) == []

@@ -276,10 +276,11 @@ def flags(inspection: Inspection, row: int) -> list[str]:
 def reasons(inspection: Inspection, row: int, by: str | None = None) -> list[str]:
     """Why a row is suspicious, in words; none where it is not. With ``by``, why that ranking has it where it is, first.
 
-    The numbers of a reason are those of the score: the token it names is the one that the score comes from.
+    The numbers of a reason are those of the score: the token it names is the one that the score comes from. A score of
+    0 speaks for a row, and is left out where something else speaks against it.
     """
     names = flags(inspection, row)
-    if by is not None:
+    if by is not None and not (names and inspection.scores[by][row] == 0):
         names = [by, *(name for name in names if name != by)]
     return [reason(inspection, row, name) for name in names]
 

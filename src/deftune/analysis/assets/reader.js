@@ -39,9 +39,11 @@ function snippet(data, token, column, before = 10, after = 8) {
 // Why the row stands where it does, first; then all else that speaks against it.
 function rowReasons(data, row, score) {
   const { [score.name]: first, ...others } = data.rows[row].reasons;
-  const value = number(data.arrays[`score:${score.name}`][row]);
-  return [first ?? `${score.label} ${value}; most of it at ${preference(data, causeOf(data, row, score))}`,
-    ...Object.entries(others).filter(([name]) => data.rows[row].flags.includes(name)).map(([, reason]) => reason)];
+  const value = data.arrays[`score:${score.name}`][row];
+  const against = Object.keys(others).filter((name) => data.rows[row].flags.includes(name)).map((name) => others[name]);
+  if (value === 0 && against.length) return against;  // a score of 0 speaks for the row
+  return [first ?? `${score.label} ${number(value)}; most of it at ${preference(data, causeOf(data, row, score))}`,
+    ...against];
 }
 
 class Reader {
