@@ -152,7 +152,8 @@ def test_an_objective_without_end_tokens_fails_in_its_own_cell_only(tmp_path, ca
     """Where the end tokens are not known, base and NLL are measured without the columns of `deft | eos(nll)`."""
     for module in ("tokens", "grid_run"):
         monkeypatch.setattr(f"deftune.analysis.{module}.token_context", lambda encoder: Context())
-    monkeypatch.setattr("deftune.training.trainer.end_tokens_of", lambda *args: {})
+    for module in ("trainer", "train"):
+        monkeypatch.setattr(f"deftune.training.{module}.end_tokens_of", lambda *args, **options: {})
     tokenizer = tiny.make_tokenizer(["user assistant system sort these words in ascending order"])
     where = tiny.save_model(tmp_path / "model", tokenizer, max_position_embeddings=2048)
     comparison = comparison_at(tmp_path, where, objectives=["nll", "deft | eos(nll)"], seeds=[0])

@@ -73,7 +73,8 @@ def test_a_runs_own_card(lora_run):
     card = (lora_run.model / "README.md").read_text()
     assert not LOCAL.search(card) and str(lora_run.folder.parent) not in card
     assert card.startswith("---\nlibrary_name: peft\n") and "A LoRA adapter for tiny," in card
-    assert "| last step | |" in card and "| nll | " in card
+    assert "It holds the weights of step 4, the last." in card
+    assert "| step 4, whose weights were kept | |" in card and "| nll | " in card
     assert json.loads((lora_run.model / "adapter_config.json").read_text())["base_model_name_or_path"] is None
 
 
