@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables, many_rows
 
-from deftune.analysis.inspect import inspect_tables, summary
+from deftune.analysis.inspect import inspect_table, inspect_tables, summary
 from deftune.analysis.page import render_page, rounded, write_page
+from deftune.analysis.tokens import write_token_table
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -84,7 +85,9 @@ def test_it_opens_by_itself(shown):
 def test_the_first_row_is_the_most_suspicious_at_its_worst_token(shown):
     assert shown.chosen_row() == "rows.jsonl:2"
     assert shown.chosen_token() == "7"
-    assert shown.texts(".reasons li")[0] == "stated answer '7': the model expects '6' (0.98), not '7' (0.001)"
+    assert (
+        shown.texts(".reasons li")[0] == "stated answer '7': the model expects '6' (0.98), not '7' (0.001), margin 6.89"
+    )
     assert "".join(shown.texts(".answer .token")) == "3 + 3 = 7\n#### 7<|im_end|>"
     assert "Question 2?" in shown.page.locator(".prompt").text_content()
 
@@ -111,6 +114,36 @@ def test_sorting_by_any_score(shown):
         assert shown.chosen_row() == f"rows.jsonl:{1 + int(np.argmin(scores[name]))}", label
     shown.page.select_option("#sort", label="place in the data")
     assert shown.texts("#list .where") == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
+
+
+def test_what_is_shown_beside_a_score_is_what_it_comes_from(open_page, tmp_path, model, tokenizer, rows):
+    """For every row and score: the chosen token, its numbers in the panel, and the first reason."""
+    write_token_table(tmp_path / "tokens.parquet", model, tokenizer, rows, objectives=["deft"])
+    inspection = inspect_table(tmp_path / "tokens.parquet")
+    shown = open_page(inspection)
+    wheres = [line["where"] for line in inspection.rows]
+    for label, name, fact in (("answer margin", "answer", "margin (nats)"), ("max NLL", "max_nll", "NLL (nats)"),
+                              ("conflict", "conflict", None), ("mean p", "mean_p", None)):  # fmt: skip
+        shown.page.select_option("#sort", label=label)
+        shown.page.focus("#list")
+        for index in range(len(wheres)):
+            row = wheres.index(shown.chosen_row())
+            chosen = shown.page.locator(".answer [aria-selected=true]").get_attribute("data-token")
+            assert int(chosen) == inspection.token_of(row, name)
+            scores = dict(zip(shown.texts("#row .scores dt"), shown.texts("#row .scores dd")))
+            facts = dict(zip(shown.texts("#details .facts th"), shown.texts("#details .facts td")))
+            if fact and not np.isnan(inspection.scores[name][row]):
+                assert facts[fact] == scores[label] == shown.texts("#list [aria-selected=true] .head b")[0]
+            first = shown.texts(".reasons li")[0]
+            assert first.startswith(("stated answer", "states no answer") if name == "answer" else label)
+            if index + 1 < len(wheres):
+                shown.page.keyboard.press("ArrowDown")
+
+
+def test_a_page_to_share_has_no_folder_of_this_machine(open_page):
+    shown = open_page(make_inspection(data="/home/me/secret/rows.jsonl", model="/home/me/secret/tiny"))
+    assert "secret" not in shown.page.content() and shown.page.title() == "rows.jsonl · deftune inspect"
+    assert shown.chosen_row() == "rows.jsonl:2"
 
 
 def test_a_row_without_the_score_comes_last_either_way(open_page):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.output import notice, say
+from deftune.cli.progress import Progress, progress
 from deftune.cli.train import add_trust, need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
@@ -123,9 +124,13 @@ def split_specs(text: str) -> list[str]:
 
 def run_tokens(args: argparse.Namespace) -> int:
     need_training()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    with progress() as shown:
+        return write_tokens(args, shown)
 
+
+def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
+    """A token table, as `analyze tokens` and `inspect` make it."""
+    shown.show("loading the libraries")
     from deftune.analysis.tokens import encoder_for, parse_objectives, write_token_table
     from deftune.data.regimes import generate
     from deftune.data.rows import BadRows
@@ -140,6 +145,7 @@ def run_tokens(args: argparse.Namespace) -> int:
     if args.batch_tokens < 1:
         raise ValueError(f"--batch-tokens: at least 1, got {args.batch_tokens}")
     objectives = parse_objectives(split_specs(args.objectives))
+    shown.show(f"reading {args.data}")
     bad = BadRows(skip=args.skip_bad_rows)
     if args.data.startswith("generated:"):
         if args.format != "auto":
@@ -150,19 +156,24 @@ def run_tokens(args: argparse.Namespace) -> int:
     import torch
 
     with quiet():
+        shown.show(f"loading {args.model}")
         model, tokenizer = load_result(args.model, notice, trust_remote_code=args.trust_remote_code)
         encoder = encoder_for(args.model, tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
         if torch.cuda.is_available():
             model = model.to("cuda")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("rows", total=len(rows))
-            written = write_token_table(
-                args.out, model, tokenizer, rows, encoder=encoder, objectives=objectives,
-                batch_tokens=args.batch_tokens, bad=bad,
-                facts={"model": args.model, "data": args.data, "command": args.line},
-                progress=lambda done: bar.advance(task, done),
-            )  # fmt: skip
+        done = 0
+
+        def advance(rows_done: int) -> None:
+            nonlocal done
+            done += rows_done
+            shown.show("rows", done, len(rows))
+
+        advance(0)
+        written = write_token_table(
+            args.out, model, tokenizer, rows, encoder=encoder, objectives=objectives,
+            batch_tokens=args.batch_tokens, bad=bad,
+            facts={"model": args.model, "data": args.data, "command": args.line}, progress=advance,
+        )  # fmt: skip
     for line in written.facts:
         notice(line)
     if bad.rows:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deftune.cli.output import say
+from deftune.cli.progress import Progress, progress
 from deftune.cli.train import add_trust, is_recorded, need_training, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
@@ -36,6 +39,9 @@ def add_to(commands: Any) -> None:
         help="cells at a time, on the same device (default 1); their times then say little",
     )
     add_trust(run)
+    run.add_argument(
+        "--keep-going", action="store_true", help="start every cell, also where objectives fail alike and none succeeds"
+    )
     run.set_defaults(run=run_run)
 
     show = actions.add_parser("show", help="scores, differences, token statistics and cost of what is finished")
@@ -74,31 +80,55 @@ def run_init(args: argparse.Namespace) -> int:
 
 def run_run(args: argparse.Namespace) -> int:
     need_comparison()
-    from deftune.analysis.grid import load_comparison, open_comparison
-    from deftune.analysis.grid_run import dry_run_grid, follow_starter, run_cell, run_grid, run_in_children
-    from deftune.analysis.grid_summary import summarize_comparison
-
     if args.jobs is not None and args.jobs < 1:
         raise ValueError(f"--jobs: at least 1, got {args.jobs}")
     if args.jobs is not None and (args.cell or args.dry_run):
         raise ValueError(f"--jobs: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
+    if args.keep_going and (args.cell or args.dry_run):
+        raise ValueError(f"--keep-going: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
+    if args.dry_run and args.cell:
+        raise ValueError("--cell: a dry run lists all cells; leave it out")
+    if args.cell and sys.stderr.isatty():  # training has a display of its own
+        return run_one(args)
+    with progress() as shown:
+        shown.show(f"running {args.cell}" if args.cell else "reading the comparison and its data")
+        return run_one(args) if args.cell else run_all(args, shown)
+
+
+def run_one(args: argparse.Namespace) -> int:
+    from deftune.analysis.grid import load_comparison, open_comparison
+    from deftune.analysis.grid_run import follow_starter, run_cell
+
+    comparison = load_comparison(args.config, args.set)
+    check_trust(args, comparison)
+    follow_starter()
+    open_comparison(comparison)
+    return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
+
+
+def run_all(args: argparse.Namespace, shown: Progress) -> int:
+    from deftune.analysis.grid import load_comparison
+    from deftune.analysis.grid_run import Children, dry_run_grid, run_grid
+    from deftune.analysis.grid_summary import summarize_comparison
+
     comparison = load_comparison(args.config, args.set)
     check_trust(args, comparison)
     if args.dry_run:
-        if args.cell:
-            raise ValueError("--cell: a dry run lists all cells; leave it out")
-        dry_run_grid(comparison, say)
+        dry_run_grid(comparison, shown.print)
         return 0
-    if args.cell:
-        follow_starter()
-        open_comparison(comparison)
-        return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
-    outcome = run_grid(comparison, run_in_children(args.jobs or 1), say)
-    if outcome.finished:
+
+    def watch(running: Sequence[Any]) -> None:
+        show_cells(shown, comparison, running)
+
+    outcome = run_grid(comparison, Children(args.jobs or 1, watch), shown.print, keep_going=args.keep_going)
+    if outcome.finished and not outcome.stopped:
+        shown.show("summarising")
         summarize_comparison(comparison)
-    print(f"{len(outcome.finished)} of {len(comparison.cells())} cells finished, {len(outcome.failed)} failed")
+    skipped = f", {len(outcome.not_started)} not started" if outcome.not_started else ""
+    total = len(comparison.cells())
+    shown.print(f"{len(outcome.finished)} of {total} cells finished, {len(outcome.failed)} failed{skipped}")
     if not outcome.stopped and outcome.finished:
-        say(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
+        shown.print(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
     return outcome.exit_code
 
 
@@ -114,19 +144,39 @@ def check_trust(args: argparse.Namespace, comparison: Any) -> None:
         )
 
 
+def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None:
+    """A bar over the cells in a terminal; in a log where each running cell stands."""
+    from deftune.analysis.grid_run import cell_progress
+
+    if sys.stderr.isatty():
+        cells = comparison.cells()
+        shown.show("cells", sum(cell.state()["state"] == "finished" for cell in cells), len(cells))
+    else:
+        shown.show("; ".join(cell_progress(cell) for cell in running) or "waiting")
+
+
+def shown_state(cell: dict[str, Any]) -> str:
+    """A cell's state; one that says "running" while no process has it was killed."""
+    from deftune.training.runs import Run, is_locked
+
+    if cell["state"] == "running" and not is_locked(Run(Path(cell["folder"]))):
+        return "interrupted"
+    return cell["state"]
+
+
 def run_show(args: argparse.Namespace) -> int:
     need_comparison()
     from deftune.analysis.grid import load_comparison
     from deftune.analysis.grid_show import align, cost_lines, difference_lines, score_tables, token_lines
     from deftune.analysis.grid_summary import summarize_comparison
-    from deftune.analysis.tables import render
+    from deftune.analysis.tables import escape_markdown, render
 
     comparison = load_comparison(args.config)
     summary = summarize_comparison(comparison)
     if args.format == "json":
         print(json.dumps(summary, indent=1))
         return 0
-    unfinished = {name: cell["state"] for name, cell in summary["cells"].items() if cell["state"] != "finished"}
+    unfinished = {name: shown_state(cell) for name, cell in summary["cells"].items() if cell["state"] != "finished"}
     tables = score_tables(summary, beside=args.beside, rank_base=args.rank_base)
     if args.format != "markdown":
         say(render(tables, args.format).rstrip("\n"))
@@ -143,8 +193,11 @@ def run_show(args: argparse.Namespace) -> int:
             say(f"{regime}: held-out tokens\n{align(token_lines(about['tokens']))}\n")
         if about["cost"]:
             say(f"{regime}: training, a cell on average\n{align(cost_lines(about['cost']))}\n")
+    for line in dict.fromkeys(line for cell in summary["cells"].values() for line in cell.get("left_out", ())):
+        say(escape_markdown(f"left out of the token tables: {line}"))
     for name, state in unfinished.items():
-        say(f"{state}: {name}" + (f": {summary['cells'][name]['error']}" if state == "failed" else ""))
+        error = summary["cells"][name].get("error", "no reason recorded")
+        say(escape_markdown(f"{state}: {name}" + (f": {error}" if state == "failed" else "")))
     return 0
 
 

@@ -19,6 +19,18 @@ def add_to(commands: Any) -> None:
     report.set_defaults(run=run_report)
 
 
+def read_environment(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: is damaged; restore it, or remove it to leave it out of the report")
+    return content  # pyright: ignore[reportUnknownVariableType]
+
+
 def run_report(args: argparse.Namespace) -> int:
     need_comparison()
     from deftune.analysis.grid import load_comparison
@@ -33,7 +45,7 @@ def run_report(args: argparse.Namespace) -> int:
     if not any(cell["state"] == "finished" for cell in summary["cells"].values()):
         raise ValueError(f"{args.folder}: no cell is finished yet; `deftune compare run {args.folder}` goes on")
     out = args.out or Path(comparison.folder) / "report.html"
-    environment = json.loads((Path(comparison.folder) / "environment.json").read_text(encoding="utf-8"))
+    environment = read_environment(Path(comparison.folder) / "environment.json")
     drawn = report_figures(comparison, summary)
     page = render_report(comparison, summary, page_figures(drawn), environment, out)
     out.parent.mkdir(parents=True, exist_ok=True)

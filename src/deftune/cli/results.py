@@ -14,6 +14,7 @@ from deftune.cli.train import add_trust, need_training
 def add_to(commands: Any) -> None:
     quick = commands.add_parser("quickstart", help="tune SmolLM2 with two objectives on this machine, in a few minutes")
     quick.add_argument("--out", type=Path, default=Path("quickstart"), help="folder (default: quickstart/)")
+    quick.add_argument("--clean", action="store_true", help="remove what an earlier call wrote there, and do no more")
     quick.set_defaults(run=run_quickstart)
 
     chat = commands.add_parser("chat", help="talk to a run, or to a model")
@@ -36,8 +37,11 @@ def run_quickstart(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
-    from deftune.training.quickstart import quickstart
+    from deftune.training.quickstart import clean, gigabytes, quickstart
 
+    if args.clean:
+        print(f"{args.out}: {gigabytes(clean(args.out))} removed")
+        return 0
     quickstart(args.out, Console())
     return 0
 

@@ -171,6 +171,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_runs(args: argparse.Namespace) -> int:
     need_training()
+    from deftune.training.model_names import shown_model
     from deftune.training.runs import find_runs, summary
 
     if not args.folder.is_dir():
@@ -184,7 +185,7 @@ def run_runs(args: argparse.Namespace) -> int:
         return 0
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
-        run["model"] = Path(run["model"] or "-").name
+        run["model"] = shown_model(run["model"] or "-")
     from deftune.data.terminal import one_line
 
     cells = [

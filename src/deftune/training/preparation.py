@@ -20,6 +20,7 @@ from deftune.data.sources import mix, read_source, split_rows
 from deftune.data.templates import set_template
 from deftune.objectives import objective as parse_objective
 from deftune.training.config import ConfigError, Data, RunConfig, Source
+from deftune.training.model_names import shown_model
 from deftune.training.models import load_tokenizer, resolve_model
 from deftune.training.trackers import check_trackers
 
@@ -144,8 +145,9 @@ def facts(prepared: Prepared) -> list[str]:
     train = config.train
     micro = train.micro_batch_size
     unit = "packed sequences" if config.data.packing else "rows"
+    model = shown_model(config.model.name)
     lines = [
-        f"objective {config.objective} ({parse_objective(config.objective).kind}); model {config.model.name}"
+        f"objective {config.objective} ({parse_objective(config.objective).kind}); model {model}"
         + (f" with LoRA r={config.model.lora.r}" if config.model.lora else ""),
         *[f"train: {line}" for line in prepared.train.facts()],
         *([f"eval: {line}" for line in prepared.eval.facts()] if prepared.eval else []),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deftune.data.templates import set_template
+from deftune.training.card import render_merged_card
 from deftune.training.checkpoints import PREFIX, CheckpointError, checkpoints, sealed_folder, step_of, verify
 from deftune.training.models import cannot_load, check_loaded, first_line, load_model, load_tokenizer, resolve_model
 from deftune.training.runs import Run
@@ -174,7 +175,7 @@ def is_adapter(folder: Path) -> bool:
 def merge(
     run: Run, out: Path, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
 ) -> Path:
-    """The adapter of a LoRA run added into its base model's weights, as a plain model folder."""
+    """The adapter of a LoRA run added into its base model's weights, as a plain model folder with a card."""
     folder = result_folder(run)
     if not is_adapter(folder):
         raise ValueError(f"{run.folder}: was not trained with LoRA; {folder} is a plain model already")
@@ -186,6 +187,7 @@ def merge(
     with sealed_folder(out.parent / f".{out.name}-{os.getpid()}", out, run=str(run.folder)) as place:
         merged.save_pretrained(place)
         tokenizer.save_pretrained(place)
+        (place / "README.md").write_text(render_merged_card(run), encoding="utf-8")
     return out
 
 

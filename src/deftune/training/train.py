@@ -21,6 +21,7 @@ from deftune.data.files import write_atomic
 from deftune.data.packing import Collator
 from deftune.data.terminal import line_printer
 from deftune.training import checkpoints
+from deftune.training.card import name_base_model, render_card
 from deftune.training.config import RunConfig
 from deftune.training.display import StepDisplay
 from deftune.training.head import check_packing
@@ -446,31 +447,14 @@ def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
                 prepared.tokenizer.save_pretrained(staging)
                 # what the trainer keeps for itself
                 (staging / "training_args.bin").unlink(missing_ok=True)
-                (staging / "README.md").write_text(render_card(prepared, run, kept), encoding="utf-8")
+                card = render_card(prepared, run, kept=kept.kept, holds=str(kept))
+                (staging / "README.md").write_text(card, encoding="utf-8")
+                name_base_model(staging, prepared.config)
     except (OSError, RuntimeError) as error:
         if reason := checkpoints.disk_error(error):
             raise checkpoints.CheckpointError(f"{run.model}: could not be written ({reason})") from error
         raise
     trainer.accelerator.wait_for_everyone()
-
-
-def render_card(prepared: Prepared, run: Run, kept: Kept) -> str:
-    """The model card: what it is, what it was tuned on and how, and its last numbers."""
-    config = prepared.config
-    records = run.read_metrics()
-    last = next((r for r in reversed(records) if r.get("kind") == "train"), {})
-    evaluated = next((r for r in reversed(records) if r.get("kind") == "eval"), {})
-    numbers = {**{k: last[k] for k in ("loss", "nll", "p", "focus", "gate") if k in last},
-               **{k: evaluated[k] for k in ("eval_nll", "eval_p") if k in evaluated}}  # fmt: skip
-    table = "\n".join(f"| {name} | {value:.4g} |" for name, value in numbers.items())
-    lines = "\n".join(f"- {line}" for line in facts(prepared))
-    return (
-        f"---\nlibrary_name: transformers\nbase_model: {config.model.name}\ntags: [deftune, sft]\n---\n\n"
-        f"# {run.folder.name}\n\nTuned from `{config.model.name}` with the objective `{config.objective}` by "
-        f"deftune. It holds {kept}.\n\n{lines}\n\n| last step | |\n|---|---|\n{table}\n\nThe resolved config is in "
-        f"`config.yaml` of the run; `deftune train config.yaml` repeats it.\n\n"
-        f"```yaml\n{run.config.read_text(encoding='utf-8')}```\n"
-    )
 
 
 def push(run: Run, hub_id: str, say: Callable[[str], None]) -> None:
