@@ -24,7 +24,8 @@ from deftune.kernels.chunks import Chunk, Gradients, Supervised, balanced
 from deftune.kernels.compiled import linear_loss_op
 from deftune.kernels.head import Head, Slices
 from deftune.kernels.triton_backend import TritonBackend
-from tolerances import assert_near, tolerance
+from deftune.objectives.stats import from_columns
+from tolerances import assert_close, assert_near, tolerance
 
 assert interpreted(), "TRITON_INTERPRET=1 must be set before triton is imported"
 
@@ -331,6 +332,14 @@ def test_add_products(classes, width, means):
     assert error(squares, expected.square().sum()) <= tolerance("float32 gradient")
 
 
+def assert_entropy_of_the_top(chunk: Chunk) -> None:
+    """The kernel's entropy is that of its own log p, relative to its size, however near certainty the row is."""
+    columns = chunk.columns[:3]
+    stats = from_columns(*columns, vocab_size=chunk.top.shape[1], top_log_p=chunk.top)
+    gap = chunk.top[:, 0] - chunk.top[:, 1] if chunk.top.shape[1] > 1 else torch.zeros_like(columns[0])
+    assert_close(chunk.top_entropy, stats.top_entropy(chunk.top.shape[1]), "float64 column", condition=1 + gap)
+
+
 @pytest.mark.parametrize("k", [1, 5, 20, 33, 100])
 @pytest.mark.parametrize("options", [HEADS["plain"], HEADS["bias"], HEADS["scale"]], ids=["plain", "bias", "scale"])
 def test_top_logits(options, k):
@@ -344,6 +353,7 @@ def test_top_logits(options, k):
     assert_near(chunk.top, want, "log p", condition=example.size)
     entropy = torch.special.entr(want.softmax(-1)).sum(-1)
     assert_near(chunk.top_entropy, entropy, "float32 entropy", condition=2 * example.size)
+    assert_entropy_of_the_top(chunk)
 
 
 def test_top_logits_of_a_flat_row():
@@ -408,6 +418,7 @@ def test_top_logits_of_tiles_that_tie(change):
     assert_near(chunk.top[:, :3], want[:, :3], "log p", condition=2 * example.size)
     entropy = torch.special.entr(want.softmax(-1)).sum(-1)
     assert_near(chunk.top_entropy, entropy, "float32 entropy", condition=2 * example.size)
+    assert_entropy_of_the_top(chunk)
 
 
 @pytest.mark.parametrize("vocab_size", [300, 33])
