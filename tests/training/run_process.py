@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from waiting import HANG_SECONDS
+
 # for the server that is forked: an allocator or a pool of threads of its own does not survive it
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,7 +65,7 @@ class Started:
 
     def ended(self) -> int:
         """Its exit code; minus the signal that ended it."""
-        self.process.join(120)
+        self.process.join(HANG_SECONDS)
         if self.process.exitcode is None:
             self.process.kill()
             raise AssertionError(f"did not end: {self.output.read_text()}")

@@ -26,6 +26,7 @@ from deftune.training.preparation import check_config
 from deftune.training.runs import Run
 from deftune.training.train import Outcome, train_run
 from tolerances import tolerance
+from waiting import HANG_SECONDS
 
 DRIVERS = Path(__file__).parent / "drivers"
 FLOAT64, FLOAT32 = 1e-10, 1e-5  # sums over ranks in another order
@@ -35,9 +36,8 @@ SPECS = ["nll", "deft", "mile(1)", "clip"]
 def launch(ranks: int, *command: object, launcher: tuple[str, ...] | None = None) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     start = launcher or ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    done = subprocess.run(
-        [sys.executable, "-m", *start, *map(str, command)], env=environment, text=True, capture_output=True, timeout=300
-    )
+    whole = [sys.executable, "-m", *start, *map(str, command)]
+    done = subprocess.run(whole, env=environment, text=True, capture_output=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
