@@ -1,5 +1,45 @@
-"""Found by pytest before any test: its folder (the oracle, the battery, the tolerances) becomes importable."""
+"""Found by pytest before any test: its folder (the oracle, the battery, the tolerances) becomes importable.
 
+Tests run in any order (pytest-randomly draws one and prints its seed): each begins with the same random numbers and
+leaves the process as it found it.
+"""
+
+import os
+
+import pytest
 import torch
 
 torch.set_num_threads(1)  # the tests are many and small, and run beside each other
+
+LONGER = ("slow", "reliability", "heavy", "gpu")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`fast` are the tests with none of the markers of those that take long."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in LONGER):
+            item.add_marker("fast")
+
+
+def state() -> dict[str, object]:
+    """What one test could change under another."""
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "working directory": os.getcwd(),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def independent():
+    """The same seed before every test; the same process after it."""
+    torch.manual_seed(0)
+    before = state()
+    yield
+    after = state()
+    changed = [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
+    assert not changed, f"the test leaves the process changed: {'; '.join(changed)}"

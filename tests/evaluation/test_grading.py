@@ -287,11 +287,12 @@ def hostile(canary: Path) -> list[str]:
     return wrapped + numbers + shapes + odd
 
 
-def test_hostile_answers_leave_no_trace_and_end(tmp_path, leaves_nothing):
+@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 5))])
+def test_hostile_answers_leave_no_trace_and_end(tmp_path, leaves_nothing, part):
     """Each ends within its cpu time, which a loaded machine does not change; none waits for the clock's backstop."""
     canary = tmp_path / "canary"
-    answers = hostile(canary)
-    assert len(answers) >= 200
+    answers = hostile(canary)[part::5]
+    assert len(answers) >= 40
     here = set(os.listdir("."))
     with Grader(workers=2, seconds=0.2, memory_mib=512, wall_seconds=HANG_SECONDS) as grader:
         verdicts = grader.grade([("31337", answer) for answer in answers])
