@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def state() -> dict[str, object]:
     """What one test could change under another."""
     return {
-        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        **{f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         "working directory": os.getcwd(),
         "default dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
@@ -41,5 +41,7 @@ def independent():
     before = state()
     yield
     after = state()
-    changed = [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
-    assert not changed, f"the test leaves the process changed: {'; '.join(changed)}"
+    changed = {
+        name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)
+    }
+    assert not changed, f"the test leaves the process changed: {changed}"
