@@ -11,14 +11,24 @@ import torch
 
 torch.set_num_threads(1)  # the tests are many and small, and run beside each other
 
-LONGER = ("slow", "reliability", "heavy", "gpu")
+# files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
+HEAVY = {
+    "analysis": ("conflicts", "figures", "figures_scores", "grid", "inspect_page", "report"),
+    "cli": ("objectives_command",),
+    "evaluation": ("decoding", "generation", "grading", "vllm_engine"),
+    "kernels": ("triton_rows",),
+    "objectives": ("step_ranks",),
+    "training": ("distributed", "faults", "hf", "recipes", "resume", "trackers", "trainer"),
+}
+NOT_FAST = ("heavy", "slow", "reliability", "gpu")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`fast` are the tests with none of the markers of those that take long."""
     for item in items:
-        if not any(item.get_closest_marker(name) for name in LONGER):
+        if item.path.stem.removeprefix("test_") in HEAVY.get(item.path.parent.name, ()):
+            item.add_marker("heavy")
+        if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker("fast")
 
 
