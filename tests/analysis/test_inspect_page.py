@@ -1,7 +1,5 @@
 """The page in a real browser: what it shows, what its keys do, and that nothing leaves or enters it."""
 
-import shutil
-
 import numpy as np
 import pytest
 from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables, many_rows
@@ -9,20 +7,18 @@ from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables, 
 from deftune.analysis.inspect import inspect_table, inspect_tables, summary
 from deftune.analysis.page import render_page, rounded, write_page
 from deftune.analysis.tokens import write_token_table
+from waiting import wait_for
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 120_000  # milliseconds for an element to appear, on a loaded machine too
+playwright.expect.set_options(timeout=PATIENCE)
 RIGHT, WRONG, PROSE = range(3)
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(chromium):
     with playwright.sync_playwright() as driver:
-        path = CHROMIUM or driver.chromium.executable_path
-        try:
-            opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium to open the page in: {str(error).splitlines()[0]}")
+        opened = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=PATIENCE)
         yield opened
         opened.close()
 
@@ -32,12 +28,13 @@ class Opened:
 
     def __init__(self, browser, path, **options):
         self.page = browser.new_page(**{"viewport": {"width": 1300, "height": 800}, **options})
+        self.page.set_default_timeout(PATIENCE)
         self.said, self.requests = [], []
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(f"file://{path}")
-        self.page.wait_for_selector("html[data-ready]", timeout=20_000)
+        self.page.wait_for_selector("html[data-ready]")
 
     def texts(self, selector):
         return self.page.locator(selector).all_text_contents()
@@ -375,18 +372,20 @@ def test_print_shows_the_row_whole_on_white(open_page):
 
 
 def test_a_hundred_thousand_tokens(open_page):
-    """Opens within two seconds by the page's own clock, and only what is in sight exists while it scrolls."""
+    """Only what is in sight exists while it scrolls; benchmarks/latency.py measures how soon it opens."""
     shown = open_page(make_inspection(many_rows(100_000)))
-    assert shown.page.evaluate("Number(document.documentElement.dataset.ready)") < 2000
     shown.page.click("#tab-tokens")
     assert shown.page.locator("#count").text_content() == "100,000 tokens"
     seen = set()
     for share in (0.1, 0.5, 1):
         shown.page.evaluate(f"const l = document.getElementById('list'); l.scrollTop = {share} * l.scrollHeight")
-        shown.page.wait_for_timeout(60)
-        items = shown.page.locator("#list [role=option]")
-        assert 5 < items.count() < 40
-        seen |= set(items.evaluate_all("all => all.map(x => Number(x.dataset.index))"))
+
+        def listed():
+            return shown.page.locator("#list [role=option]").evaluate_all("all => all.map(x => +x.dataset.index)")
+
+        wait_for(lambda share=share: min(listed()) > 90_000 * share, lambda: str(listed()))
+        assert 5 < len(listed()) < 40
+        seen |= set(listed())
     assert max(seen) == 99_999 and len(seen) < 120
     assert shown.said == []
 
@@ -394,7 +393,6 @@ def test_a_hundred_thousand_tokens(open_page):
 def test_one_row_of_thirty_thousand_tokens(open_page):
     shown = open_page(make_inspection(many_rows(30_000, per_row=30_000)))
     assert shown.page.locator(".answer .token").count() == 30_000
-    assert shown.page.evaluate("Number(document.documentElement.dataset.ready)") < 4000
 
 
 def test_numbers_keep_what_the_page_prints():

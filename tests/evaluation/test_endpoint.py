@@ -2,12 +2,12 @@
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from deftune.evaluation.generation import EndpointSampler, Output, Prompt, SamplerError, derive_key
+from waiting import HANG_SECONDS
 
 
 def prompts(number: int) -> list[Prompt]:
@@ -67,7 +67,7 @@ def completion(text="42", reason="stop", tokens=7):
 
 
 def ask(server, number=3, retries=2, **settings):
-    sampler = EndpointSampler(server.url, "m", retries=retries, backoff=0.01, timeout=5)
+    sampler = EndpointSampler(server.url, "m", retries=retries, backoff=0.01, timeout=HANG_SECONDS)
     return sampler.sample(prompts(number), max_new_tokens=9, **settings)
 
 
@@ -144,30 +144,34 @@ def test_no_server_at_all():
 
 
 def test_a_slow_server_times_out():
+    given_up = threading.Event()
+
     def respond(number, body):
-        time.sleep(1.0)
+        given_up.wait(HANG_SECONDS)
         return 200, completion()
 
-    with Server(respond) as server, pytest.raises(SamplerError, match=r"no answer in 0\.1 seconds|timed out"):
-        list(EndpointSampler(server.url, "m", retries=0, timeout=0.1).sample(prompts(1), max_new_tokens=1))
+    with Server(respond) as server:
+        with pytest.raises(SamplerError, match=r"no answer in 0\.1 seconds|timed out"):
+            list(EndpointSampler(server.url, "m", retries=0, timeout=0.1).sample(prompts(1), max_new_tokens=1))
+        given_up.set()
 
 
 def test_requests_run_beside_each_other():
-    together, most, lock = 0, 0, threading.Lock()
+    together, most, lock, four = 0, 0, threading.Lock(), threading.Barrier(4)
 
     def respond(number, body):
         nonlocal together, most
         with lock:
             together += 1
             most = max(most, together)
-        time.sleep(0.05)
+        four.wait(HANG_SECONDS)  # 12 requests, each answered when four are there
         with lock:
             together -= 1
         return 200, completion()
 
     with Server(respond) as server:
         assert len(list(EndpointSampler(server.url, "m", concurrency=4).sample(prompts(12), max_new_tokens=1))) == 12
-    assert 2 <= most <= 4
+    assert most == 4
 
 
 def test_other_ends_and_missing_counts():

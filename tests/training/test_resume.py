@@ -60,10 +60,10 @@ def reference(tmp_path_factory, make_config) -> Path:
     return run
 
 
-# 7, 8, 9: before, at and after the end of an epoch; 39 and 40: one step left, none left
+# 31, 32, 33: before, at and after the end of an epoch; 39 and 40: one step left, none left
 @pytest.mark.parametrize(
     "step",
-    [k if k in (1, 7, 8, 9, 20, 39, 40) else pytest.param(k, marks=pytest.mark.slow) for k in range(1, STEPS + 1)],
+    [k if k in (31, 32, 33, 39, 40) else pytest.param(k, marks=pytest.mark.slow) for k in range(1, STEPS + 1)],
 )
 def test_resumed_after_any_step(tmp_path, make_config, reference, step):
     copy = rewound(reference, step, tmp_path / "copy")
@@ -138,13 +138,14 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_resumed_in_every_way_of_training(tmp_path, make_config, variant):
+@pytest.mark.parametrize("places", [(3,), pytest.param((4, 6), marks=pytest.mark.slow)], ids=["within", "ends"])
+def test_resumed_in_every_way_of_training(tmp_path, make_config, variant, places):
     steps = 6
     settings = {"train.batch_size": 16, "train.max_steps": steps, "train.save_steps": 1, "train.keep": 9}
     settings |= VARIANTS[variant]
     reference = tmp_path / "reference"
     train(make_config(reference, settings))
-    for step in (2, 4, 6) if variant == "holdout" else (3, 4, 6):
+    for step in (2,) if variant == "holdout" and places == (3,) else places:
         copy = rewound(reference, step, tmp_path / "copy")
         if variant == "holdout":  # the best one stays beside it
             state = json.loads((copy / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json").read_text())

@@ -66,7 +66,6 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
     train = config.train
     evaluating = prepared.eval is not None and train.eval_steps is not None
     options: dict[str, Any] = {}
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.folder / "logs")  # transformers has no argument for it any more
     if train.fsdp:
         options["fsdp"] = True
         options["fsdp_config"] = {
@@ -323,7 +322,7 @@ def train_run(
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run))
                 open_run(config)
-            with tracking(config.train.report_to):
+            with tracking(config.train.report_to, run.folder / "logs"):
                 return _train(prepared, run, console, say, title, score_tasks, restart)
 
 
