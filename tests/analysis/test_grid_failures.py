@@ -254,7 +254,7 @@ def test_states_are_escaped_in_what_show_prints(finished, tmp_path, capsys):
     assert main(["compare", "show", str(folder)]) == 0
     out = capsys.readouterr().out
     assert f"failed: {nll.name}: ConfigError" not in out and "\x1b" not in out
-    assert f"failed: {nll.name}: \\*bold\\* \\[link\\](x) \\\\x1b\\[2J \\| \\<b\\>" in out
+    assert f"failed: {nll.name}: \\*bold\\* \\[link\\](x) \\x1b\\[2J \\| \\<b\\>" in out
     assert f"interrupted: {deft.name}\n" in out
 
 
