@@ -14,11 +14,22 @@ torch.set_num_threads(1)  # the tests are many and small, and run beside each ot
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
     "analysis": ("conflicts", "figures", "figures_scores", "grid", "inspect_page", "report"),
-    "cli": ("objectives_command",),
+    "cli": ("objectives_command", "output"),
     "evaluation": ("decoding", "generation", "grading", "vllm_engine"),
     "kernels": ("triton_rows",),
     "objectives": ("step_ranks",),
-    "training": ("distributed", "faults", "hf", "recipes", "resume", "trackers", "trainer"),
+    "training": (
+        "attacks",
+        "distributed",
+        "faults",
+        "hf",
+        "recipes",
+        "resume",
+        "runs",
+        "trackers",
+        "trainer",
+        "weights",
+    ),
 }
 NOT_FAST = ("heavy", "slow", "reliability", "gpu")
 
