@@ -175,8 +175,12 @@ class Result:
 
     def _has_answers(self) -> bool:
         """Whether anything came of an earlier call."""
-        begun = {"settings.json", self.questions.name, ".lock"}
-        return self.folder.exists() and any(entry.name not in begun for entry in self.folder.iterdir())
+        return self.folder.exists() and any(not self._is_beginning(entry) for entry in self.folder.iterdir())
+
+    def _is_beginning(self, entry: Path) -> bool:
+        """What a call leaves that ends before its first answer."""
+        empty = entry in (self.samples, self.folder / "rows.jsonl") and entry.stat().st_size == 0
+        return empty or entry.name in ("settings.json", self.questions.name, ".lock")
 
     def open(self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False) -> list[str]:
         """Begin, or go on; another evaluation's folder is refused. Returns `check`'s lines."""
@@ -185,15 +189,15 @@ class Result:
         now: Record = {"deftune": __version__, **json.loads(json.dumps(dataclasses.asdict(settings)))}
         if tasks is not None:
             now["data"] = describe_data(tasks)
-        begun = self._has_answers()
-        before = self.settings() if begun else {}
-        if begun:  # what was recorded stays; what older versions did not record, and another server, is added
-            old, new = before.get("engine", {}), now.get("engine", {})
-            if new.get("url") != old.get("url"):
+        recorded = self.settings() if self._has_answers() else None
+        if recorded is not None:  # it stays; what older versions did not record, and another server, is added
+            engine: Record = now.get("engine", {})
+            now |= recorded
+            old: Record = recorded.get("engine", {})
+            if "url" in engine and engine["url"] != old.get("url"):
                 earlier = [*old.get("earlier_urls", []), *([old["url"]] if "url" in old else [])]
-                before["engine"] = old | {"url": new["url"]} | ({"earlier_urls": earlier} if earlier else {})
-            now = {**now, **before}
-        if now != before:
+                now["engine"] = engine | ({"earlier_urls": earlier} if earlier else {})
+        if now != recorded:
             if tasks is not None:
                 write_atomic(self.questions, _question_lines(tasks))
             write_atomic(self.folder / "settings.json", json.dumps(now, indent=1))
@@ -212,8 +216,8 @@ class Result:
                     yield self.open(settings, tasks, change_endpoint=change_endpoint)
                 finally:
                     if not self._has_answers():
-                        (self.folder / "settings.json").unlink(missing_ok=True)
-                        self.questions.unlink(missing_ok=True)
+                        for entry in self.folder.iterdir():
+                            entry.unlink()  # the lock too, which no other process can hold
         finally:
             for path in missing:
                 with contextlib.suppress(OSError):  # it holds something
