@@ -34,7 +34,7 @@ def render_sampled(summary: Record) -> str:
         lines.append(
             f"{row['task']:24}{row['temperature']:>5g}{row['items']:>7}{row['samples']:>4}{100 * row['score']:>9.2f}"
             f"{interval:18}{found / answers:>9.0%}{row['finished'].get('length', 0) / answers:>9.0%}  "
-            f"{extra}{row['note']}".rstrip()
+            f"{extra}{row['note']}".rstrip("; ")
         )
     for row in summary["rows"]:
         if errors := describe_errors(row):

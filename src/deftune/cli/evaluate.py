@@ -420,7 +420,7 @@ def run_list(args: argparse.Namespace, folders: list[Path]) -> int:
 
 def run_export(args: argparse.Namespace, folders: list[Path]) -> int:
     need_evaluation()
-    from deftune.evaluation.harness import export_tasks
+    from deftune.evaluation.harness import PREFIX, export_tasks
 
     if "heldout" in args.suite:
         raise ValueError("eval export-tasks: heldout asks no questions; the harness has nothing to run")
@@ -431,11 +431,14 @@ def run_export(args: argparse.Namespace, folders: list[Path]) -> int:
         tasks |= found
         for name, why in missing.items():
             print(f"left out: {name}: {why}", file=sys.stderr)
-    names = export_tasks(folders[0], tasks, [suite for suite in suites if suite])
+    chosen = [suite for suite in suites if suite]
+    names = export_tasks(folders[0], tasks, chosen)
     print("\n".join(names))
+    grouped = {PREFIX + name for suite in chosen for name in suite.averaged}  # run by the suite's own name
+    wanted = ",".join(name for name in names if name not in grouped)
     print(
         "\nlm_eval --model hf --model_args pretrained=RUN/model --apply_chat_template "
-        f"--include_path {shlex.quote(str(folders[0]))} --tasks {','.join(names)}",
+        f"--include_path {shlex.quote(str(folders[0]))} --tasks {wanted}",
         file=sys.stderr,
     )
     return 0

@@ -333,7 +333,7 @@ class EndpointSampler(Sampler):
         said = b""
         with error, contextlib.suppress(OSError, http.client.HTTPException):
             said = error.read(2000)
-        text = self._clean(" ".join(said.decode("utf-8", "replace").split())[:300])
+        text = self._clean(" ".join(_message_in(said.decode("utf-8", "replace")).split())[:300])
         problem = f"HTTP {error.code} {self._clean(str(error.reason))}{text and f': {text}'}"
         if error.code in (408, 409, 429) or error.code >= 500:
             return _Retry(problem)
@@ -386,6 +386,22 @@ class EndpointSampler(Sampler):
             note = "the server sent reasoning and no answer: 'content' is empty beside 'reasoning_content'"
             return Output(prompt.id, sample, "", tokens, "error", note)
         return Output(prompt.id, sample, text, tokens, finish)
+
+
+def _message_in(body: str) -> str:
+    """The message of an error's body, which is JSON on most servers; else the body.
+
+    >>> _message_in('{"error": {"message": "too long", "code": 400}}'), _message_in("Bad Gateway")
+    ('too long', 'Bad Gateway')
+    """
+    try:
+        said: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    for name in ("error", "message"):
+        if isinstance(said, dict) and name in said:
+            said = cast("dict[str, Any]", said)[name]
+    return said if isinstance(said, str) else body
 
 
 def _text_of(content: Any) -> str | None:
