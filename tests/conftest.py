@@ -1,5 +1,57 @@
-"""Found by pytest before any test: its folder (the oracle, the battery, the tolerances) becomes importable."""
+"""Found by pytest before any test: its folder (the oracle, the battery, the tolerances) becomes importable.
 
+Tests run in any order (pytest-randomly draws one and prints its seed): each begins with the same random numbers and
+leaves the process as it found it.
+"""
+
+import os
+
+import pytest
 import torch
 
 torch.set_num_threads(1)  # the tests are many and small, and run beside each other
+
+# files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
+HEAVY = {
+    "analysis": ("conflicts", "figures", "figures_scores", "grid", "inspect_page", "report"),
+    "cli": ("objectives_command",),
+    "evaluation": ("decoding", "generation", "grading", "vllm_engine"),
+    "kernels": ("triton_rows",),
+    "objectives": ("step_ranks",),
+    "training": ("distributed", "faults", "hf", "recipes", "resume", "trackers", "trainer"),
+}
+NOT_FAST = ("heavy", "slow", "reliability", "gpu")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem.removeprefix("test_") in HEAVY.get(item.path.parent.name, ()):
+            item.add_marker("heavy")
+        if not any(item.get_closest_marker(name) for name in NOT_FAST):
+            item.add_marker("fast")
+
+
+def state() -> dict[str, object]:
+    """What one test could change under another."""
+    return {
+        **{f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "working directory": os.getcwd(),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def independent():
+    """The same seed before every test; the same process after it."""
+    torch.manual_seed(0)
+    before = state()
+    yield
+    after = state()
+    changed = {
+        name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)
+    }
+    assert not changed, f"the test leaves the process changed: {changed}"

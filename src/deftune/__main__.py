@@ -1,3 +1,18 @@
-from deftune.cli import main
+"""`python -m deftune`, and the command `deftune`."""
 
-raise SystemExit(main())
+import sys
+
+
+def main() -> int:
+    """The command line; Ctrl-C while it is being imported is no traceback either."""
+    try:
+        from deftune.cli import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("deftune: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,17 @@ from deftune.data.rows import Row
 from deftune.training.config import RunConfig
 from deftune.training.runs import Run
 from deftune.training.train import train_run
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of a Chromium: a skip where there is none, but a failure with CI=true, where a page must be opened."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        how = "no Chromium to open the page in; install one (Debian: apt-get install chromium)"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(how)
+    return found
 
 
 @pytest.fixture(scope="session")

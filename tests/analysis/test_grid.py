@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from deftune.cli import main
 from deftune.evaluation.statistics import half_of
 from deftune.training.config import ConfigError
 from deftune.training.runs import Run
+from waiting import HANG_SECONDS, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +105,15 @@ def test_wrong_files_are_named(tmp_path, model, changes, text, capsys):
     assert not (tmp_path / "grid").exists()
 
 
-def test_a_regime_cannot_leave_the_folder(tmp_path, model):
+@pytest.mark.parametrize("name", ["../up", "..", ".", "", ".hidden", "a/../../b", "/tmp", "a\nb"])
+def test_a_regime_cannot_leave_the_folder(tmp_path, model, name):
     what = content(model, tmp_path / "grid")
-    what["regimes"] = {"../up": what["regimes"]["weak"]}
+    weak = what["regimes"]["weak"]
     with pytest.raises(ConfigError, match="letters, digits"):
-        load_comparison(write(tmp_path / "c.yaml", what))
+        load_comparison(write(tmp_path / "c.yaml", what | {"regimes": {name: weak}}))
+    named = {**weak, "evaluate": [{**weak["evaluate"][0], "name": name}]}
+    with pytest.raises(ConfigError, match="letters, digits"):
+        load_comparison(write(tmp_path / "c.yaml", what | {"regimes": {"weak": named}}))
 
 
 def test_too_few_items_to_choose_on_are_refused_before_anything_runs(tmp_path, model, capsys):
@@ -217,7 +221,7 @@ def test_finished_cells_are_left_alone_and_lost_ones_made_again(finished, capsys
     cells[2].set_state("running", stage="measure")
     started = []
     outcome = run_grid(
-        finished, lambda cells, begin: run_here(cells, lambda cell: started.append(cell.name)), lambda _: None
+        finished, lambda cells, begin: run_here(cells, lambda cell: started.append(cell.name) or True), lambda _: None
     )
     assert outcome.exit_code == 0 and started == [cells[2].name]
     assert samples.read_text() == whole
@@ -266,20 +270,14 @@ def test_a_killed_grid_stops_its_cell_and_goes_on(tmp_path, model):
     (cell,) = load_comparison(path).cells()
     run = Run(cell.folder / "run")
 
-    def wait_until(ready, seconds=120):
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, (cell.folder / "log.txt").read_text()
-            time.sleep(0.1)
-
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    wait_until(lambda: run.status()["state"] == "running" and len(run.read_metrics()) > 6)
+    wait_for(lambda: run.status()["state"] == "running" and len(run.read_metrics()) > 6)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until(lambda: cell.state()["state"] == "stopped")
+    wait_for(lambda: cell.state()["state"] == "stopped", (cell.folder / "log.txt").read_text)
     reached = run.status()["step"]
     assert 0 < reached < 200
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + (cell.folder / "log.txt").read_text()
     assert "1 of 1 cells finished, 0 failed" in done.stdout
     assert "resuming from" in (cell.folder / "log.txt").read_text()
@@ -296,17 +294,16 @@ def test_two_cells_at_a_time(tmp_path, model):
     cells = load_comparison(path).cells()
     assert len(cells) == 2
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while not all(len(Run(cell.folder / "run").read_metrics()) > 6 for cell in cells):
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.1)
+    wait_for(
+        lambda: process.poll() is not None or all(len(Run(cell.folder / "run").read_metrics()) > 6 for cell in cells)
+    )
     process.send_signal(signal.SIGTERM)
-    out = process.communicate(timeout=120)[0]
+    out = process.communicate(timeout=HANG_SECONDS)[0]
     assert process.returncode == 143 and "stopped; the same command goes on" in out
     assert [cell.state()["state"] for cell in cells] == ["stopped", "stopped"]
     shutil.rmtree(cells[0].folder / "run")
     (cells[0].folder / "run").write_text("in the way")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 1 and "1 of 2 cells finished, 1 failed" in done.stdout, done.stdout + done.stderr
     assert f"{cells[0].name} failed: ConfigError" in done.stdout
     assert [cell.state()["state"] for cell in cells] == ["failed", "finished"]
@@ -329,16 +326,13 @@ def test_the_command_with_a_real_model(tmp_path):
     command = [sys.executable, "-m", "deftune", "compare", "run", str(path)]
     comparison = load_comparison(path)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    end = time.monotonic() + 300
-    while comparison.cells()[1].state()["state"] == "new":
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_for(lambda: process.poll() is not None or comparison.cells()[1].state()["state"] != "new")
     process.send_signal(signal.SIGTERM)
-    out = process.communicate(timeout=300)[0]
+    out = process.communicate(timeout=HANG_SECONDS)[0]
     assert process.returncode == 143, out
     assert "stopped; the same command goes on" in out
     first = (comparison.cells()[0].folder / "cell.json").read_bytes()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (comparison.cells()[0].folder / "cell.json").read_bytes() == first
     summary = summarize_comparison(comparison)

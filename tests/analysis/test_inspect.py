@@ -5,9 +5,19 @@ import math
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from inspect_tables import OBJECTIVES, ROWS, make_inspection, make_tables
+from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables
 
-from deftune.analysis.inspect import CONFIDENT, conflict, habits, inspect_table, margin, reasons, stated_answer, summary
+from deftune.analysis.inspect import (
+    CONFIDENT,
+    conflict,
+    flags,
+    habits,
+    inspect_table,
+    margin,
+    reasons,
+    stated_answer,
+    summary,
+)
 from deftune.analysis.tokens import rows_path, write_token_table
 
 RIGHT, WRONG, PROSE = range(3)
@@ -90,23 +100,81 @@ def test_ranked_tokens_put_the_end_last_however_surprising():
     end = ("<|im_end|>", 1e-6, " and", 0.999)
     inspection = make_inspection([[("a", 0.5, "b", 0.4), ("c", 0.001, "d", 0.99), end]])
     assert [inspection.texts[inspection.text[t]] for t in inspection.ranked_tokens()] == ["c", "a", "<|im_end|>"]
-    assert inspection.worst.tolist() == [1]
 
 
-def test_the_worst_token_is_of_the_answer_where_that_is_contradicted():
-    louder = ("So", 1e-7, "The", 0.9999)  # a matter of style
-    inspection = make_inspection([[louder, *ROWS[WRONG]], [louder, *ROWS[RIGHT]]])
-    assert [inspection.texts[inspection.text[t]] for t in inspection.worst] == ["7", "So"]
+def check_causes(inspection):
+    """The token beside a score is where the score comes from, for every row and score."""
+    p, q = np.exp(inspection.tokens["log_p"], dtype=float), np.exp(inspection.tokens["other_log_p"], dtype=float)
+    gap, nll = np.maximum(0, np.log(q) - np.log(p)), -np.log(p)
+    sure = inspection.tokens["conflict"] >= CONFIDENT
+    for row in range(len(inspection.rows)):
+        inside = np.arange(inspection.start[row], inspection.start[row + 1])
+        tokens = {name: inspection.token_of(row, name) for name in inspection.scores}
+        assert set(tokens.values()) <= set(inside.tolist())
+        answer = inspection.scores["answer"][row]
+        if np.isnan(answer):
+            assert tokens["answer"] == tokens["conflict"] and inspection.score_of(row, "answer") == "conflict"
+        else:
+            assert inspection.answers[tokens["answer"]]
+            assert gap[tokens["answer"]] == pytest.approx(answer, rel=1e-5, abs=1e-6)
+        assert nll[tokens["max_nll"]] == pytest.approx(inspection.scores["max_nll"][row], rel=1e-5)
+        for name, part in {"conflict": q * gap, "noise": nll * sure, "mean_nll": nll, "mean_p": -p}.items():
+            assert part[tokens[name]] == pytest.approx(part[inside].max(), rel=1e-5), name
+
+
+def test_the_token_shown_is_the_one_ranked_by(tmp_path, model, tokenizer, rows):
+    louder = ("So", 1e-7, "The", 0.9999)  # a matter of style: it ranks no row by its answer, so it is not shown there
+    inspection = make_inspection([[louder, *ROWS[WRONG]], [louder, *ROWS[RIGHT]], *ROWS])
+    assert [inspection.texts[inspection.text[inspection.token_of(row, "answer")]] for row in (0, 1)] == ["7", "4"]
+    assert inspection.texts[inspection.text[inspection.token_of(0, "max_nll")]] == "So"
+    check_causes(inspection)
+    write_token_table(tmp_path / "tokens.parquet", model, tokenizer, rows, objectives=["deft"])
+    check_causes(inspect_table(tmp_path / "tokens.parquet"))
+
+
+def test_a_score_without_confidence_is_explained_by_its_own_token():
+    """A margin of 3.9 on the answer, no confident conflict there, and a louder token elsewhere."""
+    rows = [
+        [("So", 1e-7, "The", 0.9999), ("x", 0.9, "y", 0.01), ("\n#### ", 0.9, "\n", 0.05), ("5", 0.01, "4", 0.5), END]
+    ]
+    inspection = make_inspection(rows)
+    assert inspection.scores["answer"][0] == pytest.approx(math.log(50), rel=1e-5)
+    assert flags(inspection, 0) == ["noise"]
+    assert reasons(inspection, 0, "answer") == [
+        "stated answer '5': the model expects '4' (0.5), not '5' (0.01), margin 3.91",
+        "77% of its loss sits on 1 confident conflict; the largest: 'The' (1), not 'So' (1e-07)",
+    ]
+
+
+def test_a_score_that_speaks_for_a_row_is_no_reason_against_it():
+    """The model expects the stated answer, and half of the loss sits on a conflict elsewhere."""
+    inspection = make_inspection([[("So", 1e-7, "The", 0.9999), *ROWS[RIGHT]]])
+    assert inspection.scores["answer"][0] == 0 and flags(inspection, 0) == ["noise"]
+    (only,) = reasons(inspection, 0, "answer")
+    assert only.endswith("of its loss sits on 1 confident conflict; the largest: 'The' (1), not 'So' (1e-07)")
 
 
 def test_reasons_say_what_is_expected_instead():
     inspection = make_inspection()
     assert reasons(inspection, RIGHT) == []
     assert reasons(inspection, WRONG) == [
-        "stated answer '7': the model expects '6' (0.98), not '7' (0.001)",
-        "85% of its loss sits on 1 confident conflict",
+        "stated answer '7': the model expects '6' (0.98), not '7' (0.001), margin 6.89",
+        "85% of its loss sits on 1 confident conflict; the largest: '6' (0.98), not '7' (0.001)",
     ]
     assert reasons(inspection, PROSE) == []  # one conflict among much that is merely hard
+
+
+@pytest.mark.parametrize(("row", "by", "text"), [
+    (RIGHT, "answer", "stated answer '4': the model expects it; least likely in it: '4' (0.95)"),
+    (RIGHT, "noise", "none of its loss sits on confident conflicts"),
+    (PROSE, "answer", "states no answer; conflict 0.605; strongest: ' again' (0.99), not ' upon' (0.0005)"),
+    (PROSE, "conflict", "conflict 0.605; strongest: ' again' (0.99), not ' upon' (0.0005)"),
+    (PROSE, "max_nll", "NLL 7.6: ' again' (0.99), not ' upon' (0.0005)"),
+    (PROSE, "mean_nll", "mean NLL 1.85; largest: ' again' (0.99), not ' upon' (0.0005)"),
+    (RIGHT, "mean_p", "mean p 0.84; smallest: '2 + 2' (0.4)"),
+])  # fmt: skip
+def test_every_ranking_has_its_reason_first(row, by, text):
+    assert reasons(make_inspection(), row, by)[0] == text
 
 
 def test_summary_adds_up():

@@ -30,7 +30,7 @@ def lines_of(path):
 def test_flagged_and_kept_are_all_the_rows(source, tmp_path):
     inspection = make_inspection(data=str(source))
     export, keep = tmp_path / "out" / "flagged.jsonl", tmp_path / "kept.jsonl"
-    done = write_export(inspection, [WRONG, RIGHT], read_fields(source), export=export, keep=keep)
+    done = write_export(inspection, [WRONG, RIGHT], read_fields(source), by="answer", export=export, keep=keep)
     assert done == (2, 2, 1)
     flagged, kept, all_rows = lines_of(export), lines_of(keep), lines_of(source)
     assert [row["id"] for row in flagged] == [WRONG, RIGHT]  # by rank
@@ -39,19 +39,26 @@ def test_flagged_and_kept_are_all_the_rows(source, tmp_path):
     assert flagged == [all_rows[WRONG], all_rows[RIGHT]]
     assert (findings[0]["rank"], findings[0]["where"]) == (1, f"{source}:2")
     assert findings[0]["reasons"][0].startswith("stated answer '7': the model expects '6'")
+    assert (findings[0]["by"], findings[0]["reasons"][0][-4:]) == ("answer", "6.89")
+    assert findings[1]["reasons"] == ["stated answer '4': the model expects it; least likely in it: '4' (0.95)"]
     assert findings[0]["scores"]["answer"] == pytest.approx(6.887, abs=1e-3)
 
 
 def test_a_score_that_is_not_there_is_null(source, tmp_path):
     write_export(
-        make_inspection(data=str(source)), [PROSE], read_fields(source), export=tmp_path / "e.jsonl", keep=None
+        make_inspection(data=str(source)),
+        [PROSE],
+        read_fields(source),
+        by="answer",
+        export=tmp_path / "e.jsonl",
+        keep=None,
     )
     assert lines_of(tmp_path / "e.jsonl")[0][KEY]["scores"]["answer"] is None
 
 
 def test_exported_rows_can_be_read_back_as_data(source, tmp_path):
     export = tmp_path / "flagged.jsonl"
-    write_export(make_inspection(data=str(source)), [WRONG], read_fields(source), export=export, keep=None)
+    write_export(make_inspection(data=str(source)), [WRONG], read_fields(source), by="answer", export=export, keep=None)
     [row] = read_source(export)
     assert row.messages == read_source(source, format="gsm8k")[WRONG].messages
 
@@ -61,5 +68,5 @@ def test_a_row_that_is_gone_is_an_error_and_leaves_no_file(source, tmp_path):
     source.write_text(source.read_text().splitlines()[0] + "\n")
     export, keep = tmp_path / "e.jsonl", tmp_path / "k.jsonl"
     with pytest.raises(ValueError, match=r"rows.jsonl:2: is no longer in the data; write the token table again"):
-        write_export(inspection, [WRONG], read_fields(source), export=export, keep=keep)
+        write_export(inspection, [WRONG], read_fields(source), by="answer", export=export, keep=keep)
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl"}

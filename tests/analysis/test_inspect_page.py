@@ -1,27 +1,24 @@
 """The page in a real browser: what it shows, what its keys do, and that nothing leaves or enters it."""
 
-import shutil
-
 import numpy as np
 import pytest
 from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables, many_rows
 
-from deftune.analysis.inspect import inspect_tables, summary
+from deftune.analysis.inspect import inspect_table, inspect_tables, summary
 from deftune.analysis.page import render_page, rounded, write_page
+from deftune.analysis.tokens import write_token_table
+from waiting import wait_for
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 120_000  # milliseconds for an element to appear, on a loaded machine too
+playwright.expect.set_options(timeout=PATIENCE)
 RIGHT, WRONG, PROSE = range(3)
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(chromium):
     with playwright.sync_playwright() as driver:
-        path = CHROMIUM or driver.chromium.executable_path
-        try:
-            opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium to open the page in: {str(error).splitlines()[0]}")
+        opened = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"], timeout=PATIENCE)
         yield opened
         opened.close()
 
@@ -31,12 +28,13 @@ class Opened:
 
     def __init__(self, browser, path, **options):
         self.page = browser.new_page(**{"viewport": {"width": 1300, "height": 800}, **options})
+        self.page.set_default_timeout(PATIENCE)
         self.said, self.requests = [], []
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(f"file://{path}")
-        self.page.wait_for_selector("html[data-ready]", timeout=20_000)
+        self.page.wait_for_selector("html[data-ready]")
 
     def texts(self, selector):
         return self.page.locator(selector).all_text_contents()
@@ -84,7 +82,9 @@ def test_it_opens_by_itself(shown):
 def test_the_first_row_is_the_most_suspicious_at_its_worst_token(shown):
     assert shown.chosen_row() == "rows.jsonl:2"
     assert shown.chosen_token() == "7"
-    assert shown.texts(".reasons li")[0] == "stated answer '7': the model expects '6' (0.98), not '7' (0.001)"
+    assert (
+        shown.texts(".reasons li")[0] == "stated answer '7': the model expects '6' (0.98), not '7' (0.001), margin 6.89"
+    )
     assert "".join(shown.texts(".answer .token")) == "3 + 3 = 7\n#### 7<|im_end|>"
     assert "Question 2?" in shown.page.locator(".prompt").text_content()
 
@@ -111,6 +111,36 @@ def test_sorting_by_any_score(shown):
         assert shown.chosen_row() == f"rows.jsonl:{1 + int(np.argmin(scores[name]))}", label
     shown.page.select_option("#sort", label="place in the data")
     assert shown.texts("#list .where") == ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"]
+
+
+def test_what_is_shown_beside_a_score_is_what_it_comes_from(open_page, tmp_path, model, tokenizer, rows):
+    """For every row and score: the chosen token, its numbers in the panel, and the first reason."""
+    write_token_table(tmp_path / "tokens.parquet", model, tokenizer, rows, objectives=["deft"])
+    inspection = inspect_table(tmp_path / "tokens.parquet")
+    shown = open_page(inspection)
+    wheres = [line["where"] for line in inspection.rows]
+    for label, name, fact in (("answer margin", "answer", "margin (nats)"), ("max NLL", "max_nll", "NLL (nats)"),
+                              ("conflict", "conflict", None), ("mean p", "mean_p", None)):  # fmt: skip
+        shown.page.select_option("#sort", label=label)
+        shown.page.focus("#list")
+        for index in range(len(wheres)):
+            row = wheres.index(shown.chosen_row())
+            chosen = shown.page.locator(".answer [aria-selected=true]").get_attribute("data-token")
+            assert int(chosen) == inspection.token_of(row, name)
+            scores = dict(zip(shown.texts("#row .scores dt"), shown.texts("#row .scores dd")))
+            facts = dict(zip(shown.texts("#details .facts th"), shown.texts("#details .facts td")))
+            if fact and not np.isnan(inspection.scores[name][row]):
+                assert facts[fact] == scores[label] == shown.texts("#list [aria-selected=true] .head b")[0]
+            first = shown.texts(".reasons li")[0]
+            assert first.startswith(("stated answer", "states no answer") if name == "answer" else label)
+            if index + 1 < len(wheres):
+                shown.page.keyboard.press("ArrowDown")
+
+
+def test_a_page_to_share_has_no_folder_of_this_machine(open_page):
+    shown = open_page(make_inspection(data="/home/me/secret/rows.jsonl", model="/home/me/secret/tiny"))
+    assert "secret" not in shown.page.content() and shown.page.title() == "rows.jsonl · deftune inspect"
+    assert shown.chosen_row() == "rows.jsonl:2"
 
 
 def test_a_row_without_the_score_comes_last_either_way(open_page):
@@ -342,18 +372,20 @@ def test_print_shows_the_row_whole_on_white(open_page):
 
 
 def test_a_hundred_thousand_tokens(open_page):
-    """Opens within two seconds by the page's own clock, and only what is in sight exists while it scrolls."""
+    """Only what is in sight exists while it scrolls; benchmarks/latency.py measures how soon it opens."""
     shown = open_page(make_inspection(many_rows(100_000)))
-    assert shown.page.evaluate("Number(document.documentElement.dataset.ready)") < 2000
     shown.page.click("#tab-tokens")
     assert shown.page.locator("#count").text_content() == "100,000 tokens"
     seen = set()
     for share in (0.1, 0.5, 1):
         shown.page.evaluate(f"const l = document.getElementById('list'); l.scrollTop = {share} * l.scrollHeight")
-        shown.page.wait_for_timeout(60)
-        items = shown.page.locator("#list [role=option]")
-        assert 5 < items.count() < 40
-        seen |= set(items.evaluate_all("all => all.map(x => Number(x.dataset.index))"))
+
+        def listed():
+            return shown.page.locator("#list [role=option]").evaluate_all("all => all.map(x => +x.dataset.index)")
+
+        wait_for(lambda share=share: min(listed()) > 90_000 * share, lambda: str(listed()))
+        assert 5 < len(listed()) < 40
+        seen |= set(listed())
     assert max(seen) == 99_999 and len(seen) < 120
     assert shown.said == []
 
@@ -361,7 +393,6 @@ def test_a_hundred_thousand_tokens(open_page):
 def test_one_row_of_thirty_thousand_tokens(open_page):
     shown = open_page(make_inspection(many_rows(30_000, per_row=30_000)))
     assert shown.page.locator(".answer .token").count() == 30_000
-    assert shown.page.evaluate("Number(document.documentElement.dataset.ready)") < 4000
 
 
 def test_numbers_keep_what_the_page_prints():

@@ -11,7 +11,8 @@ from deftune.analysis.inspect_terminal import render_inspection
 
 def render(inspection, width=120, **options) -> str:
     out = io.StringIO()
-    render_inspection(inspection, Console(file=out, width=width, **options), by="answer", top=5)
+    console = Console(file=out, width=width, **options)
+    render_inspection(inspection, console, inspection.ranked_rows("answer")[:5], by="answer")
     return out.getvalue()
 
 
@@ -34,7 +35,25 @@ def test_rows_are_shown_in_full_with_their_conflicts_marked():
     assert "3 + 3 = ⟦7⟧↵\n#### 7<|im_end|>" in text
     assert "stated answer '7': the model expects '6' (0.98), not '7' (0.001)" in text
     assert "2 confident conflicts (conflict >= 0.9): 7.7% of the tokens, 41% of the loss" in text
-    assert "1 of 2 stated answers are contradicted; rows with most of their loss on conflicts: 1" in text
+    assert "1 of 2 stated answers contradict the model; rows with most of their loss on conflicts: 1" in text
+
+
+def test_the_token_in_the_list_is_where_the_score_comes_from():
+    """A margin of 3.91 on the answer is shown with the answer's token, not with a louder conflict elsewhere."""
+    rows = [[("So", 1e-7, "The", 0.9999), ("x\n#### ", 0.9, "\n", 0.05), ("5", 0.01, "4", 0.5), END]]
+    text = render(make_inspection(rows))
+    first = next(line for line in text.splitlines() if line.startswith("│ 1 │"))
+    cells = [cell.strip() for cell in first.split("│")]
+    assert cells[2] == "3.91" and "⟦5⟧" in cells[4] and cells[5:7] == ["0.01", "'4' 0.5"]
+    assert "  stated answer '5': the model expects '4' (0.5), not '5' (0.01), margin 3.91\n" in text
+
+
+def test_no_conflict_has_no_gate_and_no_row_no_table():
+    inspection = make_inspection([[("a", 0.9, "b", 0.05), END]])
+    assert "nan" not in render(inspection)
+    out = io.StringIO()
+    render_inspection(inspection, Console(file=out), inspection.ranked_rows("answer")[:0], by="answer")
+    assert out.getvalue().endswith("no row has such a score\n")
 
 
 def test_colour_instead_of_marks_where_there_is_colour():

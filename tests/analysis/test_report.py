@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +16,7 @@ from deftune.analysis.grid_summary import summarize_comparison
 from deftune.analysis.report import cautions, render_report, verdicts
 from deftune.analysis.report_figures import first_tables, gradient_figures, report_figures, score_lines
 from deftune.cli import main
+from waiting import HANG_SECONDS
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -199,17 +199,12 @@ def test_hostile_names_in_figures_stay_text(finished):
     assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", text)
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_browser_runs_nothing_of_it(tmp_path, finished):
+def test_a_browser_runs_nothing_of_it(tmp_path, finished, chromium):
     path = tmp_path / "page.html"
     path.write_text(hostile_page(tmp_path, finished))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [CHROMIUM, *options, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=120
-    )
+    command = [chromium, *options, "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert "<title>grid: nll, " in done.stdout  # it is still the page's own
 
 

@@ -3,7 +3,6 @@
 import csv
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,21 +14,17 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "deftune", *args], capture_output=True, text=True)
 
 
-def test_help_answers_in_0_3_seconds_without_torch():
+def test_help_imports_nothing_but_the_standard_library():
+    """Which is what makes it answer in 0.1 s; benchmarks/latency.py measures that."""
     probe = (
-        "import sys; from deftune.cli import main\n"
-        "try: main(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+        "import sys; before = set(sys.modules); from deftune.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "loaded = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(loaded - sys.stdlib_module_names))"
     )
-    best = min(_timed(probe) for _ in range(5))
-    assert best < 0.3, f"deftune --help took {best:.2f} s at best"
-
-
-def _timed(probe: str) -> float:
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout.rstrip().endswith("False"), "deftune --help imported torch"
     assert "objectives" in done.stdout
-    return time.perf_counter() - start
+    assert done.stdout.splitlines()[-1] == "['deftune']"
 
 
 def test_import_deftune_loads_neither_triton_nor_transformers():

@@ -8,6 +8,7 @@ import pytest
 
 from deftune.cli import progress as module
 from deftune.cli.progress import QUIET_SECONDS, Lines, progress
+from waiting import HANG_SECONDS
 
 
 class Clock:
@@ -77,7 +78,7 @@ def test_a_thread_says_it_while_the_command_waits(monkeypatch, capsys, clock):
 
     monkeypatch.setattr(module, "Lines", Watched)
     with progress():
-        assert written.wait(60)
+        assert written.wait(HANG_SECONDS)
     assert re.match(r"starting \(", capsys.readouterr().err)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from small_tokenizer import SPECIAL, TEXT, small_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from deftune.data.encoding import IGNORE_INDEX, Encoded, Encoder, EncodingError, encode_rows
+from deftune.data.encoding import IGNORE_INDEX, Encoded, Encoder, EncodingError, encode_rows, end_tokens_of
 from deftune.data.rows import Row
 from deftune.data.templates import TEMPLATES, resolve_template
 
@@ -196,6 +197,20 @@ def test_template_options_reach_the_template():
     assert runs(example, tokenizer) == [f"{A1}<|im_end|>", f"{A2}<|im_end|>"]
     thinking = row(("user", U1), {"role": "assistant", "content": A1, "reasoning_content": "Easy."})
     assert runs(encode(tokenizer, thinking), tokenizer) == [f"Easy.\n</think>\n{A1}<|im_end|>"]
+
+
+def test_end_tokens_are_those_of_the_tokenizer_and_of_the_template():
+    """Not a token that only looks like one: Gemma's vocabulary has "</s>" as the HTML tag of struck text."""
+
+    ids = {"<eos>": 1, "</s>": 2, "<|im_end|>": 3, "<|endoftext|>": 4, "<tool>": 5}
+    special = ("<eos>", "<|endoftext|>")
+    tokenizer = SimpleNamespace(
+        chat_template="{{ '<|im_end|>' }}", eos_token="<eos>", eos_token_id=1, get_added_vocab=lambda: dict(ids),
+        added_tokens_decoder={i: AddedToken(text, special=text in special) for text, i in ids.items()},
+    )  # fmt: skip
+    assert end_tokens_of(tokenizer) == {"<eos>": 1, "<|im_end|>": 3, "<|endoftext|>": 4}
+    assert end_tokens_of(tokenizer, "plain text") == {"<eos>": 1, "<|endoftext|>": 4}
+    assert end_tokens_of(tokenizer, declared=["<tool>"])["<tool>"] == 5
 
 
 def test_a_declared_end_token_may_be_the_next_header():

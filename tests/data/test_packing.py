@@ -53,9 +53,7 @@ def pairs_of_packs(packs: Sequence[Pack]) -> Pairs:
     return sum((pairs_of_row(one.input_ids, one.labels, one.position_ids) for one in packs), Counter())
 
 
-@settings(max_examples=5000, deadline=None)
-@given(examples, st.integers(LENGTH, 3 * LENGTH))
-def test_best_fit_keeps_every_target_and_its_context(encoded: list[Encoded], length: int):
+def check_best_fit(encoded: list[Encoded], length: int) -> None:
     packs = pack(encoded, length)
     check(packs, encoded, length)
     # any two packs together overflow, or one could have taken the other: best fit never leaves both half empty
@@ -63,13 +61,26 @@ def test_best_fit_keeps_every_target_and_its_context(encoded: list[Encoded], len
     assert len(sizes) < 2 or sizes[0] + sizes[1] > length
 
 
-@settings(max_examples=5000, deadline=None)
-@given(examples, st.integers(LENGTH, 3 * LENGTH))
-def test_sequential_keeps_every_target_its_context_and_the_order(encoded: list[Encoded], length: int):
+def check_sequential(encoded: list[Encoded], length: int) -> None:
     packs = pack(encoded, length, strategy="sequential")
     check(packs, encoded, length)
     assert [size for one in packs for size in one.lengths] == [len(one.input_ids) for one in encoded]
     assert [i for one in packs for i in one.input_ids] == [i for one in encoded for i in one.input_ids]
+
+
+@settings(max_examples=500, deadline=None)
+@given(examples, st.integers(LENGTH, 3 * LENGTH))
+def test_packs_keep_every_target_and_its_context(encoded: list[Encoded], length: int):
+    check_best_fit(encoded, length)
+    check_sequential(encoded, length)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(examples, st.integers(LENGTH, 3 * LENGTH))
+def test_five_thousand_packs_keep_every_target_and_its_context(encoded: list[Encoded], length: int):
+    check_best_fit(encoded, length)
+    check_sequential(encoded, length)
 
 
 def check(packs: list[Pack], encoded: list[Encoded], length: int) -> None:
@@ -86,7 +97,7 @@ def check(packs: list[Pack], encoded: list[Encoded], length: int) -> None:
     assert not any(whole.values())
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(examples.filter(bool), st.sampled_from([None, 8]), st.booleans())
 def test_padding_free_batch_keeps_every_target(encoded: list[Encoded], multiple: int | None, packed: bool):
     batch = Collator(99, padding_free=True, pad_to_multiple_of=multiple)(pack(encoded, 40) if packed else encoded)
@@ -100,7 +111,7 @@ def test_padding_free_batch_keeps_every_target(encoded: list[Encoded], multiple:
     assert [row[0][size:] for row in rows] == [[99] * padding, [IGNORE_INDEX] * padding, list(range(padding))]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(examples.filter(bool), st.sampled_from([None, 8]))
 def test_padded_batch_keeps_every_target(encoded: list[Encoded], multiple: int | None):
     batch = Collator(99, padding_free=False, pad_to_multiple_of=multiple)(encoded)

@@ -152,7 +152,7 @@ def test_where_nothing_is_left_to_ask_no_model_is_loaded(model_folder, monkeypat
     summary = (model_folder / "results/model-math/summary.json").read_bytes()
     (model_folder / "results/model-math/graded.jsonl").unlink()
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("deftune.cli.eval_engines.load", refuse)

@@ -2,11 +2,7 @@
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +14,8 @@ from deftune.evaluation.decoding import Answer, LanguageModel
 from deftune.evaluation.generation import Prompt, SamplerError, Settings, TransformersSampler
 from deftune.evaluation.slot_decoding import SlotDecoder
 from deftune.training.models import load_model, load_tokenizer, resolve_model
+from interpreter import run_checks
 
-CHECKS = Path(__file__).parent / "interpreted" / "check_decoding.py"
 FAMILIES = {
     "llama": (transformers.LlamaForCausalLM, {}),
     "qwen2": (transformers.Qwen2ForCausalLM, {"num_hidden_layers": 3}),
@@ -40,12 +36,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_in_the_interpreter():
     """Triton decides at its import whether it interprets, and this process may have imported it long ago."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(CHECKS)]
-    done = subprocess.run(command, cwd=CHECKS.parents[3], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{done.stdout[-20000:]}\n{done.stderr[-5000:]}"
-    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]
+    run_checks("evaluation", "check_decoding.py", "not slow")
 
 
 def family_model(family, tokenizer, make_model):
@@ -261,6 +252,7 @@ def test_slots_are_as_many_as_fit(model, monkeypatch):
         slots.plan(network, found, 1_000_000, 8)
 
 
+@pytest.mark.slow
 def test_smollm2_says_what_generate_says():
     """A trained model, with the prompts and lengths of real use: the greedy tokens of transformers' own loop."""
     try:

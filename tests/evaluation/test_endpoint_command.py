@@ -162,7 +162,7 @@ def test_a_server_that_ends_while_errors_are_retried_leaves_the_summary(exam, ca
 
 
 def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(exam, capsys, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("deftune.cli.eval_engines.load", refuse)

@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from deftune.evaluation.extraction import (
     jaro_winkler,
     normalize_text,
 )
+from growth import assert_linear
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data is not beside this checkout ({DATA})")
@@ -367,17 +367,11 @@ LONG = [
 
 @pytest.mark.parametrize("piece", LONG)
 def test_time_is_linear_in_the_text(piece):
-    """Eight times the text in at most about eight times the time; a quadratic rule would take 64 times."""
-
-    def seconds(repeats: int) -> float:
+    def extract(repeats: int) -> None:
         text = piece * repeats
-        started = time.process_time()
         for whole in (text, f"answer is {text}", f"answer is A{text}x", f"\\boxed{{A{text}!}}", f"#### {text}\n{text}"):
             extract_boxed(whole)
             extract_final(whole)
             extract_choice(whole, "ABCD", OPTIONS)
-        return time.process_time() - started
 
-    small, large = seconds(12_500), seconds(100_000)
-    assert large < 0.25 or large < 30 * small, f"{small:.3f} s, then {large:.3f} s"
-    assert large < 5
+    assert_linear(extract, 20_000)

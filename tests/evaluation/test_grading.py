@@ -1,4 +1,4 @@
-"""The grader: hostile answers harm nothing and end in time, and verdicts agree with labels known by construction."""
+"""The grader: hostile answers harm nothing and end, and verdicts agree with labels known by construction."""
 
 import os
 import signal
@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from deftune.evaluation import grading_worker
 from deftune.evaluation.grading import Grader, Verdict, normalize_answer
+from growth import assert_linear
+from waiting import HANG_SECONDS, wait_for
 
 pytest.importorskip("math_verify")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -285,21 +287,22 @@ def hostile(canary: Path) -> list[str]:
     return wrapped + numbers + shapes + odd
 
 
-def test_hostile_answers_leave_no_trace_and_end_in_time(tmp_path, leaves_nothing):
+@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, 5))])
+def test_hostile_answers_leave_no_trace_and_end(tmp_path, leaves_nothing, part):
+    """Each ends within its cpu time, which a loaded machine does not change; none waits for the clock's backstop."""
     canary = tmp_path / "canary"
-    answers = hostile(canary)
-    assert len(answers) >= 200
-    here, started = set(os.listdir(".")), time.monotonic()
-    with Grader(workers=2, seconds=0.2, memory_mib=512) as grader:
+    answers = hostile(canary)[part::5]
+    assert len(answers) >= 40
+    here = set(os.listdir("."))
+    with Grader(workers=2, seconds=0.2, memory_mib=512, wall_seconds=HANG_SECONDS) as grader:
         verdicts = grader.grade([("31337", answer) for answer in answers])
         assert sum(grader.counts.values()) == len(answers)
-    took = time.monotonic() - started
     assert not canary.exists() and set(os.listdir(".")) == here
     wrongly_credited = [answer[:80] for answer, verdict in zip(answers, verdicts) if verdict.correct]
     assert wrongly_credited == []
-    hurt = [answer for answer, verdict in zip(answers, verdicts) if verdict.how in ("timeout", "crash")]
-    assert took < 20 + 2.0 * len(hurt), f"{took:.0f} s for {len(answers)} answers, {len(hurt)} of them ended by force"
-    assert len(hurt) < 60
+    assert {verdict.detail for verdict in verdicts if verdict.how == "timeout"} == {"0.2 s of cpu time"}
+    hurt = sum(verdict.how in ("timeout", "crash") for verdict in verdicts)
+    assert hurt < len(answers) / 2, f"{hurt} of {len(answers)} answers ended by force"
 
 
 def test_a_hostile_gold_is_no_better(leaves_nothing):
@@ -339,7 +342,7 @@ def test_the_hook_ends_a_worker_that_tries(attempt, tmp_path):
         "sys.addaudithook(work['_refuse']((sys.prefix + os.sep,)))\n"
         f"try:\n    {attempt.format(canary=canary)}\nexcept BaseException:\n    pass\n"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=HANG_SECONDS)
     assert done.returncode == grading_worker.REFUSED, done.stderr.decode()
     assert not Path(canary).exists()
 
@@ -407,7 +410,7 @@ SLOW = "9^{9^{9^{9}}}"
 
 
 def test_a_timeout_is_counted_and_the_next_answer_is_graded(leaves_nothing):
-    with Grader(workers=1, seconds=0.3) as grader:
+    with Grader(workers=1, seconds=0.3, wall_seconds=HANG_SECONDS) as grader:
         verdicts = grader.grade([("1/2", "0.5"), ("1", SLOW), ("2", "1+1"), ("3", "3"), ("3", None)])
         assert verdicts == [
             Verdict(True, "math_verify"),
@@ -421,10 +424,9 @@ def test_a_timeout_is_counted_and_the_next_answer_is_graded(leaves_nothing):
 
 def test_the_wall_clock_is_the_backstop(leaves_nothing):
     with Grader(workers=1, seconds=30, wall_seconds=0.5) as grader:
-        started = time.monotonic()
-        slow, fine = grader.grade([("1", SLOW), ("2", "1+1")])
-        assert slow == Verdict(False, "timeout", "0.5 s by the clock") and fine.correct
-        assert time.monotonic() - started < 20
+        assert grader.grade([("1", SLOW)]) == [Verdict(False, "timeout", "0.5 s by the clock")]
+        grader.wall_seconds = HANG_SECONDS
+        assert grader.grade([("2", "1+1")]) == [Verdict(True, "math_verify")]
 
 
 def test_a_worker_that_dies_between_answers_costs_nothing(leaves_nothing):
@@ -439,17 +441,19 @@ def test_a_worker_that_dies_between_answers_costs_nothing(leaves_nothing):
 def test_an_answer_is_a_crash_when_two_workers_die_of_it(deaths, how, leaves_nothing):
     def kill_busy_workers():
         killed: set[int] = set()
-        while len(killed) < deaths:
+        while len(killed) < deaths and not graded.is_set():
             for worker in list(grader._running):
                 if worker.task == 0 and worker.process.pid not in killed:
                     killed.add(worker.process.pid)
                     os.kill(worker.process.pid, signal.SIGKILL)
             time.sleep(0.02)
 
-    with Grader(workers=1, seconds=1) as grader:
+    graded = threading.Event()
+    with Grader(workers=1, seconds=3, wall_seconds=HANG_SECONDS) as grader:
         killer = threading.Thread(target=kill_busy_workers)
         killer.start()
         slow, fine = grader.grade([("1", SLOW), ("2", "1 + 1")])
+        graded.set()
         killer.join()
     assert slow.how == how and fine == Verdict(True, "math_verify")
 
@@ -482,8 +486,8 @@ def test_an_interrupt_while_grading_leaves_no_half_graded_answer(leaves_nothing)
     try:
         with Grader(workers=2, seconds=30) as grader:
             grader.grade([("1", "1+0"), ("2", "1+1")])
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
             with pytest.raises(Interrupted):
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
                 grader.grade([("1", SLOW), ("2", SLOW)])
             assert grader._running == []
             assert grader.grade([("2", "3")]) == [Verdict(False, "math_verify")]
@@ -499,15 +503,12 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
         "print(*(w.process.pid for w in grader._running), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # what is killed cannot tidy up its folder
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, env=env)
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2, done.stderr
-    for _ in range(100):  # each reads the end of its pipe and ends
-        left = [pid for pid in workers if _state(pid) not in (None, "Z")]
-        if not left:
-            return
-        time.sleep(0.1)
-    pytest.fail(f"still running: {left}")
+    # each reads the end of its pipe and ends
+    wait_for(lambda: all(_state(pid) in (None, "Z") for pid in workers), lambda: f"one of {workers} is still running")
 
 
 def _state(pid: int) -> str | None:
@@ -531,7 +532,7 @@ def test_the_parent_never_imports_sympy():
         "with Grader(workers=1) as grader:\n    assert grader.grade([('1/2', '0.5')])[0].correct\n"
         "print(sorted({'sympy', 'math_verify', 'latex2sympy2_extended'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -604,24 +605,9 @@ def test_different_integers_stay_different(a, b):
     assert (normalize_answer(f"{a:,}") == normalize_answer(str(b))) == (a == b)
 
 
-def test_normalising_is_linear():
-    def seconds(size: int) -> float:
-        worst = 0.0
-        for text in (
-            "{" * size,
-            "\\text{" * size,
-            " " * size + "x",
-            "1," * size,
-            "\\frac" * size,
-            "$" * size,
-            "\\" * size,
-        ):
-            started = time.perf_counter()
-            normalize_answer(text)
-            worst = max(worst, time.perf_counter() - started)
-        return worst
-
-    assert seconds(100_000) < 1.0
+@pytest.mark.parametrize("piece", ["{", "\\text{", " ", "1,", "\\frac", "$", "\\"])
+def test_normalising_is_linear(piece):
+    assert_linear(lambda size: normalize_answer(piece * size + "x"), 100_000)
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------

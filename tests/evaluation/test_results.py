@@ -12,6 +12,7 @@ from deftune.evaluation.generation import Output, SamplerError
 from deftune.evaluation.items import Item
 from deftune.evaluation.results import Result, describe_data, misfit
 from deftune.evaluation.suites import task_named
+from waiting import HANG_SECONDS
 
 TASK = task_named("gsm8k")
 
@@ -191,7 +192,7 @@ def test_another_server_goes_on_only_if_told(tmp_path):
 def hold(folder, entered, leave):
     with Result(folder).writing(SETTINGS, TASKS):
         entered.set()
-        leave.wait(60)
+        leave.wait(HANG_SECONDS)
 
 
 def test_a_second_process_is_refused(tmp_path):
@@ -200,7 +201,7 @@ def test_a_second_process_is_refused(tmp_path):
     process = context.Process(target=hold, args=(tmp_path / "r", entered, leave))
     process.start()
     try:
-        assert entered.wait(60)
+        assert entered.wait(HANG_SECONDS)
         with pytest.raises(ValueError, match=r"r: another process is writing this result; wait until it ends, or"):
             run(tmp_path / "r")
     finally:

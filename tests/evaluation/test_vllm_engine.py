@@ -234,6 +234,7 @@ def test_a_lora_run_is_merged_first_and_nothing_is_left_of_that(folder, stand_in
     assert json.loads((folder / "middle" / "settings.json").read_text())["encoding"]["template"] == "plain"
 
 
+@pytest.mark.slow
 def test_a_packaged_model(folder, stand_in):
     try:
         resolve_model("smollm2")

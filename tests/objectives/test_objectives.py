@@ -100,6 +100,28 @@ def test_more_focus_is_less_gate_and_less_value(log_p, a, b):
     assert loss[1] <= loss[0] * rounding and loss[0] <= -log_p * rounding
 
 
+# --- the entropy of the likeliest tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("k", [2, 3, 20])
+def test_top_entropy_keeps_its_digits_on_confident_rows(k, dtype):
+    """The second likeliest e^-g below the first: an entropy of about (1 + g) e^-g, relative to its own size.
+
+    u = log P_2 - log P_1 = -g is rounded once, which e^u multiplies by g: the condition. log sum P of a row that is
+    nearly 1 would leave none of these digits in float32 from g = 17, in float64 from g = 37.
+    """
+    gaps = [0.0, 0.01, 1.0, 5.0, 10.0, 16.0, 20.0, 40.0, 80.0]
+    rows = [[0.0, *(-gap - 0.3 * i for i in range(k - 1))] for gap in gaps]
+    tops = torch.tensor(rows, dtype=torch.float64).log_softmax(-1).to(dtype)
+    nothing = torch.zeros(len(gaps), dtype=dtype)
+    stats = from_columns(nothing, nothing, nothing, vocab_size=50, top_log_p=tops)
+    shares = [[exact.mp.exp(exact.number(x)) for x in row] for row in tops.tolist()]
+    expected = exact.column([exact.top_entropy(row, k) for row in shares])
+    name = "float64 column" if dtype == torch.float64 else "float32 column"
+    assert_close(stats.top_entropy(k), expected, name, condition=1 + torch.tensor(gaps))
+
+
 # --- every objective against the oracle -------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""`deftune train` in a process of its own, forked from one that has torch and TRL imported already."""
+"""`deftune train`, or the ranks of a script, in processes forked from one that has torch and TRL imported already."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import faulthandler
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from waiting import HANG_SECONDS, wait_for
 
 # for the server that is forked: an allocator or a pool of threads of its own does not survive it
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
@@ -63,7 +67,7 @@ class Started:
 
     def ended(self) -> int:
         """Its exit code; minus the signal that ended it."""
-        self.process.join(120)
+        self.process.join(HANG_SECONDS)
         if self.process.exitcode is None:
             self.process.kill()
             raise AssertionError(f"did not end: {self.output.read_text()}")
@@ -81,3 +85,45 @@ def start(
     )
     process.start()
     return Started(process, output)
+
+
+def rank_main(script: str, arguments: list[str], output: str, variables: dict[str, str]) -> None:
+    """A script as one rank of several, as torchrun would start it."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(variables)
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    faulthandler.enable()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_ranks(ranks: int, script: Path, *arguments: object, output: Path) -> None:
+    """The script over so many ranks, to the end. When one fails, the others are ended and its output is the error."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+    started: list[Started] = []
+    for rank in range(ranks):
+        text = output.with_name(f"{output.name}-{rank}")
+        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = FORKS.Process(target=rank_main, args=(str(script), [*map(str, arguments)], str(text), variables))
+        process.start()
+        started.append(Started(process, text))
+    try:
+        wait_for(lambda: any(s.process.exitcode for s in started) or all(s.process.exitcode == 0 for s in started))
+    finally:
+        for one in started:
+            one.process.kill()
+            one.process.join()
+    for one in started:
+        assert one.process.exitcode == 0, one.output.read_text()[-6000:]

@@ -1,6 +1,7 @@
 """Checkpoints: whatever happens to the files after sealing is noticed, and an older whole one is used instead."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from deftune.training.checkpoints import (
     PREFIX,
     STAGING,
     CheckpointError,
+    UnreadableError,
     checkpoints,
     clear_staging,
     disk_error,
@@ -22,6 +24,7 @@ from deftune.training.checkpoints import (
     rotate,
     seal,
     sealed_folder,
+    set_aside,
     staged,
     verify,
 )
@@ -237,7 +240,9 @@ def test_latest_falls_back_with_a_notice(tmp_path):
         f"passing over a checkpoint: {tmp_path}/checkpoint-9: has no manifest.json; it was not written to the end",
     ]
     shutil.rmtree(tmp_path / "checkpoint-2")
-    assert latest(tmp_path, notices.append) is None
+    with pytest.raises(CheckpointError, match=r"none of its checkpoints \(2\) is as it was written.* with --restart"):
+        latest(tmp_path, notices.append)
+    assert steps(tmp_path) == [9, 10]
 
 
 def test_latest_of_nothing(tmp_path):
@@ -256,22 +261,40 @@ def test_a_renamed_checkpoint_is_passed_over(tmp_path):
     assert "checkpoint-50: holds step 5, not the one in its name" in notices[0]
 
 
-def test_an_unreadable_checkpoint_is_passed_over(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE, errno.EPERM])
+@pytest.mark.parametrize("place", ["a file", "the manifest", "a folder"])
+def test_an_unreadable_checkpoint_stops(tmp_path, monkeypatch, number, place):
+    """It may be a good one: an older one, or the beginning, would replace it."""
     write(tmp_path, 3)
     write(tmp_path, 5)
+    bad = tmp_path / "checkpoint-5" / {"a file": "optimizer.pt", "the manifest": MANIFEST, "a folder": "state"}[place]
+    real_open, real_scandir = io.open, os.scandir
 
-    def failing(path):
-        if "checkpoint-5" in str(path):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path)
+    def fail(path):
+        if str(path) == str(bad):
+            raise OSError(number, os.strerror(number), str(path))
 
-    from deftune.training import checkpoints as module
+    monkeypatch.setattr(io, "open", lambda path, *a, **k: (fail(path), real_open(path, *a, **k))[1])
+    monkeypatch.setattr(os, "scandir", lambda path: (fail(path), real_scandir(path))[1])
+    with pytest.raises(UnreadableError) as caught:
+        latest(tmp_path, pytest.fail)
+    assert str(caught.value) == (
+        f"{bad}: cannot be read ({os.strerror(number)}), so whether it is damaged is not known; make it readable to "
+        f"this user, or move it away"
+    )
+    assert steps(tmp_path) == [3, 5]
 
-    real = module.sha256
-    monkeypatch.setattr(module, "sha256", failing)
-    notices: list[str] = []
-    assert latest(tmp_path, notices.append) == tmp_path / "checkpoint-3"
-    assert "cannot be read ([Errno 5] Input/output error)" in notices[0]
+
+def test_checkpoints_are_set_aside(tmp_path):
+    root = tmp_path / "checkpoints"
+    assert set_aside(root) is None
+    for number in (1, 2):
+        write(root, 3)
+        assert set_aside(root) == tmp_path / f"checkpoints.old-{number}"
+        assert not root.exists()
+        verify(tmp_path / f"checkpoints.old-{number}" / "checkpoint-3")
+    (root / f"{STAGING}4").mkdir(parents=True)
+    assert set_aside(root) is None
 
 
 # --- removing ---------------------------------------------------------------------------------------------------------
@@ -312,12 +335,29 @@ def test_rotate_keeps_what_is_pinned(tmp_path, best, left):
     assert steps(tmp_path) == left
 
 
-def test_rotate_never_removes_the_newest_for_a_damaged_later_one(tmp_path):
+def test_rotate_leaves_a_later_checkpoint_until_the_run_is_past_it(tmp_path):
     write(tmp_path, 40)  # damaged, so that the run was resumed from before it
     (tmp_path / "checkpoint-40" / "optimizer.pt").unlink()
     write(tmp_path, 10)
     rotate(tmp_path, 1, None, newest=10)
-    assert steps(tmp_path) == [10]
+    assert steps(tmp_path) == [10, 40]
+    write(tmp_path, 41)
+    rotate(tmp_path, 1, None, newest=41)
+    assert steps(tmp_path) == [41]
+
+
+@pytest.mark.parametrize("what", ["missing", "without a manifest", "a file short"])
+def test_rotate_removes_nothing_without_a_whole_newest(tmp_path, what):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    newest = tmp_path / "checkpoint-3"
+    if what == "missing":
+        shutil.rmtree(newest)
+    else:
+        (newest / (MANIFEST if what == "without a manifest" else "optimizer.pt")).unlink()
+    before = steps(tmp_path)
+    rotate(tmp_path, 1, None, newest=3)
+    assert steps(tmp_path) == before
 
 
 def test_a_removal_cut_short_leaves_nothing_that_verifies(tmp_path, monkeypatch):

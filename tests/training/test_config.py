@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from deftune.training.config import ConfigError, RunConfig, apply_override, load_config, render_yaml, schema
 
+LAUGHS = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
 BASE = {"data": {"train": [{"path": "rows.jsonl"}]}}
 
 
@@ -29,6 +30,9 @@ def test_the_defaults_are_the_papers():
     assert (train.learning_rate, train.epochs) == (5e-5, 1)
 
 
+EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
+
+
 @pytest.mark.parametrize(
     ("base", "overrides", "text"),
     [
@@ -42,6 +46,24 @@ def test_the_defaults_are_the_papers():
         (BASE, ["train.batch_size=6"], "train: batch_size 6 is no multiple of micro_batch_size 4"),
         (BASE, ["train.betas=[0.9, 1.0]"], "betas: 1.0 is not in [0, 1)"),
         (BASE, ["train.eval_steps=5"], "train.eval_steps: there is nothing to evaluate on"),
+        (BASE, ["train.best=eval_nll"], "train.best: eval_nll is measured at evaluations; give train.eval_steps"),
+        (
+            BASE,
+            [*EVALUATED, "train.best=loss"],
+            "'loss' is not measured; one of none, eval_loss, eval_nll",
+        ),
+        (
+            BASE,
+            [*EVALUATED, "train.best=gsm8k"],
+            "eval_nll, or add it to data.tasks",
+        ),
+        (BASE, ["data.tasks=[{name: gsm8k}]"], "data.tasks: say how often to ask them with train.eval_steps"),
+        (BASE, [*EVALUATED, "data.tasks=[{name: a}, {name: a}]"], "data.tasks: a is given twice"),
+        (
+            BASE,
+            ["train.attention=fast"],
+            "train.attention: Input should be 'auto', 'flash'",
+        ),
         (BASE, ["data.mask=answers"], "data.mask: Input should be 'assistant', 'completion' or 'all'"),
         (BASE, ["model.lora={target_modules: [q_proj, lm_head]}"], "an adapter on lm_head would be left out"),
         (BASE, ["data.train.0.generate=gsm_symbolic"], "give one of `path` and `generate`"),
@@ -51,6 +73,8 @@ def test_the_defaults_are_the_papers():
         (BASE, ["data.holdout=0.1", "data.eval=[{path: a}]"], "data: give `eval` or `holdout`, not both"),
         (BASE, ["train"], "--set train: write it as a.b=value"),
         (BASE, ["train.seed=[1"], "--set train.seed=[1: the value is not YAML"),
+        (BASE, ["train={seed: 1, seed: 2}"], "--set train={seed: 1, seed: 2}: duplicate key 'seed', first on line 1"),
+        (BASE, ["train.seed=2020-13-45"], "--set train.seed=2020-13-45: the value is not YAML"),
         (BASE, ["data.train.3.path=x"], "3 is no place in a list of 1"),
         (BASE, ["objective.name=deft", "objective.name.x=1"], "objective.name is a value and has no keys"),
     ],
@@ -71,6 +95,13 @@ def test_every_mistake_is_listed_at_once():
         ("- 1\n", "run.yaml: a config is a mapping with the keys run, objective"),
         ("a: !!python/object/apply:os.system ['touch pwned']", r"run.yaml:1: not YAML"),
         ("\x00", "run.yaml: not YAML"),
+        ("train:\n  seed: 1\n  clip: 1\n  seed: 2\n", "run.yaml:4: duplicate key 'seed', first on line 2"),
+        ("run: a\ndata: {}\n'run': b\n", "run.yaml:3: duplicate key 'run', first on line 1"),
+        ("data: {train: [{path: a, path: b}]}", "run.yaml:1: duplicate key 'path', first on line 1"),
+        ("run: " + "[" * 10_000, "run.yaml: not YAML (RecursionError)"),
+        ("run: &a [*a]", "run.yaml:1: an alias contains itself"),
+        (LAUGHS, "run.yaml:1: its aliases make more than 100,000 values"),
+        ("run: 2020-13-45", "run.yaml: not YAML (ValueError)"),
     ],
 )
 def test_files_that_are_no_config(tmp_path, content, text):
@@ -79,6 +110,18 @@ def test_files_that_are_no_config(tmp_path, content, text):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert text in str(caught.value)
+
+
+def test_aliases_and_merged_keys_are_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {train: [&a {path: a, limit: 3}, {<<: *a, path: b}]}\n")
+    sources = load_config(path).data.train
+    assert [(source.path, source.limit) for source in sources] == [("a", 3), ("b", 3)]
+
+
+def test_a_long_override_is_not_shown_whole():
+    message = wrong(["train.seed=" + "[" * 100_000])
+    assert message == f"--set train.seed={'[' * 189}...: the value is not YAML"
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path):

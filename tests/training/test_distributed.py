@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from run_process import run_ranks
 from safetensors.torch import load_file
 from small import deviation, make_model, make_rows, oracle, padded
 
@@ -26,30 +27,32 @@ from deftune.training.preparation import check_config
 from deftune.training.runs import Run
 from deftune.training.train import Outcome, train_run
 from tolerances import tolerance
+from waiting import HANG_SECONDS
 
 DRIVERS = Path(__file__).parent / "drivers"
 FLOAT64, FLOAT32 = 1e-10, 1e-5  # sums over ranks in another order
 SPECS = ["nll", "deft", "mile(1)", "clip"]
 
 
-def launch(ranks: int, *command: object, launcher: tuple[str, ...] | None = None) -> None:
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+# accelerate's `--cpu` would start one process, whatever --num_processes says
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "no",
+              "--num_machines", "1", "--dynamo_backend", "no")  # fmt: skip
+
+
+def launch(launcher: tuple[str, ...], *command: object) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    start = launcher or ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    done = subprocess.run(
-        [sys.executable, "-m", *start, *map(str, command)], env=environment, text=True, capture_output=True, timeout=300
-    )
+    whole = [sys.executable, "-m", *launcher, *map(str, command)]
+    done = subprocess.run(whole, env=environment, text=True, capture_output=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 def launch_training(how: str, config: Path) -> None:
     """`deftune train` over two ranks."""
-    if how == "torchrun":
-        launch(2, "-m", "deftune", "train", config)
-    elif how == "fsdp":
-        launch(2, DRIVERS / "train_sharded.py", config)
-    else:  # accelerate's `--cpu` would start one process, whatever --num_processes says
-        start = ("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "no")
-        launch(2, "-m", "deftune", "train", config, launcher=(*start, "--num_machines", "1", "--dynamo_backend", "no"))
+    if how == "fsdp":
+        launch(TORCHRUN, DRIVERS / "train_sharded.py", config)
+    else:
+        launch({"torchrun": TORCHRUN, "accelerate": ACCELERATE}[how], "-m", "deftune", "train", config)
 
 
 def test_a_run_leaves_its_process_group(monkeypatch):
@@ -80,7 +83,8 @@ def unequal_rows() -> list[dict[str, list[int]]]:
 def check_steps(folder: Path, how: str, ranks: int, micro: int, accumulated: int, specs: list[str]) -> None:
     rows, held_out = unequal_rows(), make_rows(13, seed=5)
     torch.save((rows, held_out), folder / "rows.pt")
-    launch(ranks, DRIVERS / "float64_steps.py", folder, how, micro, accumulated, *specs)
+    script = DRIVERS / "float64_steps.py"
+    run_ranks(ranks, script, folder, how, micro, accumulated, *specs, output=folder / "output")
     found = torch.load(folder / "found.pt")
     size = ranks * micro * accumulated
     for (spec, tied), run in found.items():
@@ -156,7 +160,10 @@ def quietly(config) -> None:
     assert train_run(config, Console(quiet=True)).state == "finished"
 
 
-@pytest.mark.parametrize("launcher, spec, packing", [("torchrun", "clip", False), ("accelerate", "mile(1)", True)])
+@pytest.mark.parametrize(
+    "launcher, spec, packing",
+    [("torchrun", "clip", False), pytest.param("accelerate", "mile(1)", True, marks=pytest.mark.slow)],
+)
 def test_a_launched_run_equals_one_process(launcher, spec, packing, tmp_path, make_config):
     options = {**RUN, "objective": spec, "data.packing": packing}
     if packing:  # fewer sequences than rows
@@ -172,7 +179,7 @@ def test_a_sharded_run_equals_one_process_and_resumes(tmp_path, make_config):
     quietly(make_config(tmp_path / "one", options))
     config = make_config(tmp_path / "two", {**options, "train.fsdp": True})
     path = write_config(config, tmp_path / "two.yaml")
-    launch(2, DRIVERS / "train_sharded.py", path)
+    run_ranks(2, DRIVERS / "train_sharded.py", path, output=tmp_path / "output")
     assert_same_run(tmp_path / "one", tmp_path / "two")
     saved = json.loads((tmp_path / "two" / "model" / "config.json").read_text())
     assert saved["architectures"] == ["LlamaForCausalLM"]
@@ -183,7 +190,7 @@ def test_a_sharded_run_equals_one_process_and_resumes(tmp_path, make_config):
     shutil.rmtree(run / "model")
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps({**status, "state": "stopped"}))
-    launch(2, DRIVERS / "train_sharded.py", path)
+    run_ranks(2, DRIVERS / "train_sharded.py", path, output=tmp_path / "output")
     assert_same_run(tmp_path / "before", run)
 
 

@@ -1,6 +1,7 @@
 """Where models come from, and what is refused."""
 
 import hashlib
+import os
 import subprocess
 import zipfile
 
@@ -9,7 +10,9 @@ import torch
 import transformers
 
 from deftune.training import models
+from deftune.training.config import ConfigError
 from deftune.training.models import load_model, load_tokenizer, resolve_model
+from deftune.training.preparation import check_config, prepare
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,29 @@ def test_folders_are_looked_at_before_they_are_loaded(tmp_path, tiny_model):
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle, which can run code"):
         resolve_model(str(tmp_path))
     assert resolve_model(str(tiny_model)) == str(tiny_model)
+
+
+def test_a_revision_is_of_the_hub(tmp_path, tiny_model):
+    assert resolve_model("org/name", revision="main") == "org/name"
+    for name in (str(tiny_model), "smollm2", str(tmp_path / "model.gguf")):
+        with pytest.raises(ValueError) as caught:
+            resolve_model(name, revision="main")
+        assert str(caught.value) == f"model.revision: {name} is not a hub id and has no revisions; leave it out"
+
+
+def test_a_revision_of_a_folder_is_refused_by_train(tmp_path, make_config):
+    with pytest.raises(ValueError, match=r"model\.revision: .* is not a hub id"):
+        prepare(make_config(tmp_path / "run", {"model.revision": "main"}), lambda _: None)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 16), (2, 8)])
+def test_workers_are_bounded_by_the_machine(tmp_path, make_config, monkeypatch, ranks, most):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    check_config(make_config(tmp_path / "run", {"train.workers": most}))
+    text = f"train.workers: {most + 1} processes for each of {ranks} rank.* are too many for 2 cores; at most {most}$"
+    with pytest.raises(ConfigError, match=text):
+        check_config(make_config(tmp_path / "run", {"train.workers": most + 1}))
 
 
 def test_weights_are_float32(tiny_model):

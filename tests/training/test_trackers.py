@@ -18,6 +18,7 @@ from deftune.training import preparation, train
 from deftune.training.config import ConfigError, render_yaml
 from deftune.training.runs import Run
 from deftune.training.trackers import check_trackers
+from waiting import HANG_SECONDS
 
 COMMANDS = "import sys; from deftune.cli import main; sys.exit(any([main(['train', c]) for c in sys.argv[1:]]) * 2)"
 
@@ -43,7 +44,7 @@ def trained(folder: Path, *configs: Path, **variables: str) -> subprocess.Comple
     }  # fmt: skip
     command = [sys.executable, "-c", COMMANDS, *map(str, configs)]
     return subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANG_SECONDS
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deftune.data.files import write_atomic
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
@@ -35,6 +35,7 @@ Positive = Annotated[int, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0)]
 BASE = "base"
 CONFIG = "comparison.yaml"
+NAME = r"[\w-][\w.-]*"  # of a folder: not .., nor a hidden one
 
 
 class Evaluation(Section):
@@ -69,8 +70,8 @@ class Evaluation(Section):
     @field_validator("name")
     @classmethod
     def _name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[\w.-]+", value):
-            raise ValueError("letters, digits, _, . and - only")
+        if value is not None and not re.fullmatch(NAME, value):
+            raise ValueError("letters, digits, _, . and - only, and not a . first")
         return value
 
     @model_validator(mode="after")
@@ -155,8 +156,8 @@ class Comparison(Section):
     @classmethod
     def _names(cls, value: dict[str, Regime]) -> dict[str, Regime]:
         for name in value:
-            if not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(f"{name!r}: letters, digits, _, . and - only")
+            if not re.fullmatch(NAME, name):
+                raise ValueError(f"{name!r}: letters, digits, _, . and - only, and not a . first")
         return value
 
     @model_validator(mode="after")
@@ -200,6 +201,28 @@ def slug(spec: str) -> str:
     """
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")
     return plain if plain == spec else f"{plain}-{hashlib.sha256(spec.encode()).hexdigest()[:4]}"
+
+
+COST = ("seconds", "tokens", "tokens_per_second", "memory_gib")
+
+
+class CellState(BaseModel):
+    """What `cell.json` must look like to be read."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
+    state: Literal["new", "running", "stopped", "failed", "finished"]
+    stage: str = ""
+    cost: dict[str, float] = Field(default_factory=dict[str, float])
+    error: str = ""
+    eval_seconds: float = 0.0
+    left_out: list[str] = Field(default_factory=list[str])
+
+    @field_validator("cost")
+    @classmethod
+    def _cost(cls, value: dict[str, float]) -> dict[str, float]:
+        if value and (missing := [name for name in COST if name not in value]):  # the untuned model's is empty
+            raise ValueError(f"has no {', '.join(missing)}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -247,12 +270,19 @@ class Cell:
             raise ConfigError("\n".join(lines)) from None
 
     def state(self) -> dict[str, Any]:
-        """{"state": "new" | "running" | "stopped" | "failed" | "finished", ...}"""
+        """{"state": "new" | "running" | "stopped" | "failed" | "finished", ...}; a damaged `cell.json` is an error."""
+        path = self.folder / "cell.json"
         try:
-            state = json.loads((self.folder / "cell.json").read_text(encoding="utf-8"))
-            return {**state, "state": str(state["state"])}
-        except (OSError, ValueError, KeyError, TypeError):
+            content = json.loads(path.read_bytes())
+            CellState.model_validate(content)
+            return content
+        except (FileNotFoundError, NotADirectoryError):
             return {"state": "new"}
+        except (ValueError, RecursionError) as error:
+            problem = explain(error, CellState)[0] if isinstance(error, ValidationError) else "it is not JSON"
+            raise ValueError(
+                f"{path}: is damaged ({problem}); remove it, and `deftune compare run` goes on with the cell"
+            ) from None
 
     def set_state(self, state: str, **facts: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

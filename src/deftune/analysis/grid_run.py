@@ -1,7 +1,8 @@
 """Running a comparison: cell by cell, each in a process of its own; a crash costs one cell, its memory is its own.
 
 A finished cell is never touched again. A stopped or killed one goes on: its run from the newest checkpoint, its answers
-from the last one written. A failure is recorded in the cell and the others go on; the next call tries it again.
+from the last one written. A failure is recorded in the cell and the others go on; the next call tries it again. Where
+cells of different objectives fail alike and none succeeds, the rest would too: it is not started.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,20 @@ from typing import Any
 from rich.console import Console
 
 from deftune.analysis.grid import BASE, Cell, Comparison, Evaluation, open_comparison
-from deftune.analysis.tokens import write_token_table
+from deftune.analysis.measurement import why_not_computable
+from deftune.analysis.tokens import token_context, token_table_facts, write_token_table
 from deftune.data.files import write_atomic
 from deftune.data.rows import BadRows
+from deftune.data.terminal import line_printer
 from deftune.evaluation.encodings import PROMPT_OPTIONS
 from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize
 from deftune.evaluation.generation import TransformersSampler
+from deftune.evaluation.in_training import task_scorer
 from deftune.evaluation.items import Item
 from deftune.evaluation.statistics import half_of
 from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective
+from deftune.training.model_names import shown_model
 from deftune.training.models import load_model, load_tokenizer, resolve_model
 from deftune.training.preparation import Prepared, make_encoder, prepare, read_rows
 from deftune.training.results import load_result
@@ -55,13 +61,13 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
         cell.set_state("running", stage=stage)
         try:
             if cell.objective != BASE:
-                outcome = train_run(cell.config, console, title=cell.name)
+                outcome = train_run(cell.config, console, title=cell.name, score_tasks=task_scorer(cell.config))
                 if outcome.state != "finished":
                     cell.set_state("stopped", stage=stage, step=outcome.step)
                     return "stopped"
             stage = "measure"
             cell.set_state("running", stage=stage)
-            seconds = measure_cell(cell, lambda text: console.print(text, highlight=False, soft_wrap=True))
+            measured = measure_cell(cell, line_printer(console))
         except KeyboardInterrupt:
             cell.set_state("stopped", stage=stage)
             raise
@@ -72,7 +78,7 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
         shutil.rmtree(Run(cell.folder / "run").checkpoints, ignore_errors=True)  # the result is in run/model
         if not cell.comparison.keep_models:
             shutil.rmtree(Run(cell.folder / "run").model, ignore_errors=True)
-        cell.set_state("finished", time=time.time(), cost=training_cost(cell), **seconds)
+        cell.set_state("finished", time=time.time(), cost=training_cost(cell), **measured)
     return "finished"
 
 
@@ -93,56 +99,92 @@ def training_cost(cell: Cell) -> dict[str, float]:
     }
 
 
-def measure_cell(cell: Cell, say: Say) -> dict[str, float]:
-    """Token statistics and answers of a cell's model; what is there already is not made again."""
+def measure_cell(cell: Cell, say: Say) -> dict[str, Any]:
+    """Token statistics and answers of a cell's model; what is there already is not made again.
+
+    Returns the seconds it took, and under ``left_out`` what could not be computed.
+    """
     import torch
 
-    section, seconds = cell.section, {"tokens_seconds": 0.0, "eval_seconds": 0.0}
+    section = cell.section
+    found: dict[str, Any] = {"tokens_seconds": 0.0, "eval_seconds": 0.0, "left_out": read_left_out(cell)}
     tokens = cell.folder / "tokens.parquet"
     waiting = [e for e in section.evaluate if not (cell.folder / f"eval-{e.title}" / "summary.json").is_file()]
     if not waiting and (tokens.is_file() or not section.tokens):
-        return seconds
+        return found
     with quiet():
         model, tokenizer = load_cell(cell, say)
         if torch.cuda.is_available():
             model = model.to("cuda")
         if section.tokens and not tokens.is_file():
             start = time.perf_counter()
-            write_tokens(cell, model, tokenizer, say)
-            seconds["tokens_seconds"] = time.perf_counter() - start
+            found["left_out"] = write_tokens(cell, model, tokenizer, say)
+            found["tokens_seconds"] = time.perf_counter() - start
         if torch.cuda.is_available():
             model = model.to(torch.bfloat16)
         start = time.perf_counter()
         for evaluation in waiting:
             evaluate_cell(cell, evaluation, model, tokenizer, say)
-        seconds["eval_seconds"] = time.perf_counter() - start
-    return seconds
+        found["eval_seconds"] = time.perf_counter() - start
+    return found
+
+
+def read_left_out(cell: Cell) -> list[str]:
+    """What the cell's token table lacks, as the table says it."""
+    path = cell.folder / "tokens.parquet"
+    return list(token_table_facts(path).get("left_out", [])) if path.is_file() else []
 
 
 def load_cell(cell: Cell, say: Say) -> tuple[Any, Any]:
     if cell.objective != BASE:
-        return load_result(str(cell.folder / "run"), say)
+        return load_result(str(cell.folder / "run"), say, trust_remote_code=cell.config.model.trust_remote_code)
     model = cell.config.model
-    source = resolve_model(model.name, say)
+    source = resolve_model(model.name, say, revision=model.revision)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     return load_model(source, **options), load_tokenizer(source, **options)
 
 
-def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> None:
-    """`tokens.parquet`: every supervised token of the held-out rows, with the gates of the comparison's objectives."""
+def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
+    """`tokens.parquet`: every supervised token of the held-out rows, with the gates of the comparison's objectives.
+
+    An objective that cannot be computed here fails in its own cell, not in all others: its columns are left out.
+    Returns which, and why.
+    """
     bad = BadRows(skip=cell.config.data.skip_bad_rows)
     rows = [row for source in cell.section.tokens for row in read_rows([source], cell.config, bad, say)]
     chosen = [parse_objective(spec) for spec in dict.fromkeys(["nll", *cell.comparison.objectives])]
     # what needs a whole optimizer step has no gate in a table of single tokens
     single = [objective for objective in chosen if objective.kind == "local" and "progress" not in objective.requires]
+    encoder = make_encoder(cell.config.data, tokenizer)
+    context = token_context(encoder)
+    reasons = {objective: why_not_computable(objective, context) for objective in single}
+    left_out = [f"the columns of `{objective}`: {reason}" for objective, reason in reasons.items() if reason]
+    for line in left_out:
+        say(f"left out: {line}")
     written = write_token_table(
-        cell.folder / "tokens.parquet", model, tokenizer, rows, encoder=make_encoder(cell.config.data, tokenizer),
-        objectives=single, bad=bad, facts={"cell": cell.name},
+        cell.folder / "tokens.parquet", model, tokenizer, rows, encoder=encoder,
+        objectives=[objective for objective, reason in reasons.items() if not reason], bad=bad,
+        facts={"cell": cell.name, "model": cell_title(cell), "left_out": left_out, **data_fact(cell)},
     )  # fmt: skip
     say(f"{written.tokens}: {written.num_tokens:,} tokens")
     if bad.rows:
         bad.write(cell.folder / "bad_rows.jsonl")
         say(f"{bad.summary()}; see {cell.folder / 'bad_rows.jsonl'}")
+    return left_out
+
+
+def cell_title(cell: Cell) -> str:
+    """What a cell's model is called where its tokens are shown."""
+    base = shown_model(cell.config.model.name)
+    return base if cell.objective == BASE else f"{cell.name}, tuned from {base}"
+
+
+def data_fact(cell: Cell) -> dict[str, str]:
+    """Where a cell's held-out rows come from, as `inspect` takes it; nothing for a mixture."""
+    if len(cell.section.tokens) != 1:
+        return {}
+    (source,) = cell.section.tokens
+    return {"data": f"generated:{source.generate}" if source.generate else str(source.path)}
 
 
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:
@@ -183,11 +225,45 @@ class GridOutcome:
 
     finished: list[str] = field(default_factory=list[str])
     failed: dict[str, str] = field(default_factory=dict[str, str])
+    not_started: list[str] = field(default_factory=list[str])  # after failures that they would have repeated
     stopped: bool = False
+    signal: int = signal.SIGTERM  # that stopped it
 
     @property
     def exit_code(self) -> int:
-        return 143 if self.stopped else 1 if self.failed else 0
+        return 128 + self.signal if self.stopped else 1 if self.failed else 0
+
+
+class Failures:
+    """Failures of one call, and the regimes whose other cells would only repeat them.
+
+    A regime is given up when two of its cells, of different objectives if it has several (the untuned model counts as
+    one), failed with the same error and none of its tuned cells has finished. Once cells of two regimes failed with
+    the same error and no tuned cell has finished at all, every regime is given up.
+    """
+
+    def __init__(self, cells: Sequence[Cell]):
+        self.cells = cells
+        self.failed: list[tuple[Cell, str]] = []
+        self.succeeded: set[str] = set()  # regimes with a tuned cell that finished
+        self.given_up: set[str] = set()  # regimes
+
+    def finish(self, cell: Cell) -> None:
+        if cell.objective != BASE:
+            self.succeeded.add(cell.regime)
+
+    def add(self, cell: Cell, error: str) -> bool:
+        """Whether the cell failed as one before it did."""
+        error = error.replace(str(cell.folder), "CELL").replace(cell.name, "CELL")
+        alike = [other for other, text in self.failed if text == error]
+        self.failed.append((cell, error))
+        objectives = {other.objective for other in self.cells if other.regime == cell.regime}
+        here = [other for other in alike if other.regime == cell.regime]
+        if any(len(objectives) == 1 or other.objective != cell.objective for other in here):
+            self.given_up |= {cell.regime} - self.succeeded
+        if len(here) < len(alike) and not self.succeeded:
+            self.given_up |= {other.regime for other in self.cells}
+        return bool(alike)
 
 
 def check_comparison(comparison: Comparison, say: Say) -> None:
@@ -207,12 +283,13 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
                     )
 
 
-Begin = Callable[[Cell], None]
+Begin = Callable[[Cell], bool]  # before a cell starts: whether it is to be started at all
 Runner = Callable[[Sequence[Cell], Begin], Iterator[tuple[Cell, str]]]  # runs cells; each with its state, as they end
+Watch = Callable[[Sequence[Cell]], None]  # hears now and then which cells are running
 
 
-def run_grid(comparison: Comparison, runner: Runner, say: Say) -> GridOutcome:
-    """Every cell that is not finished."""
+def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bool = False) -> GridOutcome:
+    """Every cell that is not finished; ``keep_going``: also those that would only repeat a failure."""
     check_comparison(comparison, say)
     open_comparison(comparison)
     outcome = GridOutcome()
@@ -224,23 +301,45 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say) -> GridOutcome:
             outcome.finished.append(cell.name)
         else:
             waiting.append(cell)
-    for cell, state in runner(waiting, lambda cell: say(f"{places[cell.name]} {cell.name}")):
+    failures, unannounced = Failures(cells), set(comparison.regimes)
+
+    def begin(cell: Cell) -> bool:
+        if cell.regime in failures.given_up:
+            outcome.not_started.append(cell.name)
+            return False
+        say(f"{places[cell.name]} {cell.name}")
+        return True
+
+    for cell, state in runner(waiting, begin):
         if state == "stopped":
             outcome.stopped = True
         elif state == "finished":
             outcome.finished.append(cell.name)
+            failures.finish(cell)
         else:
-            outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
-            say(f"  {cell.name} failed: {outcome.failed[cell.name]}")
+            error = outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
+            alike = failures.add(cell, error) and not keep_going
+            say(f"  {cell.name} failed{' in the same way' if alike else f': {error}'}")
+            if keep_going:
+                failures.given_up.clear()
+            if failures.given_up & unannounced:
+                say(f"  {', '.join(sorted(failures.given_up & unannounced))}: no tuned cell has finished and cells of "
+                    f"different objectives fail alike, so no other cell is started; remove the cause and run the same "
+                    f"command, or pass --keep-going to start them all")  # fmt: skip
+                unannounced -= failures.given_up
     if outcome.stopped:
+        outcome.signal = getattr(runner, "signal", None) or signal.SIGTERM
         say("stopped; the same command goes on")
+    if outcome.not_started:
+        say(f"not started: {', '.join(outcome.not_started)}")
     return outcome
 
 
 def run_here(cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
     """Cells in this process, one after the other."""
     for cell in cells:
-        begin(cell)
+        if not begin(cell):
+            continue
         try:
             state = run_cell(cell)
         except Exception:
@@ -250,38 +349,50 @@ def run_here(cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
             return
 
 
-def run_in_children(jobs: int) -> Runner:
-    """Cells in processes of their own, ``jobs`` at a time; a signal to stop is passed on to all of them."""
+WATCH_SECONDS = 5.0
 
-    def run(cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-        waiting, running, told = list(cells), dict[str, Child](), False
+
+class Children:
+    """Runs cells in processes of their own, ``jobs`` at a time.
+
+    SIGTERM and SIGINT are passed on as SIGTERM to each cell's own process, which finishes its step, saves and stops.
+    It alone: its helpers (data loaders, graders) would die of the signal before it has saved. They go with it.
+    """
+
+    def __init__(self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic):
+        self.jobs, self.watch, self.clock = jobs, watch, clock
+        self.signal: int | None = None  # that asked to stop
+
+    def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
+        waiting, running = list(cells), dict[str, Child]()
 
         def stop(number: int, frame: Any) -> None:
-            nonlocal told
-            told = True
+            self.signal = self.signal or number
             for child in running.values():
-                child.process.send_signal(signal.SIGTERM)
+                child.stop()
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        watched = self.clock()
         try:
-            while running or (waiting and not told):
-                while waiting and len(running) < jobs and not told:
+            while running or (waiting and not self.signal):
+                while waiting and len(running) < self.jobs and not self.signal:
                     cell = waiting.pop(0)
-                    begin(cell)
-                    running[cell.name] = Child(cell)
-                    if told:  # while it started
-                        running[cell.name].process.send_signal(signal.SIGTERM)
-                ended = [child for child in running.values() if child.process.poll() is not None]
+                    if begin(cell):
+                        running[cell.name] = Child(cell)
+                        if self.signal:  # while it started
+                            running[cell.name].stop()
+                ended = [child for child in running.values() if child.is_over()]
                 for child in ended:
                     del running[child.cell.name]
-                    yield child.cell, child.end(told)
-                if not ended:
+                    yield child.cell, child.end(told=self.signal is not None)
+                if self.clock() - watched >= WATCH_SECONDS:
+                    watched = self.clock()
+                    self.watch([child.cell for child in running.values()])
+                if running and not ended:
                     time.sleep(0.1)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    return run
 
 
 class Child:
@@ -291,25 +402,57 @@ class Child:
         self.cell = cell
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--cell", cell.name]
+        if cell.config.model.trust_remote_code:  # whoever started the comparison has said so
+            command.append("--trust-remote-code")
         with (cell.folder / "log.txt").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, FOLLOW_STDIN: "1"},
-                start_new_session=True,  # Ctrl-C reaches it once, from here
+                start_new_session=True,  # Ctrl-C reaches it once, from here; and it leads its helpers' process group
             )  # fmt: skip
 
-    def end(self, told: bool) -> str:
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def is_over(self) -> bool:
+        """Whether the cell's process is over; whatever it left running is then ended with it.
+
+        Helpers of a process that was killed would go on for seconds, and hold the cell's lock.
+        """
+        if hasattr(os, "waitid"):  # the process is looked at before it is reaped: until then its number stays its own
+            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+        elif self.process.poll() is None:
+            return False
+        with suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return True
+
+    def end(self, *, told: bool) -> str:
         """The state of the cell whose process is over; ``told``: it was asked to stop."""
         if self.process.stdin is not None:
             self.process.stdin.close()
-        code, state = self.process.returncode, self.cell.state()["state"]
-        if code == 0 and state == "finished":
+        code, about = self.process.returncode, self.cell.state()
+        if code == 0 and about["state"] == "finished":
             return "finished"
-        if told or state == "stopped":
+        if told or about["state"] == "stopped":
+            if about["state"] != "failed":
+                self.cell.set_state("stopped", **{key: value for key, value in about.items() if key != "state"})
             return "stopped"
-        if state != "failed":  # it had no time to say so
+        if about["state"] != "failed":  # it had no time to record it
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
             self.cell.set_state("failed", error=f"{how}; see {self.cell.folder / 'log.txt'}")
         return "failed"
+
+
+def cell_progress(cell: Cell) -> str:
+    """Where a cell stands, from what it has written so far: its step, or how many answers it has."""
+    if cell.state().get("stage") == "measure":
+        samples = cell.folder.glob("eval-*/samples.jsonl")
+        answers = sum(path.read_bytes().count(b"\n") for path in samples)
+        return f"{cell.name}: measuring, {answers:,} answers"
+    steps = [record["step"] for record in Run(cell.folder / "run").read_metrics()]
+    return f"{cell.name}: training, step {steps[-1]}" if steps else f"{cell.name}: preparing"
 
 
 def follow_starter() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from deftune.analysis.grid_summary import BEST
 from deftune.analysis.paper import paper_tables
 from deftune.analysis.tables import AVERAGE, ResultTable, Score, beside_paper
+from deftune.training.model_names import shown_model
 from deftune.training.recipes import BACKBONES
 
 Record = Mapping[str, Any]
@@ -64,14 +64,9 @@ def view_table(regime: str, model: str, evaluation: Record, view: Record, rank_b
     averaged = evaluation["averaged"]
     columns = (*evaluation["columns"], *([AVERAGE] if len(averaged) > 1 else []))
     return ResultTable(
-        f"{regime}: {model_label(model)}, {evaluation['title']}, {view_title(view['name'])}", columns, rows,
+        f"{regime}: {shown_model(model)}, {evaluation['title']}, {view_title(view['name'])}", columns, rows,
         rank_base=rank_base, notes=tuple(view_notes(evaluation, view)),
     )  # fmt: skip
-
-
-def model_label(name: str) -> str:
-    """A hub id or a name as it is; of a folder its last part."""
-    return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
 def percent(value: float | None) -> float | None:

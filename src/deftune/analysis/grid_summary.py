@@ -12,9 +12,11 @@ the seeds that both have. p-values are Holm's, over all pairs of objectives for 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -179,10 +181,12 @@ def summarize_evaluation(comparison: Comparison, regime: str, evaluation: Evalua
     for cell in comparison.cells():
         folder = cell.folder / f"eval-{evaluation.title}"
         if cell.regime == regime and cell.state()["state"] == "finished":
-            summary = Result(folder).summary()
-            notes |= {row["task"]: row["note"] for row in summary["rows"] if row["note"]}
-            missing |= summary["missing"]
-            scores.setdefault(cell.objective, Scores()).add(cell, Result(folder).read_graded())
+            with readable(folder / "summary.json", cell):
+                summary = Result(folder).summary()
+                notes |= {str(row["task"]): str(row["note"]) for row in summary["rows"] if row["note"]}
+                missing |= {str(task): str(why) for task, why in summary["missing"].items()}
+            with readable(folder / "graded.jsonl", cell):
+                scores.setdefault(cell.objective, Scores()).add(cell, Result(folder).read_graded())
     order = [name for name in (BASE, *comparison.objectives) if name in scores]
     if not order:
         return {"title": evaluation.title, "views": [], "notes": notes, "missing": missing}
@@ -198,6 +202,20 @@ def summarize_evaluation(comparison: Comparison, regime: str, evaluation: Evalua
         "notes": notes, "missing": missing,
         "views": [view_record(name, t, order, scores, columns, averaged) for name, t in views],
     }  # fmt: skip
+
+
+@contextmanager
+def readable(path: Path, cell: Cell) -> Generator[None]:
+    """A file of another shape than the one that was written is named, with what makes it anew."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, ValueError) and str(path.parent) in str(error):
+            raise  # named already
+        raise ValueError(
+            f"{path}: is damaged ({type(error).__name__}: {error}); remove it and {cell.folder / 'cell.json'}, and "
+            f"`deftune compare run {cell.comparison.folder}` makes it anew"
+        ) from error
 
 
 def kind_of(evaluation: Evaluation, column: str) -> str:
@@ -298,10 +316,11 @@ def summarize_cost(comparison: Comparison, regime: str) -> dict[str, Record]:
     found: dict[str, Record] = {}
     for objective in comparison.objectives:
         costs = [
-            cell.state()["cost"]
+            cell.state().get("cost")
             for cell in comparison.cells()
             if (cell.regime, cell.objective) == (regime, objective) and cell.state()["state"] == "finished"
         ]
+        costs = [cost for cost in costs if cost]
         if costs:
             seconds, tokens = (math.fsum(cost[key] for cost in costs) for key in ("seconds", "tokens"))
             found[objective] = {
@@ -317,9 +336,9 @@ def focus_record(comparison: Comparison, regime: str) -> list[float] | None:
     found: list[list[float]] = []
     for cell in comparison.cells():
         if (cell.regime, cell.objective) == (regime, "deft") and cell.state()["state"] == "finished":
-            records = [r for r in Run(cell.folder / "run").read_metrics() if r.get("kind") == "train" and "focus" in r]
-            if records:
-                values = [float(record["focus"]) for record in records]
+            records = [record for record in Run(cell.folder / "run").read_metrics() if record.get("kind") == "train"]
+            values = [float(r["focus"]) for r in records if isinstance(r.get("focus"), int | float)]
+            if values:
                 found.append([values[0], values[min(4, len(values) - 1)], values[-1]])
     return [math.fsum(column) / len(column) for column in zip(*found)] if found else None
 
@@ -335,12 +354,8 @@ def summarize_comparison(comparison: Comparison) -> Record:
     """Everything, unrounded, from the finished cells; kept in `comparison.json` until a cell changes."""
     path = Path(comparison.folder) / "comparison.json"
     cells = cell_states(comparison)
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if before["cells"] == json.loads(json.dumps(cells)):
-            return before
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    if (before := read_summary(path)) and before["cells"] == json.loads(json.dumps(cells)):
+        return before
     regimes: dict[str, Record] = {}
     for name, regime in comparison.regimes.items():
         model = next(cell for cell in comparison.cells() if cell.regime == name).config.model.name
@@ -356,5 +371,19 @@ def summarize_comparison(comparison: Comparison) -> Record:
         "cells": cells,
         "regimes": regimes,
     }
-    write_atomic(path, json.dumps(summary, indent=1, allow_nan=False))
+    write_atomic(path, json.dumps({**summary, "sha256": digest_of(summary)}, indent=1, allow_nan=False))
     return summary
+
+
+def digest_of(summary: Record) -> str:
+    return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
+
+
+def read_summary(path: Path) -> Record | None:
+    """The summary that was kept; None where there is none, or one that something else has changed."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        digest = summary.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return summary if digest == digest_of(summary) else None

@@ -92,7 +92,7 @@ class Inspection:
     scores: dict[str, np.ndarray]
     answers: np.ndarray  # bool, [tokens]: where a row states its answer
     stated: list[str | None]  # [rows]: that answer
-    worst: np.ndarray  # [rows]: the token that speaks most against the row
+    causes: dict[str, np.ndarray]  # by score, [rows]: the token that contributes most to the row's score
     objectives: list[str]
     facts: dict[str, Any]
 
@@ -118,6 +118,14 @@ class Inspection:
         score = self.scores[by]
         key = score if by == "mean_p" else -score  # the least probable row first
         return np.lexsort((-self.scores["conflict"], key))  # NaN sorts last
+
+    def score_of(self, row: int, by: str) -> str:
+        """The score that ranks a row in the ranking ``by``: rows without that score follow by conflict."""
+        return "conflict" if np.isnan(self.scores[by][row]) else by
+
+    def token_of(self, row: int, by: str) -> int:
+        """The token that contributes most to the score that ranks the row."""
+        return int(self.causes[by][row])
 
     def ranked_tokens(self) -> np.ndarray:
         """Tokens by conflict, equals by margin; end and format tokens, which tell of no label, come after."""
@@ -167,7 +175,7 @@ def inspect_tables(table: pa.Table, rows: pa.Table, objectives: list[str]) -> In
     scores = row_scores(tokens, start, answers)
     return Inspection(
         tokens=tokens, texts=texts, text=text, other=other, start=start, rows=lines, scores=scores, answers=answers,
-        stated=[one.answer for one in found], worst=worst_tokens(tokens, start, answers), objectives=objectives,
+        stated=[one.answer for one in found], causes=causes(tokens, start, answers), objectives=objectives,
         facts=table_facts(table),
     )  # fmt: skip
 
@@ -230,34 +238,83 @@ def row_scores(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.nda
     }
 
 
-def worst_tokens(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Each row's token that speaks most against it: of its answer where the model contradicts that, else of all."""
-    against = tokens["conflict"] * (1.0 + tokens["margin"]) * np.where(tokens["is_format"], 1e-6, 1.0)
-    against = np.where(answers & (tokens["conflict"] >= CONFIDENT), against + 1e6, against)
-    return np.array([a + int(np.argmax(against[a:b])) for a, b in pairwise(start)], dtype=np.int64)
+def causes(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray) -> dict[str, np.ndarray]:
+    """For every score, each row's token that contributes most to it: what is shown beside the score.
+
+    For a maximum (``answer``, ``max_nll``) the score is that token's own margin or NLL. A row that states no answer is
+    ranked by conflict, and so is its token. Equals are settled by NLL.
+    """
+    nll, margins = -tokens["log_p"].astype(np.float64), tokens["margin"].astype(np.float64)
+    row = np.repeat(np.arange(len(start) - 1), np.diff(start))
+    pull = np.exp(tokens["other_log_p"], dtype=np.float64) * margins
+    states = np.logical_or.reduceat(answers, start[:-1])[row]
+    parts = {
+        "answer": np.where(states, np.where(answers, margins, -1.0), pull),
+        "conflict": pull,
+        "noise": nll * (tokens["conflict"] >= CONFIDENT),
+        "mean_nll": nll,
+        "max_nll": nll,
+        "mean_p": nll,
+    }
+    return {name: np.lexsort((nll, part, row))[start[1:] - 1] for name, part in parts.items()}
 
 
 # --- in words and numbers ---------------------------------------------------------------------------------------------
 
 
-def reasons(inspection: Inspection, row: int) -> list[str]:
-    """Why a row is suspicious, in words; none where it is not."""
-    tokens, found = inspection.tokens, list[str]()
-    first, last = int(inspection.start[row]), int(inspection.start[row + 1])
-    inside = slice(first, last)
-    contradicted = np.flatnonzero(inspection.answers[inside] & inspection.confident[inside]) + first
-    if len(contradicted):
-        token = int(contradicted[np.argmax(tokens["margin"][contradicted])])
-        found.append(
-            f"stated answer {_short(inspection.stated[row] or '')}: the model expects "
-            f"{_short(inspection.texts[inspection.other[token]])} ({np.exp(tokens['other_log_p'][token]):.2g}), not "
-            f"{_short(inspection.texts[inspection.text[token]])} ({np.exp(tokens['log_p'][token]):.2g})"
-        )
-    number = int(inspection.confident[inside].sum())
-    if inspection.scores["noise"][row] >= MOSTLY:
-        share = inspection.scores["noise"][row]
-        found.append(f"{share:.0%} of its loss sits on {number} confident conflict{'s' if number > 1 else ''}")
-    return found
+def flags(inspection: Inspection, row: int) -> list[str]:
+    """The scores by which a row is suspicious; none where it is not.
+
+    ``answer`` where a confident conflict is on its stated answer, ``noise`` where conflicts hold most of its loss.
+    """
+    inside = slice(int(inspection.start[row]), int(inspection.start[row + 1]))
+    contradicted = bool((inspection.answers[inside] & inspection.confident[inside]).any())
+    noisy = bool(inspection.scores["noise"][row] >= MOSTLY)
+    return [name for name, flagged in (("answer", contradicted), ("noise", noisy)) if flagged]
+
+
+def reasons(inspection: Inspection, row: int, by: str | None = None) -> list[str]:
+    """Why a row is suspicious, in words; none where it is not. With ``by``, why that ranking has it where it is, first.
+
+    The numbers of a reason are those of the score: the token it names is the one that the score comes from. A score of
+    0 speaks for a row, and is left out where something else speaks against it.
+    """
+    names = flags(inspection, row)
+    if by is not None and not (names and inspection.scores[by][row] == 0):
+        names = [by, *(name for name in names if name != by)]
+    return [reason(inspection, row, name) for name in names]
+
+
+def reason(inspection: Inspection, row: int, by: str) -> str:
+    """A row's score ``by`` and the token that contributes most to it, in words."""
+    if by == "answer" and inspection.score_of(row, by) != by:
+        return f"states no answer; {reason(inspection, row, 'conflict')}"
+    score, at = float(inspection.scores[by][row]), expectation(inspection, inspection.token_of(row, by))
+    if by == "answer":
+        stated = f"stated answer {_short(inspection.stated[row] or '')}: the model expects"
+        return f"{stated} {at}, margin {score:.3g}" if score > 0 else f"{stated} it; least likely in it: {at}"
+    if by == "noise":
+        number = int(inspection.confident[inspection.start[row] : inspection.start[row + 1]].sum())
+        if not number:
+            return "none of its loss sits on confident conflicts"
+        share = f"{score:.0%} of its loss sits on {number} confident conflict{'s' if number > 1 else ''}"
+        return f"{share}; the largest: {at}"
+    if by == "max_nll":
+        return f"NLL {score:.3g}: {at}"
+    label, extreme = {
+        "conflict": ("conflict", "strongest"), "mean_nll": ("mean NLL", "largest"), "mean_p": ("mean p", "smallest"),
+    }[by]  # fmt: skip
+    return f"{label} {score:.3g}; {extreme}: {at}"
+
+
+def expectation(inspection: Inspection, token: int) -> str:
+    """What the model expects at a token, and what stands there: ``'6' (0.98), not '7' (0.001)``."""
+    tokens = inspection.tokens
+    target = f"{_short(inspection.texts[inspection.text[token]])} ({np.exp(tokens['log_p'][token]):.2g})"
+    if tokens["margin"][token] <= 0:
+        return target
+    other = _short(inspection.texts[inspection.other[token]])
+    return f"{other} ({np.exp(tokens['other_log_p'][token]):.2g}), not {target}"
 
 
 def _short(text: str) -> str:

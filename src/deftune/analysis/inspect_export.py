@@ -26,26 +26,31 @@ class Exported(NamedTuple):
     not_inspected: int
 
 
-def finding(inspection: Inspection, row: int, rank: int) -> dict[str, Any]:
-    """What is known against a row, as JSON has it."""
+def finding(inspection: Inspection, row: int, rank: int, by: str) -> dict[str, Any]:
+    """What is known against a row, as JSON has it: its place in the ranking ``by``, and the reason for that first."""
     scores = {name: float(values[row]) for name, values in inspection.scores.items()}
     return {
         "where": inspection.rows[row]["where"],
         "rank": rank,
-        "reasons": reasons(inspection, row),
+        "by": by,
+        "reasons": reasons(inspection, row, by),
         "scores": {name: None if np.isnan(value) else round(value, 6) for name, value in scores.items()},
     }
 
 
 def write_export(
-    inspection: Inspection, flagged: Sequence[int], records: Iterable[Record], *, export: Path | None, keep: Path | None
-) -> Exported:
+    inspection: Inspection, flagged: Sequence[int], records: Iterable[Record], *, by: str, export: Path | None,
+    keep: Path | None,
+) -> Exported:  # fmt: skip
     """Write the ``flagged`` rows to ``export``, in their order, and all other ``records`` to ``keep``, in theirs.
+
+    Each flagged row comes with its rank by the score ``by`` among all rows, and the reasons.
 
     ``records`` are the source's rows with their places; rows that were not inspected (over ``--rows``, or dropped)
     are among those kept: nothing is lost. A flagged row that the source no longer has is an error. The files are JSONL
     and appear whole or not at all.
     """
+    ranks = {row: place for place, row in enumerate(inspection.ranked_rows(by).tolist(), 1)}
     wanted = {inspection.rows[row]["where"]: place for place, row in enumerate(flagged)}
     inspected = {line["where"] for line in inspection.rows}
     found: dict[int, dict[str, Any]] = {}
@@ -64,7 +69,7 @@ def write_export(
         if export:
             sink = files.enter_context(jsonl_file(export))
             for place, row in enumerate(flagged):
-                write_line(sink, {**found[place], KEY: finding(inspection, int(row), place + 1)})
+                write_line(sink, {**found[place], KEY: finding(inspection, int(row), ranks[int(row)], by)})
     return Exported(len(found), kept, not_inspected)
 
 

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, habits, reasons, summary
-from deftune.data.preview import visible
+from deftune.data.terminal import visible
+from deftune.training.model_names import shown_model
 
 MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
 NEAR = 20  # tokens of context to either side, as far as there is room
@@ -17,13 +18,17 @@ HABITS = 8  # tokens listed that are conflicts again and again
 WIDE = 100  # characters of a row from which on its gates are listed, where there is room for them
 
 
-def render_inspection(inspection: Inspection, console: Console, *, by: str, top: int, in_full: int = 3) -> None:
-    """Print the summary, the ``top`` rows by the score ``by``, and the first ``in_full`` of them coloured."""
-    ranked = inspection.ranked_rows(by)[:top]
+def render_inspection(
+    inspection: Inspection, console: Console, ranked: np.ndarray, *, by: str, in_full: int = 3
+) -> None:
+    """Print the summary, the rows ``ranked`` by the score ``by``, and the first ``in_full`` of them coloured."""
     for line in summary_lines(inspection):
         console.print(Text(line), soft_wrap=True)
     console.print(objective_table(inspection))
     console.print(habit_table(inspection))
+    if not len(ranked):
+        console.print(Text("no row has such a score"))
+        return
     console.print(row_table(inspection, ranked, by, width=console.width))
     marked = console.no_color or console.color_system is None
     legend = (
@@ -32,8 +37,8 @@ def render_inspection(inspection: Inspection, console: Console, *, by: str, top:
     console.print(Text(f"The first {min(in_full, len(ranked))} in full; {legend}; ↵ is a newline\n"))
     for row in ranked[:in_full].tolist():
         console.print(Text(visible(inspection.rows[row]["where"]), style="bold"))
-        for reason in reasons(inspection, row):
-            console.print(Text(f"  {reason}", style="yellow"))
+        for reason in reasons(inspection, row, by):
+            console.print(Text(f"  {visible(reason)}", style="yellow"))
         console.print(row_text(inspection, row, marked=marked))
 
 
@@ -42,10 +47,11 @@ def summary_lines(inspection: Inspection) -> list[str]:
     found, facts = summary(inspection), inspection.facts
     ends = found["format_conflicts"]
     lines = [
-        f"{facts.get('model', '?')} reads {facts.get('data', '?')}: {found['rows']:,} rows, {found['tokens']:,} tokens",
+        f"{shown_model(str(facts.get('model', '?')))} reads {facts.get('data', '?')}: {found['rows']:,} rows, "
+        f"{found['tokens']:,} tokens",
         f"{found['conflicts']:,} confident conflicts (conflict >= {CONFIDENT:g}): "
         f"{found['conflicts'] / max(1, found['tokens']):.1%} of the tokens, {found['loss_share']:.0%} of the loss",
-        f"{found['contradicted_answers']:,} of {found['stated_answers']:,} stated answers are contradicted; "
+        f"{found['contradicted_answers']:,} of {found['stated_answers']:,} stated answers contradict the model; "
         f"rows with most of their loss on conflicts: {found['noisy_rows']:,}",
     ]
     if ends:
@@ -60,7 +66,8 @@ def objective_table(inspection: Inspection) -> Table:
     found = summary(inspection)
     table = Table("objective", "mean gate on conflicts", "share of its push on conflicts", title_justify="left")
     for name in inspection.objectives:
-        table.add_row(name, f"{found['gate'][name]:.3f}", f"{found['share'][name]:.1%}")
+        gate = found["gate"][name]
+        table.add_row(name, "-" if np.isnan(gate) else f"{gate:.3f}", f"{found['share'][name]:.1%}")
     return table
 
 
@@ -75,11 +82,11 @@ def habit_table(inspection: Inspection) -> Table:
 
 
 def row_table(inspection: Inspection, ranked: np.ndarray, by: str, *, width: int) -> Table:
-    """The ranked rows: where, the score, the token that speaks most against each in its context, and the gates."""
+    """The ranked rows: where, the score, the token that contributes most to it in its context, and the gates."""
     label = next(score.label for score in ROW_SCORES if score.name == by)
     table = Table(title=f"rows by {label}", title_justify="left")
     wheres = [tail(inspection.rows[row]["where"], 28 if width >= WIDE else 16) for row in ranked.tolist()]
-    widths = {"": len(str(len(ranked))), "score": 6, "where": max(map(len, wheres)), "p": 7, "model expects": 14}
+    widths = {"": len(str(len(ranked))), "score": 8, "where": max(map(len, wheres)), "p": 7, "model expects": 14}
     gated = inspection.objectives if width >= WIDE + 9 * len(inspection.objectives) else []
     widths |= dict.fromkeys(gated, 6)
     frame = 3 * (len(widths) + 1) + 1
@@ -92,7 +99,7 @@ def row_table(inspection: Inspection, ranked: np.ndarray, by: str, *, width: int
         )
     tokens = inspection.tokens
     for place, row in enumerate(ranked.tolist(), 1):
-        token = int(inspection.worst[row])
+        token = inspection.token_of(row, by)
         score = float(inspection.scores[by][row])
         gates = [f"{tokens[f'gate:{name}'][token]:.2g}" for name in gated]
         table.add_row(

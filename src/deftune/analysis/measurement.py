@@ -5,7 +5,7 @@ The head is applied to the supervised positions alone, a chunk at a time: no [to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,17 @@ def parse_objectives(specs: Iterable[str | Objective]) -> list[Objective]:
                 f"objective that it ends in"
             )
     return chosen
+
+
+def why_not_computable(objective: Objective, context: Context) -> str | None:
+    """Why an objective has no gate in ``context``; None where it has one.
+
+    >>> why_not_computable(parse_objective("deft | eos(nll)"), Context())
+    'the tokens that end an answer, which it needs, are not known'
+    """
+    if "special_ids" in objective.requires and not context.special_ids:
+        return "the tokens that end an answer, which it needs, are not known"
+    return None
 
 
 def has_focus(objective: Objective) -> bool:
@@ -110,11 +121,12 @@ class Measurement:
 
 
 def measure(
-    model: Any, pad_token_id: int, examples: Sequence[Encoded], measurement: Measurement, batch_tokens: int
-) -> list[dict[str, np.ndarray]]:
+    model: Any, pad_token_id: int, examples: Sequence[Encoded], measurement: Measurement, batch_tokens: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[dict[str, np.ndarray]]:  # fmt: skip
     """Each example's columns, in the examples' order; batches hold at most ``batch_tokens`` places, padding included.
 
-    An example longer than that makes a batch of its own.
+    An example longer than that makes a batch of its own. ``progress`` is called with each batch's number of rows.
     """
     found: dict[int, dict[str, np.ndarray]] = {}
     collator = Collator(pad_token_id, padding_free=False)
@@ -130,6 +142,7 @@ def measure(
         split = {name: np.split(column.cpu().numpy(), ends) for name, column in columns.items()}
         for i, place in enumerate(places):
             found[place] = {name: parts[i] for name, parts in split.items()}
+        progress(len(places))
     return [found[i] for i in range(len(examples))]
 
 

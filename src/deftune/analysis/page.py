@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, reasons, summary
+from deftune.analysis.inspect import CONFIDENT, ROW_SCORES, Inspection, flags, reason, summary
 from deftune.analysis.style import look_of
 from deftune.data.files import write_atomic
+from deftune.training.model_names import is_local, shown_model, shown_path
 
 SCRIPTS = ("data.js", "list.js", "reader.js", "app.js")
 KEPT_BITS = 12  # of a float32's 23 bits of fraction: 1 part in 8192, more than the page prints, and half the size
@@ -98,7 +99,6 @@ def page_arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {
         "start": inspection.start.astype(np.uint32),
         "row": np.array([line["row"] for line in inspection.rows], dtype=np.uint32),
-        "worst": inspection.worst.astype(np.uint32),
         "text": inspection.text.astype(np.uint32),
         "other": inspection.other.astype(np.uint32),
         "position": tokens["position"].astype(np.uint32),
@@ -111,7 +111,11 @@ def page_arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     for name in [*numbers, *(f"gate:{name}" for name in inspection.objectives)]:
         arrays[name] = rounded(tokens[name])
     for score in ROW_SCORES:
+        cause = inspection.causes[score.name]
         arrays[f"score:{score.name}"] = inspection.scores[score.name].astype(np.float32)
+        arrays[f"cause:{score.name}"] = cause.astype(np.uint32)
+        for name in ("log_p", "other_log_p", "margin"):  # a score's own token is not rounded: both are printed
+            arrays[name][cause] = tokens[name][cause]
     return arrays
 
 
@@ -136,7 +140,7 @@ def page_head(inspection: Inspection) -> dict[str, Any]:
     first = inspection.default_ranking
     scores = [orders.pop(first), *orders.values()]
     return {
-        "about": {key: str(facts.get(key, "")) for key in ("model", "data", "version", "command")},
+        "about": {"model": shown_model(str(facts.get("model", ""))), "data": shown_path(str(facts.get("data", "")))},
         "threshold": CONFIDENT,
         "summary": {key: value for key, value in found.items() if key not in ("share", "gate")},
         "objectives": [
@@ -150,15 +154,25 @@ def page_head(inspection: Inspection) -> dict[str, Any]:
         "strings": inspection.texts,
         "rows": [
             {
-                "where": line["where"],
+                "where": public_where(line["where"], str(facts.get("data", ""))),
                 "prompt": line["prompt"],
                 "between": list(zip(_breaks(inspection, row), line["between"])),
                 "truncated": line["truncated"],
-                "reasons": reasons(inspection, row),
+                "flags": flags(inspection, row),
+                "reasons": {name: reason(inspection, row, name) for name in (first, *flags(inspection, row))},
             }
             for row, line in enumerate(inspection.rows)
         ],
     }
+
+
+def public_where(where: str, data: str) -> str:
+    """A row's place without the folders of this machine: a page is made to be shown to others.
+
+    >>> public_where("/home/me/data/train.jsonl:7", "/home/me/data"), public_where("rows.jsonl:7", "rows.jsonl")
+    ('data/train.jsonl:7', 'rows.jsonl:7')
+    """
+    return where.removeprefix(f"{Path(data).parent}/") if is_local(data) else where
 
 
 def page_columns(objectives: list[str], palette: dict[str, str]) -> list[dict[str, Any]]:

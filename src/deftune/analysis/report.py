@@ -18,8 +18,9 @@ from deftune._version import __version__
 from deftune.analysis.claims import claim_records
 from deftune.analysis.claims_board import LEVEL, ComparisonBoard
 from deftune.analysis.grid import CONFIG, Comparison, render_comparison
-from deftune.analysis.grid_show import cost_lines, difference_lines, model_label, score_tables, token_lines, view_title
+from deftune.analysis.grid_show import cost_lines, difference_lines, score_tables, token_lines, view_title
 from deftune.analysis.tables import AVERAGE, ResultTable, render_html
+from deftune.training.model_names import shown_model
 
 Record = Mapping[str, Any]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -89,6 +90,9 @@ def cautions(summary: Record) -> list[str]:
         lines.append(f"Failed: {'; '.join(failed)}.")
     if waiting := [name for name, cell in unfinished.items() if cell["state"] != "failed"]:
         lines.append(f"Not finished: {', '.join(waiting)}.")
+    left_out = dict.fromkeys(line for cell in summary["cells"].values() for line in cell.get("left_out", ()))
+    if left_out:
+        lines.append(f"Token tables lack {'; '.join(left_out)}.")
     seeds = len(summary["config"]["seeds"])
     if seeds < FEW_SEEDS:
         lines.append(
@@ -221,7 +225,7 @@ def render_report(
     title = f"{Path(comparison.folder).name}: {', '.join(config['objectives'])}"
     facts = {
         "objectives": ", ".join(config["objectives"]),
-        "model": ", ".join(map(model_label, models)),
+        "model": ", ".join(map(shown_model, models)),
         "regimes": ", ".join(summary["regimes"]),
         "seeds": ", ".join(map(str, config["seeds"])),
         "learning rates": ", ".join(f"{rate:g}" for rate in config["learning_rates"]),

@@ -204,11 +204,14 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|~])", r"\\\1", text).replace("\n", " ")
 
 
+_INTERVAL = re.compile(r"\[[\d.+-]+, [\d.+-]+\]")
+
+
 def render_markdown(table: ResultTable) -> str:
     """A Markdown table; underlining is HTML's, which Markdown has no sign for."""
     # a bracket after a number starts no link: intervals need no backslashes
     header, body = _cells(
-        table, lambda text: text if text.startswith("[") else escape_markdown(text), lambda text: f"**{text}**",
+        table, lambda text: text if _INTERVAL.fullmatch(text) else escape_markdown(text), lambda text: f"**{text}**",
         lambda text: f"<u>{text}</u>", _same, lambda text: f"*{text}*",
     )  # fmt: skip
     lines = [

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 
 from deftune._version import __version__
-from deftune.analysis.measurement import Measurement, measure, parse_objectives
+from deftune.analysis.measurement import Measurement, measure, parse_objectives, why_not_computable
 from deftune.analysis.pieces import Pieces
 from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
 from deftune.data.files import whole_file
@@ -30,7 +30,6 @@ from deftune.objectives import objective as parse_objective
 from deftune.training.head import attach_objective, base_of
 from deftune.training.preparation import make_encoder
 from deftune.training.results import parse_result
-from deftune.training.trainer import special_token_ids
 
 DEFAULT = ("nll", "linear", "cayley", "deft", "eaft")
 """The objectives of a table where nothing is asked for: the paper's."""
@@ -112,6 +111,11 @@ def encoder_for(
     return Encoder(tokenizer, template=template, mask=mask or "assistant", max_length=max_length or 2048)
 
 
+def token_context(encoder: Encoder) -> Context:
+    """What the objectives of a table may look at beside a token's statistics: the tokens that end an answer."""
+    return Context(special_ids=tuple(sorted(encoder.end_ids.values())))
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +179,7 @@ def row_line(place: int, example: Encoded, positions: np.ndarray, texts: list[st
 def token_batches(
     model: Any, tokenizer: Any, examples: Iterable[tuple[int, Encoded]], encoder: Encoder, *,
     objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = 8192,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[TokenBatch]:  # fmt: skip
     """A model's token table in parts, in the rows' order; ``examples`` are (place in the data, encoded row).
 
@@ -183,15 +188,18 @@ def token_batches(
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens: at least 1, got {batch_tokens}")
-    chosen = parse_objectives(objectives)
+    chosen, context = parse_objectives(objectives), token_context(encoder)
+    for objective in chosen:
+        if reason := why_not_computable(objective, context):
+            raise ValueError(f"token table: `{objective}`: {reason}; leave it out")
     attach_objective(base_of(model))
     model.eval()
-    measurement = Measurement(chosen, Context(special_ids=special_token_ids(tokenizer)))
+    measurement = Measurement(chosen, context)
     maker = TableMaker(tokenizer, encoder, chosen)
     for window in windows(examples, WINDOW_BATCHES * batch_tokens):
         places, rows = [place for place, _ in window], [example for _, example in window]
         with torch.no_grad():
-            found = measure(model, tokenizer.pad_token_id, rows, measurement, batch_tokens)
+            found = measure(model, tokenizer.pad_token_id, rows, measurement, batch_tokens, progress)
         yield maker.batch(places, rows, found)
 
 
@@ -228,7 +236,7 @@ def write_token_table(
 
     ``encoder`` says how rows become tokens (default: the tokenizer's template, answers supervised, 2048 tokens).
     ``bad`` says what becomes of rows whose mask cannot be verified: by default the first one raises. ``facts`` are kept
-    in the schema's metadata; `table_facts` reads them. ``progress`` hears how many rows are done.
+    in the schema's metadata; `table_facts` reads them. ``progress`` is called with each batch's number of rows.
     Both files appear whole or not at all.
     """
     path = Path(path)
@@ -254,12 +262,17 @@ def write_token_table(
         to_tokens = files.enter_context(parquet_file(path, token_schema(chosen).with_metadata(metadata)))
         to_rows = files.enter_context(parquet_file(beside, ROW_SCHEMA.with_metadata(metadata)))
         for part in token_batches(
-            model, tokenizer, placed(rows, encoded.examples), encoder, objectives=chosen, batch_tokens=batch_tokens
+            model,
+            tokenizer,
+            placed(rows, encoded.examples),
+            encoder,
+            objectives=chosen,
+            batch_tokens=batch_tokens,
+            progress=progress,
         ):
             to_tokens.write_batch(part.tokens)
             to_rows.write_batch(part.rows)
             count += part.tokens.num_rows
-            progress(part.rows.num_rows)
     return Written(path, beside, count, encoded.facts())
 
 
@@ -310,6 +323,11 @@ def table_facts(table: pa.Table) -> dict[str, Any]:
     """How a table was made: model, data, template, objectives, version, command."""
     metadata = cast("dict[bytes, bytes]", table.schema.metadata or {})
     return json.loads(metadata.get(METADATA_KEY, b"{}"))
+
+
+def token_table_facts(path: str | Path) -> dict[str, Any]:
+    """`table_facts` of the table at ``path``, whose columns are not read."""
+    return table_facts(read_token_table(path, []))
 
 
 def table_objectives(table: pa.Table) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from deftune._version import __version__
 from deftune.cli import analyze, compare, doctor, evaluate, inspect, objectives, report, results, train
+from deftune.cli.output import notice
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:  # a file that cannot be read or written
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
-        print(f"deftune: {what}", file=sys.stderr)
+        notice(f"deftune: {what}")
         return 2
     except ValueError as error:
-        print(f"deftune: {error}", file=sys.stderr)
+        notice(f"deftune: {error}")
         return 2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training
+from deftune.cli.output import notice, say
+from deftune.cli.progress import Progress, progress
+from deftune.cli.train import add_trust, need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
 
@@ -35,6 +36,7 @@ def add_to(commands: Any) -> None:
     tokens.add_argument(
         "--skip-bad-rows", action="store_true", help="write unreadable rows to OUT.bad_rows.jsonl and go on"
     )
+    add_trust(tokens)
     tokens.set_defaults(run=run_tokens)
 
     conflicts = figure(
@@ -104,10 +106,6 @@ def figure(actions: Any, name: str, about: str, metavar: str, kind: str, what: s
     return parser
 
 
-def notice(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def split_specs(text: str) -> list[str]:
     """The specs of a list: commas inside parentheses are a spec's own.
 
@@ -126,9 +124,13 @@ def split_specs(text: str) -> list[str]:
 
 def run_tokens(args: argparse.Namespace) -> int:
     need_training()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    with progress() as shown:
+        return write_tokens(args, shown)
 
+
+def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
+    """A token table, as `analyze tokens` and `inspect` make it."""
+    shown.show("loading the libraries")
     from deftune.analysis.tokens import encoder_for, parse_objectives, write_token_table
     from deftune.data.regimes import generate
     from deftune.data.rows import BadRows
@@ -143,6 +145,7 @@ def run_tokens(args: argparse.Namespace) -> int:
     if args.batch_tokens < 1:
         raise ValueError(f"--batch-tokens: at least 1, got {args.batch_tokens}")
     objectives = parse_objectives(split_specs(args.objectives))
+    shown.show(f"reading {args.data}")
     bad = BadRows(skip=args.skip_bad_rows)
     if args.data.startswith("generated:"):
         if args.format != "auto":
@@ -153,26 +156,31 @@ def run_tokens(args: argparse.Namespace) -> int:
     import torch
 
     with quiet():
-        model, tokenizer = load_result(args.model, notice)
+        shown.show(f"loading {args.model}")
+        model, tokenizer = load_result(args.model, notice, trust_remote_code=args.trust_remote_code)
         encoder = encoder_for(args.model, tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
         if torch.cuda.is_available():
             model = model.to("cuda")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("rows", total=len(rows))
-            written = write_token_table(
-                args.out, model, tokenizer, rows, encoder=encoder, objectives=objectives,
-                batch_tokens=args.batch_tokens, bad=bad,
-                facts={"model": args.model, "data": args.data, "command": args.line},
-                progress=lambda done: bar.advance(task, done),
-            )  # fmt: skip
+        done = 0
+
+        def advance(rows_done: int) -> None:
+            nonlocal done
+            done += rows_done
+            shown.show("rows", done, len(rows))
+
+        advance(0)
+        written = write_token_table(
+            args.out, model, tokenizer, rows, encoder=encoder, objectives=objectives,
+            batch_tokens=args.batch_tokens, bad=bad,
+            facts={"model": args.model, "data": args.data, "command": args.line}, progress=advance,
+        )  # fmt: skip
     for line in written.facts:
         notice(line)
     if bad.rows:
         aside = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl")
         bad.write(aside)
         notice(f"{bad.summary()}; see {aside}")
-    print(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
+    say(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
     return 0
 
 
@@ -236,7 +244,7 @@ def print_lines(lines: list[dict[str, Any]]) -> None:
     cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in line.values()] for line in lines]
     widths = [max(map(len, column)) for column in zip(lines[0], *cells)]
     for row in [list(lines[0]), *cells]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
 
 def run_conflicts(args: argparse.Namespace) -> int:

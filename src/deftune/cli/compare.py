@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training, write_starter
+from deftune.cli.output import say
+from deftune.cli.progress import Progress, progress
+from deftune.cli.train import add_trust, is_recorded, need_training, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
 
@@ -33,6 +37,10 @@ def add_to(commands: Any) -> None:
         type=int,
         metavar="N",
         help="cells at a time, on the same device (default 1); their times then say little",
+    )
+    add_trust(run)
+    run.add_argument(
+        "--keep-going", action="store_true", help="start every cell, also where objectives fail alike and none succeeds"
     )
     run.set_defaults(run=run_run)
 
@@ -72,31 +80,88 @@ def run_init(args: argparse.Namespace) -> int:
 
 def run_run(args: argparse.Namespace) -> int:
     need_comparison()
-    from deftune.analysis.grid import load_comparison, open_comparison
-    from deftune.analysis.grid_run import dry_run_grid, follow_starter, run_cell, run_grid, run_in_children
-    from deftune.analysis.grid_summary import summarize_comparison
-
     if args.jobs is not None and args.jobs < 1:
         raise ValueError(f"--jobs: at least 1, got {args.jobs}")
     if args.jobs is not None and (args.cell or args.dry_run):
         raise ValueError(f"--jobs: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
+    if args.keep_going and (args.cell or args.dry_run):
+        raise ValueError(f"--keep-going: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
+    if args.dry_run and args.cell:
+        raise ValueError("--cell: a dry run lists all cells; leave it out")
+    if args.cell and sys.stderr.isatty():  # training has a display of its own
+        return run_one(args)
+    with progress() as shown:
+        shown.show(f"running {args.cell}" if args.cell else "reading the comparison and its data")
+        return run_one(args) if args.cell else run_all(args, shown)
+
+
+def run_one(args: argparse.Namespace) -> int:
+    from deftune.analysis.grid import load_comparison, open_comparison
+    from deftune.analysis.grid_run import follow_starter, run_cell
+
     comparison = load_comparison(args.config, args.set)
+    check_trust(args, comparison)
+    follow_starter()
+    open_comparison(comparison)
+    return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
+
+
+def run_all(args: argparse.Namespace, shown: Progress) -> int:
+    from deftune.analysis.grid import load_comparison
+    from deftune.analysis.grid_run import Children, dry_run_grid, run_grid
+    from deftune.analysis.grid_summary import summarize_comparison
+
+    comparison = load_comparison(args.config, args.set)
+    check_trust(args, comparison)
     if args.dry_run:
-        if args.cell:
-            raise ValueError("--cell: a dry run lists all cells; leave it out")
-        dry_run_grid(comparison, print)
+        dry_run_grid(comparison, shown.print)
         return 0
-    if args.cell:
-        follow_starter()
-        open_comparison(comparison)
-        return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
-    outcome = run_grid(comparison, run_in_children(args.jobs or 1), lambda text: print(text, flush=True))
-    if outcome.finished:
+
+    def watch(running: Sequence[Any]) -> None:
+        show_cells(shown, comparison, running)
+
+    outcome = run_grid(comparison, Children(args.jobs or 1, watch), shown.print, keep_going=args.keep_going)
+    if outcome.finished and not outcome.stopped:
+        shown.show("summarising")
         summarize_comparison(comparison)
-    print(f"{len(outcome.finished)} of {len(comparison.cells())} cells finished, {len(outcome.failed)} failed")
+    skipped = f", {len(outcome.not_started)} not started" if outcome.not_started else ""
+    total = len(comparison.cells())
+    shown.print(f"{len(outcome.finished)} of {total} cells finished, {len(outcome.failed)} failed{skipped}")
     if not outcome.stopped and outcome.finished:
-        print(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
+        shown.print(f"next:\n  deftune compare show {comparison.folder}\n  deftune report {comparison.folder}")
     return outcome.exit_code
+
+
+def check_trust(args: argparse.Namespace, comparison: Any) -> None:
+    """A comparison's folder may be somebody else's: that it runs the code of a model's repository must be typed."""
+    asking = [cell for cell in comparison.cells() if cell.config.model.trust_remote_code]
+    if args.trust_remote_code and not asking:
+        raise ValueError("--trust-remote-code: no cell asks for it; set model.trust_remote_code in the file")
+    if asking and not args.trust_remote_code and is_recorded(args.config):
+        raise ValueError(
+            f"{args.config}: the comparison asks to execute the code of {asking[0].config.model.name}; read that code, "
+            f"and pass --trust-remote-code if you trust it"
+        )
+
+
+def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None:
+    """A bar over the cells in a terminal; in a log where each running cell stands."""
+    from deftune.analysis.grid_run import cell_progress
+
+    if sys.stderr.isatty():
+        cells = comparison.cells()
+        shown.show("cells", sum(cell.state()["state"] == "finished" for cell in cells), len(cells))
+    else:
+        shown.show("; ".join(cell_progress(cell) for cell in running) or "waiting")
+
+
+def shown_state(cell: dict[str, Any]) -> str:
+    """A cell's state; one that says "running" while no process has it was killed."""
+    from deftune.training.runs import Run, is_locked
+
+    if cell["state"] == "running" and not is_locked(Run(Path(cell["folder"]))):
+        return "interrupted"
+    return cell["state"]
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -104,32 +169,35 @@ def run_show(args: argparse.Namespace) -> int:
     from deftune.analysis.grid import load_comparison
     from deftune.analysis.grid_show import align, cost_lines, difference_lines, score_tables, token_lines
     from deftune.analysis.grid_summary import summarize_comparison
-    from deftune.analysis.tables import render
+    from deftune.analysis.tables import escape_markdown, render
 
     comparison = load_comparison(args.config)
     summary = summarize_comparison(comparison)
     if args.format == "json":
         print(json.dumps(summary, indent=1))
         return 0
-    unfinished = {name: cell["state"] for name, cell in summary["cells"].items() if cell["state"] != "finished"}
+    unfinished = {name: shown_state(cell) for name, cell in summary["cells"].items() if cell["state"] != "finished"}
     tables = score_tables(summary, beside=args.beside, rank_base=args.rank_base)
     if args.format != "markdown":
-        print(render(tables, args.format), end="")
+        say(render(tables, args.format).rstrip("\n"))
         return 0
     for table in tables:
-        print(render([table], "markdown"))
+        say(render([table], "markdown"))
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
             for view in evaluation["views"]:
                 if view["differences"]:
-                    print(f"{regime}, {evaluation['title']}, {view['name']}: paired by item")
-                    print(align(difference_lines(evaluation, view)), end="\n\n")
+                    say(f"{regime}, {evaluation['title']}, {view['name']}: paired by item")
+                    say(align(difference_lines(evaluation, view)) + "\n")
         if about["tokens"]:
-            print(f"{regime}: held-out tokens\n{align(token_lines(about['tokens']))}\n")
+            say(f"{regime}: held-out tokens\n{align(token_lines(about['tokens']))}\n")
         if about["cost"]:
-            print(f"{regime}: training, a cell on average\n{align(cost_lines(about['cost']))}\n")
+            say(f"{regime}: training, a cell on average\n{align(cost_lines(about['cost']))}\n")
+    for line in dict.fromkeys(line for cell in summary["cells"].values() for line in cell.get("left_out", ())):
+        say(escape_markdown(f"left out of the token tables: {line}"))
     for name, state in unfinished.items():
-        print(f"{state}: {name}" + (f": {summary['cells'][name]['error']}" if state == "failed" else ""))
+        error = summary["cells"][name].get("error", "no reason recorded")
+        say(escape_markdown(f"{state}: {name}" + (f": {error}" if state == "failed" else "")))
     return 0
 
 

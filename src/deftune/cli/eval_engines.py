@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from deftune.cli.output import notice
 
 # of vllm.LLM: name -> (type, which values, in words)
 ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
@@ -33,6 +34,8 @@ def check_engine(args: argparse.Namespace) -> None:
             raise ValueError("--engine, --engine-option: an endpoint makes the answers itself; leave them out")
         if args.template or args.like:
             raise ValueError("--template, --like: an endpoint renders its own chat template; leave them out")
+        if args.trust_remote_code:
+            raise ValueError("--trust-remote-code: an endpoint loads its own model; leave it out")
         if args.batch_size:
             raise ValueError("--batch-size: an endpoint batches as it likes (--concurrency N); leave it out")
         check_endpoint(args)
@@ -146,11 +149,7 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"name": "vllm", "version": import_engine().__version__} | {n: options[n] for n in RECORDED if n in options}
 
 
-def notice(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def load(model: str) -> tuple[Any, Any]:
+def load(model: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """(model, tokenizer), on the GPU where there is one."""
     import torch
 
@@ -158,7 +157,7 @@ def load(model: str) -> tuple[Any, Any]:
     from deftune.training.train import quiet
 
     with quiet():
-        loaded, tokenizer = load_result(model, notice)
+        loaded, tokenizer = load_result(model, notice, trust_remote_code=trust_remote_code)
     return (loaded.to("cuda") if torch.cuda.is_available() else loaded), tokenizer
 
 
@@ -181,7 +180,7 @@ def make_sampler(
         return make_vllm_sampler(args, model, template, options)
     import torch
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, trust_remote_code=args.trust_remote_code)
     if torch.cuda.is_available():
         loaded = loaded.to(torch.bfloat16)
     return TransformersSampler(
@@ -199,7 +198,9 @@ def make_vllm_sampler(args: argparse.Namespace, model: str, template: str | None
     # an adapter is merged into this folder, which vLLM has read when it is made
     with tempfile.TemporaryDirectory(prefix="deftune-merged-") as place:
         with quiet():
-            source, tokenizer, loading = plain_model(model, Path(place), notice)
+            source, tokenizer, loading = plain_model(
+                model, Path(place), notice, trust_remote_code=args.trust_remote_code
+            )
         if "revision" in loading:
             loading["tokenizer_revision"] = loading["revision"]
         return VllmSampler(

@@ -20,8 +20,9 @@ from deftune.cli.eval_engines import (
     load,
     make_sampler,
 )
+from deftune.cli.output import notice, say
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import need_training
+from deftune.cli.train import add_trust, need_training
 
 VERBS = {
     "show": ("RESULT", "its table, and answers (--wrong: only those) or rows"),
@@ -34,9 +35,9 @@ _PROMPTED = {"suite", "task", "task_file", "data", "limit"}
 OPTIONS = {
     "sampled": _PROMPTED | {"out", "samples", "temperature", "top_p", "seed", "max_new_tokens", "rule", "template",
                             "like", "batch_size", "workers", "engine", "engine_option", "endpoint", *ENDPOINT_ONLY,
-                            "json"},
+                            "json", "trust_remote_code"},
     "heldout": {"suite", "data", "format", "split", "rows", "skip_bad_rows", "out", "template", "like", "batch_size",
-                "json"},
+                "json", "trust_remote_code"},
     "show": {"wrong", "rows", "task"},
     "compare": {"json"},
     "list": {"data"},
@@ -94,6 +95,7 @@ def add_to(commands: Any) -> None:
         help=f"of vllm: {', '.join(ENGINE_OPTIONS)}; repeatable",
     )
     how.add_argument("--endpoint", help="an OpenAI-compatible server, http://localhost:8000/v1; MODEL is its name")
+    add_trust(how)
     endpoint = parser.add_argument_group("--endpoint")
     endpoint.add_argument("--api-key-env", metavar="NAME", help="the environment variable that holds the API key")
     for name, about in {
@@ -322,7 +324,7 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
         result = Result(result_folder(args, model, "heldout"))
         with result.writing(settings):
             working.show(f"loading {model}")
-            loaded, tokenizer = load(model)
+            loaded, tokenizer = load(model, trust_remote_code=args.trust_remote_code)
             working.show("encoding the rows")
             with quiet():
                 encoder = Encoder(tokenizer, **settings.encoding)
@@ -337,15 +339,15 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
             )  # fmt: skip
             summary = summarize(settings, records, encoded.facts())
             write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
-    print(json.dumps(summary, indent=1) if args.json else render_summary(summary))
+    say(json.dumps(summary, indent=1) if args.json else render_summary(summary))
     if not args.json:
-        print(f"\n{result.folder}: deftune eval show {result.folder}")
+        say(f"\n{result.folder}: deftune eval show {result.folder}")
     return 0
 
 
 def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
     from deftune.cli.eval_tables import render_summary
-    from deftune.data.preview import printable
+    from deftune.data.terminal import printable
     from deftune.evaluation.heldout import read_rows
     from deftune.evaluation.results import Result
 
@@ -355,7 +357,7 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
     if summary["settings"]["suite"] == "heldout":
         if args.wrong or args.task:
             raise ValueError(f"--wrong, --task: {folders[0]} holds token statistics and no answers; leave them out")
-        print(render_summary(summary))
+        say(render_summary(summary))
         rows = sorted(read_rows(result), key=lambda r: -r["nll"] / r["tokens"])
         print(f"\nthe {min(number, len(rows))} rows with the highest NLL")
         print(f"{'nll':>8}{'p':>8}{'focus':>8}{'tokens':>8}  row")
@@ -374,7 +376,7 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
         print(f"\n--- {printable(r['id'])} T={r['temperature']:g} sample {r['sample']}: score {r['score']:g}")
         print(
             f"question: {printable(r['prompt'])}\nanswer:   {printable(r['text'])}\n"
-            f"taken:    {r['answer']!r} ({r['how']})\ngold:     {printable(str(r['gold']))}"
+            f"taken:    {r['answer']!r} ({printable(str(r['how']))})\ngold:     {printable(str(r['gold']))}"
         )
     if len(records) > number:
         print(f"\n{len(records) - number} more; --rows N shows more")
@@ -386,7 +388,7 @@ def run_compare(args: argparse.Namespace, folders: list[Path]) -> int:
     from deftune.evaluation.comparison import compare_folders
 
     found = compare_folders(folders[0], folders[1:])
-    print(json.dumps(found, indent=1) if args.json else render_comparison(found))
+    say(json.dumps(found, indent=1) if args.json else render_comparison(found))
     return 0
 
 
@@ -430,7 +432,7 @@ def run_export(args: argparse.Namespace, folders: list[Path]) -> int:
         found, missing = load_tasks(args, suite)
         tasks |= found
         for name, why in missing.items():
-            print(f"left out: {name}: {why}", file=sys.stderr)
+            notice(f"left out: {name}: {why}")
     chosen = [suite for suite in suites if suite]
     names = export_tasks(folders[0], tasks, chosen)
     print("\n".join(names))

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli import analyze
-from deftune.cli.train import need_training
+from deftune.cli.output import notice
+from deftune.cli.progress import Progress, progress
+from deftune.cli.train import add_trust, need_training
 
 # what shapes a token table: of no use, and so an error, beside a table that is made already
-TABLE_OPTIONS = ("rows", "format", "template", "mask", "max_length", "batch_tokens")
+TABLE_OPTIONS = ("rows", "format", "template", "mask", "max_length", "batch_tokens", "trust_remote_code")
 
 
 def add_to(commands: Any) -> None:
@@ -33,9 +35,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
     parser.add_argument("--rows", type=int, help="the first rows only")
     parser.add_argument("--by", metavar="SCORE", help="what ranks the rows: answer, conflict, noise, mean_nll, ...")
-    parser.add_argument("--top", type=int, default=50, help="rows to list and to export (default: 50)")
+    parser.add_argument("--top", type=int, default=50, help="rows to list, and the most to export (default: 50)")
+    parser.add_argument(
+        "--min-score", type=float, metavar="X", help="only rows with at least this score (of mean_p: at most)"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to explore, all in one file")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write the top rows, with reasons (JSONL)")
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE", help="write the rows that have a reason, or --min-score (JSONL)"
+    )
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write all other rows of the data (JSONL)")
     parser.add_argument(
         "--tokens", type=Path, metavar="FILE", help="reuse this token table, or write it where not there"
@@ -47,6 +54,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--max-length", type=int, help="default: the run's, or 2048")
     parser.add_argument("--batch-tokens", type=int, help="places of a batch, padding included (default: 8192)")
     parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read")
+    add_trust(parser)
     parser.set_defaults(run=run_inspect)
 
 
@@ -54,8 +62,11 @@ def run_inspect(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
-    check_arguments(args)
-    with token_table(args) as path:
+    with progress() as shown:
+        shown.show("loading the libraries")
+        check_arguments(args)
+    with token_table(args) as path, progress() as shown:
+        shown.show(f"reading {path.name}")
         from deftune.analysis.inspect import inspect_table
         from deftune.objectives import objective
 
@@ -63,29 +74,66 @@ def run_inspect(args: argparse.Namespace) -> int:
         inspection = inspect_table(path, chosen)
     check_source(args, inspection.facts)
     by = args.by or inspection.default_ranking
-    ranked = inspection.ranked_rows(by)[: args.top]
+    ranked = chosen_rows(inspection, by, args.min_score)
     from deftune.analysis.inspect_terminal import render_inspection
 
-    render_inspection(inspection, Console(), by=by, top=args.top)
+    render_inspection(inspection, Console(), ranked[: args.top], by=by)
+    with progress() as shown:
+        write_files(args, inspection, ranked, by, shown)
+    return 0
+
+
+def write_files(args: argparse.Namespace, inspection: Any, ranked: Any, by: str, shown: Progress) -> None:
+    """The page and the rows that were asked for."""
     if args.html:
         from deftune.analysis.page import write_page
 
-        print(f"{write_page(inspection, args.html)}: open it in a browser")
+        shown.show(f"writing {args.html}")
+        shown.print(f"{write_page(inspection, args.html)}: open it in a browser")
     if args.export or args.keep:
+        shown.show("writing rows")
         from deftune.analysis.inspect_export import write_export
         from deftune.data.rows import BadRows
 
         bad = BadRows(skip=args.skip_bad_rows)
         records = source_fields(inspection, args.split, bad)
-        done = write_export(inspection, ranked.tolist(), records, export=args.export, keep=args.keep)
+        suspects = ranked.tolist() if args.min_score is not None else with_reason(inspection, ranked.tolist())
+        done = write_export(inspection, suspects[: args.top], records, by=by, export=args.export, keep=args.keep)
         if args.export:
-            print(f"{args.export}: {done.flagged:,} rows by {by}, with reasons")
+            shown.print(f"{args.export}: {exported_text(done.flagged, len(suspects), by, args.min_score)}")
         if args.keep:
             rest = f", {done.not_inspected:,} of them not inspected" if done.not_inspected else ""
-            print(f"{args.keep}: the other {done.kept:,} rows{rest}")
+            shown.print(f"{args.keep}: the other {done.kept:,} rows{rest}")
         if bad.rows:
-            analyze.notice(f"{bad.summary()}: unreadable, and in neither file")
-    return 0
+            notice(f"{bad.summary()}: unreadable, and in neither file")
+
+
+def chosen_rows(inspection: Any, by: str, min_score: float | None) -> Any:
+    """Rows by rank; with ``min_score`` those that reach it (of mean_p, whose low values are suspicious: at most)."""
+    ranked = inspection.ranked_rows(by)
+    if min_score is None:
+        return ranked
+    score = inspection.scores[by][ranked]
+    return ranked[score <= min_score if by == "mean_p" else score >= min_score]
+
+
+def with_reason(inspection: Any, rows: list[int]) -> list[int]:
+    from deftune.analysis.inspect import flags
+
+    return [row for row in rows if flags(inspection, row)]
+
+
+def exported_text(written: int, suspects: int, by: str, min_score: float | None) -> str:
+    """What an export holds: how many rows, and why those."""
+    sign = "<=" if by == "mean_p" else ">="
+    why = f"with {by} {sign} {min_score:g}" if min_score is not None else "with a reason"
+    if not suspects:
+        hint = "" if min_score is not None else "; --min-score takes rows by their score alone"
+        return f"no row {why}{hint}"
+    rows = f"{written:,} row{'s' * (written != 1)}"
+    return f"{rows} {why}, by {by}" + (
+        f"; {suspects - written:,} more (--top {suspects})" if suspects > written else ""
+    )
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -144,7 +192,7 @@ def token_table(args: argparse.Namespace) -> Generator[Path]:
                 analyze.run_tokens(argparse.Namespace(**given))
             for aside in Path(folder).glob("*.bad_rows.jsonl"):  # they outlive a table that does not
                 shutil.move(aside, "bad_rows.jsonl")
-                analyze.notice("the skipped rows: bad_rows.jsonl")
+                notice("the skipped rows: bad_rows.jsonl")
         yield path
 
 

@@ -1,4 +1,4 @@
-"""Progress of a long command: bars on a terminal; elsewhere a line at least every 20 seconds."""
+"""Progress of a long command: bars on a terminal; elsewhere a line at least every 20 seconds: a log shows life."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
+
+from deftune.cli.output import say
+from deftune.data.terminal import printable
 
 QUIET_SECONDS = 20.0
 
@@ -31,7 +34,7 @@ class Progress(ABC):
 
     def print(self, text: str) -> None:
         """A result, on stdout."""
-        print(text, flush=True)
+        say(text)
 
     def say_seldom(self, text: str) -> None:
         """A line of a kind that may come often, such as a retry: at most one in `QUIET_SECONDS`."""
@@ -87,7 +90,7 @@ class Bars(Progress):
         self._bars.update(self._tasks[label], completed=done)
 
     def say(self, text: str) -> None:
-        self._bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bars.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def print(self, text: str) -> None:
         self._bars.stop()  # the bars so far stay above the result
@@ -116,7 +119,7 @@ def progress() -> Generator[Progress]:
         with _terminal_bars() as bars:
             yield bars
         return
-    lines = Lines(lambda text: print(text, file=sys.stderr, flush=True))
+    lines = Lines(lambda text: print(printable(text), file=sys.stderr, flush=True))
     over = threading.Event()
 
     def watch() -> None:

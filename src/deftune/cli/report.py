@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.compare import need_comparison
+from deftune.cli.output import say
 
 
 def add_to(commands: Any) -> None:
@@ -16,6 +17,18 @@ def add_to(commands: Any) -> None:
     report.add_argument("--out", type=Path, help="default: FOLDER/report.html")
     report.add_argument("--figures", type=Path, metavar="DIR", help="also save its figures here: PNG, SVG, PDF, tables")
     report.set_defaults(run=run_report)
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: is damaged; restore it, or remove it to leave it out of the report")
+    return content  # pyright: ignore[reportUnknownVariableType]
 
 
 def run_report(args: argparse.Namespace) -> int:
@@ -32,13 +45,13 @@ def run_report(args: argparse.Namespace) -> int:
     if not any(cell["state"] == "finished" for cell in summary["cells"].values()):
         raise ValueError(f"{args.folder}: no cell is finished yet; `deftune compare run {args.folder}` goes on")
     out = args.out or Path(comparison.folder) / "report.html"
-    environment = json.loads((Path(comparison.folder) / "environment.json").read_text(encoding="utf-8"))
+    environment = read_environment(Path(comparison.folder) / "environment.json")
     drawn = report_figures(comparison, summary)
     page = render_report(comparison, summary, page_figures(drawn), environment, out)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, page)
-    print(out)
+    say(str(out))
     if args.figures:
         for one in [*drawn, *gradient_figures(comparison)]:
-            print(save_figure(one.figure, args.figures / one.name, one.table)[0])
+            say(str(save_figure(one.figure, args.figures / one.name, one.table)[0]))
     return 0

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training
+from deftune.cli.output import notice, say
+from deftune.cli.train import add_trust, need_training
 
 
 def add_to(commands: Any) -> None:
     quick = commands.add_parser("quickstart", help="tune SmolLM2 with two objectives on this machine, in a few minutes")
     quick.add_argument("--out", type=Path, default=Path("quickstart"), help="folder (default: quickstart/)")
+    quick.add_argument("--clean", action="store_true", help="remove what an earlier call wrote there, and do no more")
     quick.set_defaults(run=run_quickstart)
 
     chat = commands.add_parser("chat", help="talk to a run, or to a model")
@@ -21,24 +23,25 @@ def add_to(commands: Any) -> None:
     chat.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
     chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     chat.add_argument("--max-new-tokens", type=int, default=512)
+    add_trust(chat)
     chat.set_defaults(run=run_chat)
 
     merge = commands.add_parser("merge", help="add a LoRA run's adapter into a plain model folder")
     merge.add_argument("folder", type=Path, metavar="RUN")
     merge.add_argument("--out", type=Path, help="default: RUN/merged")
+    add_trust(merge)
     merge.set_defaults(run=run_merge)
-
-
-def notice(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def run_quickstart(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
-    from deftune.training.quickstart import quickstart
+    from deftune.training.quickstart import clean, gigabytes, quickstart
 
+    if args.clean:
+        print(f"{args.out}: {gigabytes(clean(args.out))} removed")
+        return 0
     quickstart(args.out, Console())
     return 0
 
@@ -47,11 +50,12 @@ def run_chat(args: argparse.Namespace) -> int:
     need_training()
     if args.temperature < 0:
         raise ValueError(f"--temperature: {args.temperature:g} is below 0")
+    from deftune.data.terminal import printable
     from deftune.training.results import load_result, reply
     from deftune.training.train import quiet
 
     with quiet():
-        model, tokenizer = load_result(args.run_or_model, notice)
+        model, tokenizer = load_result(args.run_or_model, notice, trust_remote_code=args.trust_remote_code)
     start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     interactive = sys.stdin.isatty()
@@ -77,7 +81,7 @@ def run_chat(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         ):  # fmt: skip
             answer += piece
-            print(piece, end="", flush=True)
+            print(printable(piece), end="", flush=True)
         print()
         messages.append({"role": "assistant", "content": answer})
 
@@ -89,5 +93,6 @@ def run_merge(args: argparse.Namespace) -> int:
     from deftune.training.train import quiet
 
     with quiet():
-        print(merge(Run(args.folder), args.out or args.folder / "merged", notice))
+        out = args.out or args.folder / "merged"
+        say(str(merge(Run(args.folder), out, notice, trust_remote_code=args.trust_remote_code)))
     return 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from deftune.cli.output import notice, say
 
 EXTRA = 'pip install "deftune[train]"'
 
@@ -17,6 +18,10 @@ def add_to(commands: Any) -> None:
     train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
     train.add_argument("--dry-run", action="store_true", help="read the data, try one batch, print what a run would be")
     train.add_argument("--skip-bad-rows", action="store_true", help="write unreadable rows to bad_rows.jsonl and go on")
+    train.add_argument(
+        "--restart", action="store_true", help="train from the beginning; checkpoints are moved to checkpoints.old-1"
+    )
+    add_trust(train)
     train.set_defaults(run=run_train)
 
     init = commands.add_parser("init", help="write a config to start from")
@@ -54,7 +59,15 @@ def add_to(commands: Any) -> None:
     preview.add_argument("--mask", choices=["assistant", "completion", "all"], default="assistant")
     preview.add_argument("--max-length", type=int, default=2048)
     preview.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
+    add_trust(preview)
     preview.set_defaults(run=run_preview)
+
+
+def add_trust(parser: Any) -> None:
+    """The one way, beside a config of one's own, to let the code of a model's repository run."""
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code in the model's repository; read it before"
+    )
 
 
 def need_training() -> None:
@@ -76,16 +89,37 @@ def read_config(path: Path, overrides: list[str]) -> Any:
     return load_config(path, overrides)
 
 
+def is_recorded(path: Path) -> bool:
+    """Whether a config is what a run or a comparison recorded of itself, not a file that was written to start one."""
+    own = path.name in ("config.yaml", "comparison.yaml") and (path.parent / "environment.json").exists()
+    return path.is_dir() or own
+
+
 def run_train(args: argparse.Namespace) -> int:
     need_training()
     overrides = [*args.set, *(["data.skip_bad_rows=true"] if args.skip_bad_rows else [])]
+    overrides += ["model.trust_remote_code=true"] if args.trust_remote_code else []
     config = read_config(args.config, overrides)
+    if config.model.trust_remote_code and is_recorded(args.config):
+        # a run's folder may be somebody else's; what is typed is not
+        if not any(text.partition("=")[0].strip() == "model.trust_remote_code" for text in overrides):
+            raise ValueError(
+                f"{args.config}: the run asks to execute the code of {config.model.name}; read that code, and pass "
+                f"--trust-remote-code if you trust it"
+            )
     from deftune.training.train import dry_run, leave_ranks, train_run
 
     if args.dry_run:
-        dry_run(config, print)
+        if args.restart:
+            raise ValueError("--restart: a dry run begins nothing; leave it out")
+        dry_run(config, say)
         return 0
-    outcome = train_run(config)
+    score_tasks = None
+    if config.data.tasks:
+        from deftune.evaluation.in_training import task_scorer
+
+        score_tasks = task_scorer(config)
+    outcome = train_run(config, score_tasks=score_tasks, restart=args.restart)
     leave_ranks()
     return 0 if outcome.state == "finished" else 143
 
@@ -137,6 +171,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_runs(args: argparse.Namespace) -> int:
     need_training()
+    from deftune.training.model_names import shown_model
     from deftune.training.runs import find_runs, summary
 
     if not args.folder.is_dir():
@@ -150,9 +185,12 @@ def run_runs(args: argparse.Namespace) -> int:
         return 0
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
-        run["model"] = Path(run["model"] or "-").name
+        run["model"] = shown_model(run["model"] or "-")
+    from deftune.data.terminal import one_line
+
     cells = [
-        [f"{v:.4g}" if isinstance(v, float) else str(v if v is not None else "-") for v in r.values()] for r in found
+        [f"{v:.4g}" if isinstance(v, float) else one_line(str(v if v is not None else "-")) for v in r.values()]
+        for r in found
     ]
     widths = [max(map(len, column)) for column in zip(found[0], *cells)]
     for row in [list(found[0]), *cells]:
@@ -172,9 +210,6 @@ def run_preview(args: argparse.Namespace) -> int:
     from deftune.training.models import load_tokenizer, resolve_model
     from deftune.training.train import quiet
 
-    def notice(text: str) -> None:
-        print(text, file=sys.stderr)
-
     bad = BadRows(skip=args.skip_bad_rows)
     if args.rows < 0 or args.limit < 1:
         raise ValueError(f"data preview: --rows from 0 and --limit from 1, got {args.rows} and {args.limit}")
@@ -185,7 +220,7 @@ def run_preview(args: argparse.Namespace) -> int:
     else:
         rows = read_source(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
     with quiet():
-        tokenizer = load_tokenizer(resolve_model(args.model, notice))
+        tokenizer = load_tokenizer(resolve_model(args.model, notice), trust_remote_code=args.trust_remote_code)
         encoder = Encoder(tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
         encoded = encode_rows(rows, encoder)
     render_preview(encoded, tokenizer, Console(), num_examples=args.rows)

@@ -113,7 +113,7 @@ class Encoder:
         self.max_length = max_length
         self.overlong: Overlong = overlong
         self.template_options = dict(template_options or {})
-        self.end_ids = _end_ids(tokenizer, end_tokens)
+        self.end_ids = end_tokens_of(tokenizer, self.template, end_tokens)
         self._end = re.compile("|".join(re.escape(token) for token in self.end_ids) or r"(?!)")
         # the tokens that close a turn, and whitespace: of "<|end|>\n<|endoftext|>" the first ends the turn
         self._closing = re.compile(rf"(?:(?:{self._end.pattern})\s*)+\Z")
@@ -389,10 +389,29 @@ def _nothing_left(result: EncodedRows, encoder: Encoder) -> str:
     return f"no row has a supervised token left ({result.facts()[0]}); {'; '.join(advice)}"
 
 
-def _end_ids(tokenizer: Any, declared: Sequence[str]) -> dict[str, int]:
-    """The tokens that end a turn, by their text."""
+def end_tokens_of(tokenizer: Any, template: str | None = None, declared: Sequence[str] = ()) -> dict[str, int]:
+    """The tokens that end an answer, {text: id}: the one definition for masks, ``eos(...)``, records and samplers.
+
+    They are the tokenizer's EOS token, each token of `END_OF_TURN` that the tokenizer marks as special or the chat
+    template writes, and the tokens that the user declares (``data.end_tokens``).
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        template: the chat template's Jinja text; None is the tokenizer's own, where it has one.
+        declared: further tokens, by their text.
+
+    Raises:
+        ValueError: a declared token is not a token of its own in this tokenizer.
+    """
+    if template is None:
+        template = str(tokenizer.chat_template or "")
     vocabulary: dict[str, int] = tokenizer.get_added_vocab()
-    known = {token: vocabulary[token] for token in END_OF_TURN if token in vocabulary}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    known = {
+        token: vocabulary[token]
+        for token in END_OF_TURN
+        if token in vocabulary and (token in special or token in template)
+    }
     if tokenizer.eos_token is not None:
         known[tokenizer.eos_token] = tokenizer.eos_token_id
     for token in declared:

@@ -22,11 +22,13 @@ def sync(path: Path) -> None:
 def whole_file(path: Path) -> Generator[BinaryIO]:
     """A file to write into, under another name until it is complete; what was there before stays until then.
 
-    What a kill leaves aside is gone with the next write.
+    What a kill leaves aside is gone with the next write. A link in either place is replaced, never written through.
     """
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with open(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

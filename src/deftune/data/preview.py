@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deftune.data.encoding import Encoded, EncodedRows
+from deftune.data.terminal import visible
 from deftune.objectives.stats import IGNORE_INDEX
 
 SUPERVISED, CONTEXT, SPECIAL = "bold green", "dim", "magenta"
@@ -78,30 +79,3 @@ def render_histogram(lengths: Sequence[int], *, num_bins: int = 10, width: int =
         bar = "█" * -(-width * count // max(counts))
         lines.append(f"{i * step:>{digits},} to {(i + 1) * step - 1:>{digits},}  {bar:{width}} {count:,}".rstrip())
     return "\n".join(lines)
-
-
-def visible(text: str) -> str:
-    """Newlines marked, and what is not printable written out: data must not steer the terminal."""
-    return "".join(_visible(character) for character in text)
-
-
-def printable(text: str) -> str:
-    """Text as it is, but for what could steer the terminal, which is written out.
-
-    >>> print(printable("two\\nlines, \\x1b[2J none of them cleared"))
-    two
-    lines, \\x1b[2J none of them cleared
-    """
-    return "".join(character if character in "\n\t" else _written_out(character) for character in text)
-
-
-def _visible(character: str) -> str:
-    if character == "\n":
-        return "↵\n"
-    if character == "\t":
-        return "→\t"
-    return _written_out(character)
-
-
-def _written_out(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()

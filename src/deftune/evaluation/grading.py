@@ -193,7 +193,7 @@ class Grader:
     """Grades (gold, answer) pairs; a context manager, and safe to close at any point.
 
     ``workers``: processes; they start when first needed. Verdicts do not depend on their number.
-    ``seconds``: cpu time per answer. ``wall_seconds``: the wall clock's backstop, 6 times that unless told.
+    ``seconds``: cpu time per answer. ``wall_seconds``: the wall clock's backstop, 60 times that unless told.
     ``memory_mib``: address space per worker; sympy takes about 100.
     ``max_characters``: a longer gold or answer is ``unparsed`` without being looked at.
     ``counts``: how many verdicts of each kind so far.
@@ -229,7 +229,7 @@ class Grader:
         self.workers = workers
         self.seconds = seconds
         self.memory_mib = memory_mib
-        self.wall_seconds = 6 * seconds if wall_seconds is None else wall_seconds
+        self.wall_seconds = 60 * seconds if wall_seconds is None else wall_seconds
         self.max_characters = max_characters
         self.tasks_per_worker = tasks_per_worker
         self.counts: dict[How, int] = {how: 0 for how in get_args(How)}
@@ -327,7 +327,7 @@ class Grader:
                 now = time.monotonic()
                 for worker in list(self._running):
                     if worker.deadline < now and not worker.ready:
-                        raise RuntimeError("a grading worker did not start within 60 seconds")
+                        raise RuntimeError("a grading worker did not start within 5 minutes")
                     if worker.deadline < now and worker.task is not None:
                         verdicts[worker.task] = Verdict(False, "timeout", f"{self.wall_seconds} s by the clock")
                         left -= 1
@@ -360,7 +360,7 @@ class Grader:
         finally:
             os.close(task_in)
             os.close(result_out)
-        worker = _Worker(process, task_out, result_in, deadline=time.monotonic() + 60)
+        worker = _Worker(process, task_out, result_in, deadline=time.monotonic() + 300)
         self._running.append(worker)
         return worker
 

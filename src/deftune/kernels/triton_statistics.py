@@ -409,9 +409,8 @@ def likeliest_kernel(
         log_sum = tl.load(columns_ptr + 3 * plane + row)
         log_p = found.to(tl.float64) - (log_sum + tl.load(columns_ptr + 4 * plane + row))
         tl.store(out_ptr + row * K + j, log_p, mask=j < K)
-        # -sum q log q of the K, q their shares; 0 log 0 = 0
+        # -sum q log q of the K, q their shares, as `TokenStats.top_entropy` has it; 0 log 0 = 0
         u = tl.maximum(log_p - tl.max(log_p, axis=0), -800.0)
-        e = tl.where(j < K, tl.exp(u), 0.0)
-        total = tl.sum(e, axis=0)
-        entropy = tl.log(total) - tl.sum(e * u, axis=0) / total
-        tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy))
+        e = tl.where((j > 0) & (j < K), tl.exp(u), 0.0)
+        rest = tl.sum(e, axis=0)
+        tl.store(entropy_ptr + row, _log1p(rest) - tl.sum(e * u, axis=0) / (1 + rest))

@@ -98,8 +98,14 @@ class TokenStats:
         """
         if self._top_entropy is not None and self._top_entropy[0] == min(k, self.vocab_size):
             return self._top_entropy[1]
-        log_q = self.top_log_p(k).log_softmax(-1).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0
-        return (-(log_q.exp() * log_q).sum(-1)).clamp(min=0)
+        # H = log1p(r) + sum -u e^u / (1 + r), u = log P_j - log P_1 and r = sum e^u over j > 1: no term is negative, so
+        # nothing cancels and H keeps its relative precision. -sum q log q loses it: where the likeliest token has
+        # nearly everything, its log q = -log(1 + r) is rounded with 1 + r, by up to 2^-24 / r of it in float32
+        top = self.top_log_p(k)
+        u = (top[:, 1:] - top[:, :1]).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0
+        share = u.exp()
+        rest = share.sum(-1)
+        return rest.log1p() - (share * u).sum(-1) / (1 + rest)
 
     def detach(self) -> TokenStats:
         """The same statistics, cut from the autograd graph."""
@@ -230,8 +236,8 @@ class Context:
     def need_special_ids(self, asker: object) -> tuple[int, ...]:
         if not self.special_ids:
             raise ValueError(
-                f"`{asker}` needs the ids of the end and format tokens: "
-                f"pass context=Context(special_ids=(tokenizer.eos_token_id, ...))"
+                f"`{asker}` needs the ids of the end and format tokens: pass "
+                f"context=Context(special_ids=(tokenizer.eos_token_id, ...)); in a run's config, set data.end_tokens"
             )
         return self.special_ids
 

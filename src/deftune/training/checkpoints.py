@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,24 @@ class CheckpointError(ValueError):
     """A checkpoint that could not be written, or does not verify."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint that may be good, but that this process cannot read: another user's, or a failing disk."""
+
+
+# what the system says of a file that is not what was written; any other error leaves the question open
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def unverified(path: Path, error: OSError) -> CheckpointError:
+    """The error of a file that the system did not let us read."""
+    if error.errno in DAMAGE:
+        return CheckpointError(f"{path}: is damaged ({error})")
+    return UnreadableError(
+        f"{error.filename or path}: cannot be read ({error.strerror or error}), so whether it is damaged is not known; "
+        f"make it readable to this user, or move it away"
+    )
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -37,7 +55,8 @@ def sha256(path: Path) -> str:
 def files_of(folder: Path) -> list[Path]:
     """Every file below a folder but its manifest, sorted by name; links, pipes and devices are refused."""
     found: list[Path] = []
-    for path in [folder, *sorted(folder.rglob("*"))]:
+    inside = [Path(place) / name for place, folders, files in _walk(folder) for name in (*folders, *files)]
+    for path in [folder, *sorted(inside)]:
         if path.is_symlink():
             raise CheckpointError(f"{path}: a link has no place in a checkpoint")
         if path.is_file():
@@ -45,6 +64,15 @@ def files_of(folder: Path) -> list[Path]:
         elif not path.is_dir():
             raise CheckpointError(f"{path}: is neither a file nor a folder")
     return [path for path in found if path != folder / MANIFEST]
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """os.walk, which would leave out a folder that it cannot read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return os.walk(folder, onerror=fail)
 
 
 def seal(folder: Path, **facts: Any) -> None:
@@ -78,13 +106,20 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, str]
         raise CheckpointError(f"{path.parent}: has no {MANIFEST}; it was not written to the end") from error
     except CheckpointError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise unverified(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: is damaged ({error})") from error
     return facts, entries
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The facts of a folder that is exactly as it was sealed; else a CheckpointError that says what is not."""
+    """The facts of a folder that is exactly as it was sealed.
+
+    Raises:
+        CheckpointError: the folder is not as it was sealed.
+        UnreadableError: the system did not let us read it, so that nobody knows.
+    """
     facts, entries = read_manifest(folder / MANIFEST)
     try:
         found = {path.relative_to(folder).as_posix() for path in files_of(folder)}
@@ -98,7 +133,9 @@ def verify(folder: Path) -> dict[str, Any]:
             if sha256(path) != digest:
                 raise CheckpointError(f"{path}: is damaged (its sha256 is not the one written)")
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error})") from error
+        raise unverified(folder, error) from error
+    except RecursionError as error:
+        raise CheckpointError(f"{folder}: folders too deep for a checkpoint") from error
     return facts
 
 
@@ -117,15 +154,46 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def latest(root: Path, notice: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies; each one passed over is told to ``notice``."""
-    for folder in reversed(checkpoints(root)):
+    """The newest checkpoint that verifies; None where there is no checkpoint at all.
+
+    ``notice`` is called with a line for each damaged checkpoint that is passed over.
+
+    Raises:
+        UnreadableError: one that is newer than those that verify cannot be read. To go on from an older one, or from
+            the beginning, could replace good work.
+        CheckpointError: there are checkpoints, and none of them verifies.
+    """
+    found = checkpoints(root)
+    for folder in reversed(found):
         try:
             if (step := verify(folder).get("step")) != step_of(folder):
                 raise CheckpointError(f"{folder}: holds step {step}, not the one in its name")
             return folder
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             notice(f"passing over a checkpoint: {error}")
+    if found:
+        raise CheckpointError(
+            f"{root}: none of its checkpoints ({len(found)}) is as it was written, so the run cannot go on; restore "
+            f"one, or train from the beginning with --restart, which moves them to another folder"
+        )
     return None
+
+
+def set_aside(root: Path) -> Path | None:
+    """Rename the folder of checkpoints to the first of ROOT.old-1, ROOT.old-2, ... that is free; None if it is empty.
+
+    Nothing is read or removed.
+    """
+    if not checkpoints(root):
+        return None
+    number = 1
+    while os.path.lexists(place := root.with_name(f"{root.name}.old-{number}")):
+        number += 1
+    os.rename(root, place)
+    sync(root.parent)
+    return place
 
 
 @contextmanager
@@ -193,20 +261,26 @@ def remove(folder: Path) -> None:
 
 
 def rotate(root: Path, keep: int | None, best: int | None, newest: int, pinned: Collection[int] = ()) -> None:
-    """Remove the oldest checkpoints beyond ``keep``; the best one stays, and so does the ``newest``, just written.
+    """Remove the oldest checkpoints beyond the ``keep`` newest, of which ``newest`` was just written.
 
-    Those of the ``pinned`` steps stay too, and are not counted.
-
-    What bears a later step was passed over when the run was resumed, and goes first.
+    The ``best`` one and those of the ``pinned`` steps stay too, and are not counted. A checkpoint of a later step than
+    ``newest`` was passed over when the run was resumed: it stays until the run has come past its step. Without a whole
+    ``newest`` nothing is removed.
     """
-    if keep is None:
+    if keep is None or not _is_complete(root / f"{PREFIX}{newest}"):
         return
-    found = checkpoints(root)
-    late = [folder for folder in found if (step_of(folder) or 0) > newest]
+    found = [folder for folder in checkpoints(root) if (step_of(folder) or 0) <= newest]
     staying = {best, *pinned}
-    spare = [folder for folder in found if folder not in late and step_of(folder) not in staying]
-    counted = best is not None and best not in pinned and (root / f"{PREFIX}{best}").is_dir()
-    room = max(keep - (1 if counted else 0), 1)
-    for folder in [*late, *spare[: max(0, len(spare) - room)]]:
+    spare = [folder for folder in found if step_of(folder) not in staying]
+    for folder in spare[: max(0, len(spare) - keep)]:
         with contextlib.suppress(OSError):  # tried again after the next one is written
             remove(folder)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a checkpoint that this process sealed, and so has hashed, is still there with all its files."""
+    try:
+        _, entries = read_manifest(folder / MANIFEST)
+        return all((folder / name).stat().st_size == size for name, (size, _) in entries.items())
+    except (CheckpointError, OSError):
+        return False

@@ -40,7 +40,7 @@ class Model(Section):
     """What is tuned."""
 
     name: str = Field("smollm2", description="hub id, folder, .gguf file, or smollm2 (from PyPI, no hub needed)")
-    revision: str | None = Field(None, description="a hub revision; best a commit")
+    revision: str | None = Field(None, description="of a hub id; best a commit")
     trust_remote_code: bool = Field(False, description="run code from the model's repository")
     lora: Lora | None = None
 
@@ -64,18 +64,32 @@ class Source(Section):
         return self
 
 
+class TaskSource(Section):
+    """A task whose questions the model answers, greedily, at every evaluation of the run."""
+
+    name: str = Field(description="a task of `deftune eval list`, such as gsm8k")
+    path: str | None = Field(None, description="the folder of the task's data (default: as for `deftune eval`)")
+    limit: Positive | None = Field(None, description="ask the first questions only")
+    max_new_tokens: Positive | None = Field(None, description="longest answer (default: the task's)")
+
+
 class Data(Section):
     """What it is tuned on."""
 
     train: list[Source] = Field(min_length=1)
     eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
     holdout: float = Field(0.0, ge=0, lt=1, description="share of the training rows kept for evaluation instead")
+    tasks: list[TaskSource] = Field(default_factory=list, description="tasks to score at every evaluation, e.g. gsm8k")
     total: Positive | None = Field(None, description="rows of a mixture (default: as many as the weights allow)")
     template: str | None = Field(
         None, description="a chat template: the tokenizer's own, chatml, plain, or a .jinja file"
     )
     template_options: dict[str, bool | str] = Field(default_factory=dict, description="e.g. enable_thinking: false")
-    end_tokens: list[str] = Field(default_factory=list, description="tokens that end a turn, beyond the known ones")
+    end_tokens: list[str] = Field(
+        default_factory=list,
+        description="tokens that end an answer, beside the EOS token and those of the template: for the mask, for "
+        "eos(...) and for the record eos_p",
+    )
     bos: bool | None = Field(None, description="begin with the BOS token (default: as the tokenizer does)")
     mask: Literal["assistant", "completion", "all"] = Field(
         "assistant", description="supervise every assistant turn, the last one only, or all tokens"
@@ -103,12 +117,20 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
     gradient_checkpointing: bool = False
     compile: bool = False
+    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
+        "auto", description="torch's attention kernels: auto is all but cuDNN's, which can give NaN gradients"
+    )
     fsdp: bool = Field(False, description="FSDP2 over the ranks of torchrun, instead of DDP")
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0)] = Field(0, description="processes that make batches, for each rank")
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
-    keep: Positive = Field(2, description="checkpoints kept, the best one among them")
+    keep: Positive = Field(2, description="newest checkpoints kept; the best one and those of save_at stay besides")
     save_at: list[Positive] = Field(default_factory=list, description="steps with a checkpoint that is always kept")
     eval_steps: Positive | None = Field(None, description="optimizer steps between evaluations (default: at the end)")
+    best: str = Field(
+        "none",
+        description="which step's weights the run ends with: none (the last step's), eval_loss (the objective on the "
+        "held-out rows), eval_nll, or a task of data.tasks by its score",
+    )
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default_factory=list)
     push_to_hub: str | None = Field(None, description="a hub id to upload the result to")
 
@@ -142,6 +164,20 @@ class RunConfig(Section):
             raise ValueError("data: give `eval` or `holdout`, not both")
         if self.train.eval_steps and not (self.data.eval or self.data.holdout):
             raise ValueError("train.eval_steps: there is nothing to evaluate on; give data.eval or data.holdout")
+        names = [task.name for task in self.data.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"data.tasks: {max(names, key=names.count)} is given twice")
+        if names and self.train.eval_steps is None:
+            raise ValueError("data.tasks: say how often to ask them with train.eval_steps")
+        if self.train.best not in ("none", "eval_loss", "eval_nll", *names):
+            known = ", ".join(["none", "eval_loss", "eval_nll", *names])
+            raise ValueError(
+                f"train.best: {self.train.best!r} is not measured; one of {known}, or add it to data.tasks"
+            )
+        if self.train.best != "none" and self.train.eval_steps is None:
+            raise ValueError(f"train.best: {self.train.best} is measured at evaluations; give train.eval_steps")
+        if self.train.fsdp and names:
+            raise ValueError("data.tasks: cannot be asked of a model that train.fsdp shards; drop one")
         if self.train.fsdp and self.model.lora is not None and self.train.compile:
             raise ValueError("train: fsdp, compile and lora together are not supported; drop one")
         return self
@@ -166,11 +202,73 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), base: dict[str
         raise ConfigError("\n".join(f"{name}: {line}" for line in explain(error))) from None
 
 
-def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
+MOST_VALUES = 100_000  # of a config with its aliases written out
+
+
+class Refused(yaml.YAMLError):
+    """YAML that PyYAML would read, and that is no config."""
+
+    def __init__(self, problem: str, node: yaml.Node):
+        super().__init__(problem)
+        self.problem, self.problem_mark = problem, node.start_mark
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document: no tags that make objects, no duplicate keys, no aliases that multiply.
+
+    >>> parse_yaml("train: {seed: 1}")
+    {'train': {'seed': 1}}
+
+    Raises:
+        yaml.YAMLError: the text is not such YAML; its ``problem_mark`` has the line.
+    """
+    loader = yaml.SafeLoader(text)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _count_values(node, {}) > MOST_VALUES:
+            raise Refused(f"its aliases make more than {MOST_VALUES:,} values", node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """The values below a node, those of an alias counted each time; a duplicate key is refused (PyYAML takes the last).
+
+    ``known`` has the count of every node that was seen, None while it is being counted.
+    """
+    if id(node) in known:
+        count = known[id(node)]
+        if count is None:
+            raise Refused("an alias contains itself", node)
+        return count
+    known[id(node)] = None
+    total = 1
+    if isinstance(node, yaml.MappingNode):
+        first: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
+                line = key.start_mark.line + 1
+                if (key.tag, key.value) in first:
+                    raise Refused(f"duplicate key {key.value!r}, first on line {first[key.tag, key.value]}", key)
+                first[key.tag, key.value] = line
+            total += _count_values(key, known) + _count_values(value, known)
+    elif isinstance(node, yaml.SequenceNode):
+        total += sum(_count_values(item, known) for item in node.value)
+    known[id(node)] = total
+    return total
+
+
+def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
+    """The mapping in a YAML file; ``root`` names the keys that belong there."""
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; `deftune init` writes one to start from") from None
+    except Refused as error:
+        raise ConfigError(f"{path}:{error.problem_mark.line + 1}: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -183,11 +281,15 @@ def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
 def apply_override(content: dict[str, Any], override: str) -> None:
     """``train.learning_rate=1e-5``, ``data.train.0.limit=100``: the value is YAML."""
     key, equals, text = override.partition("=")
+    if len(override) > 200:
+        override = f"{override[:200]}..."  # as an error shows it
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: write it as a.b=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text)
+    except Refused as error:
+        raise ConfigError(f"--set {override}: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError, ValueError):
         raise ConfigError(f"--set {override}: the value is not YAML") from None
     if isinstance(value, str):  # YAML reads 5e-5 as a string
         try:

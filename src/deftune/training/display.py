@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from deftune.data.terminal import line_printer
+
 SHOWN = ("loss", "nll", "p", "focus", "gate", "suppressed", "grad_norm")
 
 
@@ -24,8 +26,8 @@ class StepDisplay:
     def __init__(self, console: Console, title: str):
         self.console, self.title = console, title
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"), console=console,
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+            TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"), console=console,
         )  # fmt: skip
         self.task: Any = None
         self.last_printed = -1
@@ -39,7 +41,7 @@ class StepDisplay:
         self.progress.update(self.task, completed=done, numbers=render_step(logs))
         every = max(1, total // 20)
         if not self.console.is_terminal and (done // every != self.last_printed // every or done in (1, total)):
-            self.console.print(f"{self.title} {done}/{total}  {render_step(logs)}", soft_wrap=True, highlight=False)
+            line_printer(self.console)(f"{self.title} {done}/{total}  {render_step(logs)}")
             self.last_printed = done
 
     def stop(self) -> None:

@@ -20,8 +20,11 @@ from deftune.data.sources import mix, read_source, split_rows
 from deftune.data.templates import set_template
 from deftune.objectives import objective as parse_objective
 from deftune.training.config import ConfigError, Data, RunConfig, Source
+from deftune.training.model_names import shown_model
 from deftune.training.models import load_tokenizer, resolve_model
 from deftune.training.trackers import check_trackers
+
+MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
 
 
 @dataclass
@@ -65,6 +68,13 @@ def check_config(config: RunConfig) -> None:
             f"train.batch_size: {train.batch_size} rows a step cannot be {ranks} ranks x {train.micro_batch_size} rows "
             f"x a whole number; change batch_size or micro_batch_size"
         )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if train.workers * here > max(MOST_WORKERS, 4 * cores):
+        raise ConfigError(
+            f"train.workers: {train.workers} processes for each of {here} rank{'s' * (here > 1)} are too many for "
+            f"{cores} cores; at most {max(MOST_WORKERS, 4 * cores) // here}"
+        )
     check_trackers(train.report_to)
     if config.model.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
@@ -106,7 +116,7 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     if data.holdout:
         rows, held = split_rows(rows, data.holdout, config.train.seed)
         notice(f"{len(held):,} rows held out")
-    source = resolve_model(config.model.name, notice)
+    source = resolve_model(config.model.name, notice, revision=config.model.revision)
     options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     tokenizer = load_tokenizer(source, **options)
     encoder = make_encoder(data, tokenizer)
@@ -135,14 +145,20 @@ def facts(prepared: Prepared) -> list[str]:
     train = config.train
     micro = train.micro_batch_size
     unit = "packed sequences" if config.data.packing else "rows"
+    model = shown_model(config.model.name)
     lines = [
-        f"objective {config.objective} ({parse_objective(config.objective).kind}); model {config.model.name}"
+        f"objective {config.objective} ({parse_objective(config.objective).kind}); model {model}"
         + (f" with LoRA r={config.model.lora.r}" if config.model.lora else ""),
         *[f"train: {line}" for line in prepared.train.facts()],
         *([f"eval: {line}" for line in prepared.eval.facts()] if prepared.eval else []),
         f"{train.batch_size} {unit}/step = {ranks} rank{'s' * (ranks > 1)} x {micro} x "
         f"{train.batch_size // (micro * ranks)}; {len(prepared.sequences):,} {unit}; {prepared.steps:,} steps",
     ]
+    if train.max_steps is not None and train.max_steps > prepared.steps:
+        lines.append(
+            f"train.max_steps {train.max_steps:,} is more than train.epochs {train.epochs:g} allows: the run has "
+            f"{prepared.steps:,} steps; raise train.epochs for more"
+        )
     if len(prepared.sequences) < train.batch_size:
         lines.append(
             f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"

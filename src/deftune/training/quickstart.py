@@ -6,6 +6,7 @@ It shows how the pieces fit and what a gate does during training. It is far too 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,19 +21,24 @@ from rich.table import Table
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.files import write_atomic
 from deftune.data.regimes import generate
+from deftune.data.terminal import line_printer
 from deftune.training.config import RunConfig, load_config
+from deftune.training.model_names import shown_model
 from deftune.training.results import complete, load_result
 from deftune.training.runs import Run
 from deftune.training.scoring import Estimate, bootstrap, score
 from deftune.training.train import quiet, train_run
 
+MODEL = "smollm2"
 OBJECTIVES = ("nll", "deft")
 REGIME = "gsm_symbolic"
 TRAIN_ROWS, TEST_ROWS, SHOWN, ANSWER_TOKENS = 56, 24, 2, 64
 COLUMNS = {"nll": "NLL", "p": "mean p", "focus": "focus sum P^2", "entropy": "entropy"}
 CAUTION = (
-    "This is a demonstration: one seed, {rows} rows, a model of 135M parameters. It cannot rank objectives, and NLL is "
-    "expected to win on NLL. To compare objectives, use your own data, several seeds and a task's own score."
+    "This is a demonstration: one seed, {rows} rows, a model of 135M parameters. It cannot rank objectives. NLL is "
+    "expected to win on NLL, and DEFT's may be above the untuned model's: DEFT gives up tokens where the model is "
+    "confident in another one, and those dominate NLL. To compare objectives, use your own data, several seeds and a "
+    "task's own score."
 )
 
 
@@ -41,7 +47,7 @@ def quickstart_config(folder: Path, objective: str) -> RunConfig:
     return load_config(None, base={
         "run": str(folder / objective),
         "objective": objective,
-        "model": {"name": "smollm2"},
+        "model": {"name": MODEL},
         "data": {"train": [{"generate": REGIME, "limit": TRAIN_ROWS}], "max_length": 384},
         "train": {"batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-4, "save_steps": 5, "keep": 1, "seed": 0,
                   "precision": precision_for(folder)},
@@ -71,15 +77,16 @@ def product_seconds(dtype: torch.dtype) -> float:
 def quickstart(folder: Path, console: Console) -> None:
     """Train, compare, draw, and say what to do next; a second call goes on where the first was stopped."""
     say: Callable[[str], None] = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
-    say(
-        f"[bold]1. Train[/bold] SmolLM2-135M-Instruct on {TRAIN_ROWS} generated word problems, once with each objective"
-    )
+    check_disk(folder)
+    say(escape(f"{takes(folder)}; `deftune quickstart --out {folder} --clean` removes all of it"))
+    say(f"[bold]1. Train[/bold] {shown_model(MODEL)} on {TRAIN_ROWS} generated word problems, once with each objective")
     for objective in OBJECTIVES:
         outcome = train_run(quickstart_config(folder, objective), console, title=objective)
         if outcome.state != "finished":
             raise SystemExit(143)
+        shutil.rmtree(outcome.run.checkpoints, ignore_errors=True)  # the result is in model/
     say(f"\n[bold]2. Compare[/bold] on {TEST_ROWS} problems that were not trained on")
-    models = {"base": "smollm2", **{objective: str(folder / objective) for objective in OBJECTIVES}}
+    models = {"base": MODEL, **{objective: str(folder / objective) for objective in OBJECTIVES}}
     results = {label: measure(label, name, folder, console) for label, name in models.items()}
     say("")
     console.print(comparison_table(results))
@@ -89,11 +96,74 @@ def quickstart(folder: Path, console: Console) -> None:
         say(f"\n[dim]{escape(results['base']['questions'][i][:300])}[/dim]")
         for label in models:
             say(
-                f"[bold]{label:5}[/bold] {results[label]['answers'][i].strip()[:400]!r}",
+                f"[bold]{label:5}[/bold] {escape(repr(results[label]['answers'][i].strip()[:400]))}",
             )
     say(f"\n[yellow]{CAUTION.format(rows=TRAIN_ROWS)}[/yellow]")
-    say(f"\npicture: {picture}\nruns:    deftune runs {folder}\nchat:    deftune chat {folder / 'deft'}")
+    line_printer(console)(
+        f"\nuses {gigabytes(size_of(folder))} of disk; `deftune quickstart --out {folder} --clean` removes it\n"
+        f"\npicture: {picture}\nruns:    deftune runs {folder}\nchat:    deftune chat {folder / 'deft'}"
+    )
     say("next:    deftune init run.yaml, put your data in it, deftune train run.yaml")
+
+
+# --- disk and time ----------------------------------------------------------------------------------------------------
+
+WEIGHTS_BYTES = 540_000_000  # of SmolLM2-135M in float32
+PEAK_BYTES = 7 * WEIGHTS_BYTES  # the first model, and two checkpoints of the second run, each with Adam's two moments
+MINUTES = "about 4 minutes on two free CPU cores"
+WRITTEN = (*OBJECTIVES, "heldout_base.json", *(f"heldout_{name}.json" for name in OBJECTIVES), "quickstart.png",
+           "quickstart.json")  # fmt: skip
+
+
+def takes(folder: Path) -> str:
+    """What a call needs, before it begins: disk and time."""
+    if all(Run(folder / objective).status()["state"] == "finished" for objective in OBJECTIVES):
+        return f"{folder} is trained already"
+    return (
+        f"This takes {MINUTES}, and {gigabytes(PEAK_BYTES)} of disk in {folder} while it trains, "
+        f"{gigabytes(2 * WEIGHTS_BYTES)} afterwards"
+    )
+
+
+def check_disk(folder: Path) -> None:
+    """Refuse to begin where the disk would be full before the end."""
+    place = folder.resolve()
+    while not place.exists():
+        place = place.parent
+    free, needed = shutil.disk_usage(place).free, PEAK_BYTES - size_of(folder)
+    if free < needed:
+        raise ValueError(
+            f"quickstart: needs {gigabytes(needed)} of disk, and {place} has {gigabytes(free)}; free some, or choose "
+            f"another disk with --out"
+        )
+
+
+def clean(folder: Path) -> int:
+    """Remove what `quickstart` wrote into ``folder``, and the folder if nothing else is in it; the bytes freed."""
+    if not any(Run(folder / objective).config.is_file() for objective in OBJECTIVES):
+        raise ValueError(f"{folder}: holds no quickstart; nothing is removed")
+    before = size_of(folder)
+    for name in WRITTEN:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return before - size_of(folder)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def gigabytes(size: int) -> str:
+    """
+    >>> gigabytes(1_620_000_000), gigabytes(3_000_000)
+    ('1.6 GB', '0.0 GB')
+    """
+    return f"{size / 1e9:.1f} GB"
 
 
 def measure(label: str, name: str, folder: Path, console: Console) -> dict[str, Any]:
@@ -175,7 +245,7 @@ def plot_quickstart(folder: Path, results: dict[str, dict[str, Any]]) -> Path:
         xscale="log", xlabel="p of the held-out target", ylabel="share of tokens", title="what the model believes"
     )
     right.legend(fontsize=8)
-    figure.suptitle(f"SmolLM2-135M-Instruct on {REGIME}: {TRAIN_ROWS} rows, one seed; too small to rank objectives")
+    figure.suptitle(f"{shown_model(MODEL)} on {REGIME}: {TRAIN_ROWS} rows, one seed; too small to rank objectives")
     path = folder / "quickstart.png"
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -372,5 +372,6 @@ train:
   micro_batch_size: 4           # rows of one forward pass: memory, never the result
   save_steps: 20
   eval_steps: 20
+  # best: eval_loss             # end with the best step by the held-out loss instead of the last step
   seed: 42
 """

@@ -5,11 +5,12 @@ config.yaml  environment.json  data.json  metrics.jsonl  bad_rows.jsonl  checkpo
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import platform
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Generator
@@ -24,12 +25,13 @@ from pydantic import ValidationError
 
 from deftune.data.files import write_atomic
 from deftune.training.checkpoints import checkpoints
-from deftune.training.config import ConfigError, RunConfig, render_yaml
+from deftune.training.config import ConfigError, RunConfig, parse_yaml, render_yaml
 
 PACKAGES = ("deftune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton", "reasoning-gym")
 
+LOCK = ".lock"
 # what a run that was killed while it began may have left
-BEGINNING = {".lock", "environment.json", ".environment.json.writing", ".config.yaml.writing"}
+BEGINNING = {LOCK, "environment.json", ".environment.json.writing", ".config.yaml.writing"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,11 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """{"state": "new" | "running" | "stopped" | "failed" | "finished", "step": ..., ...}"""
+        path = self.folder / "status.json"
         try:
-            status = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
+            status = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # a pipe would block
             return {**status, "state": str(status["state"]), "step": int(status["step"])}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {"state": "new", "step": 0}
 
     def set_status(self, state: str, **facts: Any) -> None:
@@ -80,9 +83,9 @@ class Run:
         for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and "step" in record:
+            if isinstance(record, dict) and isinstance(record.get("step"), int):  # pyright: ignore
                 records.append(record)  # pyright: ignore[reportUnknownArgumentType]
         return records
 
@@ -92,8 +95,8 @@ def find_run(config: RunConfig) -> Run:
     run = Run(Path(config.run))
     if run.config.exists():
         try:
-            before = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            before = parse_yaml(run.config.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{run.config}: is damaged; restore it, or choose another folder with --set run=..."
             ) from error
@@ -134,16 +137,56 @@ def differences(before: Any, now: Any, place: str = "") -> list[str]:
     return [] if before == now else [f"{place}: {before} -> {now}"]
 
 
+LOCK_SECONDS = 1.0  # how long to wait for a lock: `deftune runs` holds it for a moment to see whether it is free
+_held: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _close_held() -> None:
+    """In a forked process, such as a data worker: a descriptor left open would keep the lock of a killed parent."""
+    while _held:
+        with suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_held)
+
+
 @contextmanager
 def locked(run: Run) -> Generator[None]:
-    """No second process in the same run."""
+    """No second process in the same run. The lock is the process's: those that it forks do not hold it."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    with (run.folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{run.folder}: another process is training this run") from None
+    path = run.folder / LOCK
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path}: is a link; a run's lock is a file of its own. Remove the link") from error
+        raise
+    _held.add(handle)
+    try:
+        end = time.monotonic() + LOCK_SECONDS
+        while not _lock(path, handle, fcntl.LOCK_EX):
+            if time.monotonic() > end:
+                raise ValueError(f"{run.folder}: another process is training this run")
+            time.sleep(0.02)
         yield
+    finally:
+        if handle in _held:  # not in a forked process, which has closed it
+            _held.remove(handle)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # for a process forked this moment, too
+            os.close(handle)
+
+
+def _lock(path: Path, handle: int, kind: int) -> bool:
+    """Whether the lock could be had at once."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be locked ({error.strerror})", str(path)) from error
 
 
 def environment() -> dict[str, Any]:
@@ -169,16 +212,47 @@ def environment() -> dict[str, Any]:
     }
 
 
-def git_state() -> dict[str, Any] | None:
-    """The commit of the folder the command ran in, and whether it was changed; None outside a repository."""
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """{"commit": ...} of the repository that ``folder`` (default: the current one) is in; None outside of one.
 
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
+    Git's files are read and git is not run: it executes programs that the repository's own config names (fsmonitor,
+    filters, hooks), and the working folder may be somebody else's.
+    """
+    place = (folder or Path.cwd()).absolute()
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
+        for parent in (place, *place.parents):
+            found = parent / ".git"
+            if found.is_file():  # of a worktree or a submodule
+                found = parent / _line(found).removeprefix("gitdir:").strip()
+            if found.is_dir():
+                commit = _commit(found)
+                return {"commit": commit} if commit else None
+    except (OSError, ValueError):
         return None
+    return None
+
+
+def _commit(git: Path) -> str | None:
+    """HEAD of a git folder, through at most one branch name."""
+    common = git / _line(git / "commondir") if (git / "commondir").is_file() else git
+    head = _line(git / "HEAD")
+    name = head.removeprefix("ref:").strip()
+    if name != head:
+        if not name.startswith("refs/") or ".." in name:
+            return None
+        head = next((_line(root / name) for root in (git, common) if (root / name).is_file()), "")
+        if not head and (common / "packed-refs").is_file():
+            packed = (line.split() for line in (common / "packed-refs").read_text(encoding="utf-8").splitlines())
+            head = next((parts[0] for parts in packed if parts[1:] == [name]), "")
+    return head if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", head) else None
+
+
+def _line(path: Path) -> str:
+    """The text of a file of one short line; a pipe or a device is not waited for."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    with path.open(encoding="utf-8") as file:
+        return file.read(4096).strip()
 
 
 def cut_metrics(run: Run, step: int) -> None:
@@ -195,34 +269,46 @@ def find_runs(root: Path) -> list[Run]:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """One line of `deftune runs`."""
+    """One line of `deftune runs`. Nothing is written."""
     state = run.status()["state"]
-    if state == "running" and not is_locked(run):  # killed, or the power went
-        state = "interrupted"
-    records = [record for record in run.read_metrics() if "nll" in record]
-    last = records[-1] if records else {}
+    last: dict[str, Any] = {}
+    objective = model = None
+    kept = 0
     try:
+        if state == "running" and not is_locked(run):  # killed, or the power went
+            state = "interrupted"
+        last = next((record for record in reversed(run.read_metrics()) if "nll" in record), {})
+        kept = len(checkpoints(run.checkpoints))
         config = run.read_config()
         objective, model = config.objective, config.model.name
     except ValueError:
-        state, objective, model = "damaged", None, None
+        state = "damaged"
+    except OSError:
+        state = "unreadable"
     return {
         "run": str(run.folder),
         "state": state,
         "step": last.get("step", 0),
+        "kept": run.status().get("kept"),
         "objective": objective,
         "model": model,
         "loss": last.get("loss"),
         "nll": last.get("nll"),
         "p": last.get("p"),
-        "checkpoints": len(checkpoints(run.checkpoints)),
+        "checkpoints": kept,
     }
 
 
 def is_locked(run: Run) -> bool:
-    """Whether a process is training this run now."""
+    """Whether a process is training this run now. The folder is not written to, and no link is followed."""
+    path = run.folder / LOCK
     try:
-        with locked(run):
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
             return False
-    except ValueError:
-        return True
+        raise
+    try:
+        return not _lock(path, handle, fcntl.LOCK_SH)
+    finally:
+        os.close(handle)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from deftune.training.config import ConfigError
 from deftune.training.runs import Run
+
+TENSORBOARD_FOLDER = "TENSORBOARD_LOGGING_DIR"  # transformers has no argument for it any more
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -31,13 +35,18 @@ def tracker_name(run: Run) -> str:
 
 
 @contextmanager
-def tracking(names: Sequence[str]) -> Generator[None]:
-    """Close what the callbacks open: they leave it to the process's end, and the next run would write into it."""
+def tracking(names: Sequence[str], logs: Path) -> Generator[None]:
+    """Close what the callbacks open: they leave it to the process's end, and the next run would write into it.
+
+    TensorBoard's events go to ``logs``.
+    """
     trackio: Any = importlib.import_module("trackio") if "trackio" in names else None
     wandb: Any = importlib.import_module("wandb") if "wandb" in names else None
     failures: tuple[type[Exception], ...] = (wandb.Error,) if wandb else ()
     theirs = wandb and wandb.run  # opened by the user, whose it stays
     exit_code = 1
+    before = os.environ.get(TENSORBOARD_FOLDER)
+    os.environ[TENSORBOARD_FOLDER] = str(logs)
     try:
         yield
         exit_code = 0
@@ -45,6 +54,10 @@ def tracking(names: Sequence[str]) -> Generator[None]:
         reason = f"{str(error).splitlines()[0].rstrip('.')}; WANDB_MODE=offline keeps the run on this machine"
         raise ValueError(f"train.report_to: wandb: {reason}") from error
     finally:
+        if before is None:
+            os.environ.pop(TENSORBOARD_FOLDER, None)
+        else:
+            os.environ[TENSORBOARD_FOLDER] = before
         if wandb and wandb.run and not theirs:
             wandb.finish(exit_code=exit_code)
         if trackio and trackio.context_vars.current_run.get() is not None:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,21 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from deftune.data.encoding import end_tokens_of
 from deftune.data.files import write_atomic
 from deftune.data.packing import Collator
+from deftune.data.terminal import line_printer
 from deftune.training import checkpoints
+from deftune.training.card import name_base_model, render_card
 from deftune.training.config import RunConfig
 from deftune.training.display import StepDisplay
 from deftune.training.head import check_packing
-from deftune.training.models import load_model
+from deftune.training.models import first_line, load_model
 from deftune.training.preparation import Prepared, facts, fingerprint, is_main, prepare, world_size
 from deftune.training.runs import Run, cut_metrics, find_run, locked, open_run
 from deftune.training.trackers import tracker_name, tracking
+
+ScoreTasks = Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> {task: score}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,6 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
     train = config.train
     evaluating = prepared.eval is not None and train.eval_steps is not None
     options: dict[str, Any] = {}
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.folder / "logs")  # transformers has no argument for it any more
     if train.fsdp:
         options["fsdp"] = True
         options["fsdp_config"] = {
@@ -94,14 +98,12 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="steps",
-        save_steps=(train.eval_steps or train.save_steps) if evaluating else train.save_steps,
-        # with one, transformers would remove the newest for the best when the run ends
-        save_total_limit=max(train.keep, 2) if evaluating else train.keep,
+        save_steps=train.save_steps,
+        save_total_limit=None,  # DeftSFTTrainer rotates: transformers would drop the last one for the best
         eval_strategy="steps" if evaluating else "no",
         eval_steps=train.eval_steps,
-        load_best_model_at_end=evaluating,
-        metric_for_best_model="eval_nll" if evaluating else None,
-        greater_is_better=False if evaluating else None,
+        metric_for_best_model=best_metric(train.best),
+        greater_is_better=train.best not in ("eval_loss", "eval_nll"),
         prediction_loss_only=True,
         report_to=list(train.report_to),
         run_name=tracker_name(run),
@@ -114,6 +116,11 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
     )
 
 
+def best_metric(best: str) -> str | None:
+    """The name under which an evaluation reports what ``train.best`` chooses by."""
+    return None if best == "none" else best if best.startswith("eval_") else f"eval_{best}"
+
+
 class Batches:
     """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
     them."""
@@ -124,6 +131,7 @@ class Batches:
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
         sequences = [self.sequences[row["place"]] for row in rows]
         batch = self.collator(sequences)
+        batch["places"] = torch.tensor([row["place"] for row in rows])  # names the rows of a batch that is not finite
         if "attention_mask" not in batch:  # the batch itself does not show where a sequence ends: -1 is padding
             lengths = [len(sequence.input_ids) for sequence in sequences]
             batch["row_of"] = torch.full_like(batch["labels"], -1)
@@ -150,17 +158,20 @@ def lora_config(config: RunConfig) -> Any:
     )  # fmt: skip
 
 
-def make_trainer(prepared: Prepared, run: Run, callbacks: list[Any]) -> Any:
-    """The model, and a trainer for it."""
+def make_trainer(
+    prepared: Prepared, run: Run, callbacks: list[Any], score_tasks: ScoreTasks | None = None, model: Any = None
+) -> Any:
+    """A trainer for the run's model, which is loaded unless ``model`` is given."""
     from transformers import PrinterCallback
 
     from deftune.training.trainer import DeftSFTTrainer
 
     config = prepared.config
     arguments = make_arguments(prepared, run)  # before the model: it starts torch.distributed
-    model = load_model(
-        prepared.source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
+    if model is None:
+        model = load_model(
+            prepared.source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
     evaluated = prepared.eval.examples if prepared.eval else []
     total = len(prepared.sequences)
     # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
@@ -176,7 +187,11 @@ def make_trainer(prepared: Prepared, run: Run, callbacks: list[Any]) -> Any:
         processing_class=prepared.tokenizer,
         peft_config=lora_config(config) if config.model.lora else None,
         callbacks=callbacks,
+        special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),
+        attention=config.train.attention,
+        score_tasks=score_tasks and (lambda model: score_tasks(model, prepared.tokenizer)),
         checkpoint_root=run.checkpoints,
+        keep=config.train.keep,
         pinned=config.train.save_at,
     )
     if config.data.packing:
@@ -213,6 +228,8 @@ def make_callback(run: Run, display: StepDisplay, stop: StopSignal, get_trainer:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step in get_trainer().pinned:
                 control.should_save = True
+            if state.global_step == state.max_steps and args.metric_for_best_model is not None:
+                control.should_evaluate = True  # the last step is a candidate too
             if stop.heard_anywhere(args.device):
                 control.should_save = True
                 control.should_training_stop = True
@@ -270,18 +287,31 @@ def quiet() -> Generator[None]:
         transformers.utils.logging.set_verbosity(level)
 
 
-def train_run(config: RunConfig, console: Console | None = None, *, title: str = "train") -> Outcome:
+def train_run(
+    config: RunConfig, console: Console | None = None, *, title: str = "train", score_tasks: ScoreTasks | None = None,
+    restart: bool = False,
+) -> Outcome:  # fmt: skip
     """Train a run to its end, from the newest checkpoint that verifies if there is one.
 
     Every rank of a distributed launch calls it. Returns early, with a checkpoint, on SIGTERM.
+
+    Args:
+        config: the run.
+        console: where progress is shown; standard error by default.
+        title: the name in front of the progress bar.
+        score_tasks: ``score_tasks(model, tokenizer)`` is {task: score} for the tasks of ``data.tasks``;
+            `deftune.evaluation.in_training.task_scorer` makes one.
+        restart: begin at step 0 whatever is there; the checkpoints are renamed, not removed.
     """
+    if config.data.tasks and score_tasks is None:
+        raise ValueError("data.tasks: pass score_tasks=deftune.evaluation.in_training.task_scorer(config)")
     console = console or Console(stderr=True)
-    say: Callable[[str], None] = (
-        (lambda text: console.print(text, highlight=False, soft_wrap=True)) if is_main() else (lambda _: None)
-    )
+    say: Callable[[str], None] = line_printer(console) if is_main() else (lambda _: None)
     with quiet():
         run = find_run(config) if is_main() else Run(Path(config.run))
         if run.status()["state"] == "finished" and (run.model / checkpoints.MANIFEST).is_file():
+            if restart:
+                raise ValueError(f"--restart: {run.folder} is finished; train anew in another folder, --set run=...")
             say(f"{run.folder}: already finished; its model is in {run.model}")
             return Outcome("finished", run.status()["step"], run)
         with ExitStack() as held:
@@ -292,22 +322,27 @@ def train_run(config: RunConfig, console: Console | None = None, *, title: str =
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run))
                 open_run(config)
-            with tracking(config.train.report_to):
-                return _train(prepared, run, console, say, title)
+            with tracking(config.train.report_to, run.folder / "logs"):
+                return _train(prepared, run, console, say, title, score_tasks, restart)
 
 
-def _train(prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str) -> Outcome:
+def _train(
+    prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str,
+    score_tasks: ScoreTasks | None, restart: bool,
+) -> Outcome:  # fmt: skip
     config = prepared.config
     for line in facts(prepared):
         say(line)
     if is_main():
         record_data(prepared, run)
-    resumed = checkpoints.latest(run.checkpoints, say)
+    resumed = None if restart else checkpoints.latest(run.checkpoints, say)
+    if restart and is_main() and (aside := checkpoints.set_aside(run.checkpoints)):
+        say(f"training from the beginning; the checkpoints are in {aside}")
     stop = StopSignal()
     trainer: Any = None
     display = StepDisplay(console, title)
     callback = make_callback(run, display, stop, lambda: trainer)
-    trainer = make_trainer(prepared, run, [callback])
+    trainer = make_trainer(prepared, run, [callback], score_tasks)
     step = checkpoints.step_of(resumed) or 0 if resumed else 0
     if is_main():
         checkpoints.clear_staging(run.checkpoints)
@@ -323,25 +358,60 @@ def _train(prepared: Prepared, run: Run, console: Console, say: Callable[[str], 
         if is_main():
             with suppress(OSError):  # a full disk has been named already
                 run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
+        unusual = isinstance(error, Exception) and not isinstance(error, ValueError | OSError)
+        if is_main() and resumed and display.task is None and unusual:
+            # before the first step: what a verified checkpoint holds is not what a run writes there
+            raise ValueError(
+                f"{resumed}: cannot be resumed from ({type(error).__name__}: {first_line(error)[:200]}); restore it, "
+                f"or train from the beginning with --restart"
+            ) from error
         raise
     step = trainer.state.global_step
     if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
-        best, keep = trainer.state.best_global_step, trainer.args.save_total_limit
-        checkpoints.rotate(run.checkpoints, keep, best, newest=step, pinned=config.train.save_at)
+        trainer.rotate_checkpoints()
     if stop.heard_anywhere(trainer.args.device):
         if is_main():
             run.set_status("stopped", step=step)
         say(f"stopped at step {step} with a checkpoint; the same command resumes")
         return Outcome("stopped", step, run)
+    kept = keep_best(trainer, config, run)
     if prepared.eval is not None:
         trainer.evaluate()
-    save_result(trainer, prepared, run)
+    save_result(trainer, prepared, run, kept)
     if is_main():
-        run.set_status("finished", step=step)
-    say(f"finished: {run.model}")
+        run.set_status("finished", step=step, **asdict(kept))
+    say(f"finished: {run.model} holds {kept}")
     if config.train.push_to_hub and is_main():
         push(run, config.train.push_to_hub, say)
     return Outcome("finished", step, run)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The step whose weights the run ends with, and by which measure (``train.best``) it was chosen."""
+
+    kept: int
+    by: str = "none"
+    value: float | None = None
+    last: float | None = None  # the measure at the last step
+
+    def __str__(self) -> str:
+        if self.by == "none":
+            return f"the weights of step {self.kept}, the last"
+        return f"the weights of step {self.kept}: best {self.by} {self.value:.4g} (last step: {self.last:.4g})"
+
+
+def keep_best(trainer: Any, config: RunConfig, run: Run) -> Kept:
+    """Load the weights that ``train.best`` asks for into the model; by default those of the last step stay."""
+    step, best = trainer.state.global_step, trainer.state.best_global_step
+    metric = best_metric(config.train.best)
+    if metric is None:
+        return Kept(step)
+    assert best is not None, "the last step is evaluated"
+    last = next(r[metric] for r in reversed(trainer.state.log_history) if metric in r)
+    if best != step:
+        trainer.load_checkpoint_weights(run.checkpoints / f"{checkpoints.PREFIX}{best}")
+    return Kept(best, config.train.best, float(trainer.state.best_metric), float(last))
 
 
 def record_data(prepared: Prepared, run: Run) -> None:
@@ -350,7 +420,7 @@ def record_data(prepared: Prepared, run: Run) -> None:
     now = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}
     try:
         before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"] if path.is_file() else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
     if before is not None and before != now["fingerprint"]:
         raise ValueError(
@@ -362,7 +432,7 @@ def record_data(prepared: Prepared, run: Run) -> None:
         prepared.bad.write(run.folder / "bad_rows.jsonl")
 
 
-def save_result(trainer: Any, prepared: Prepared, run: Run) -> None:
+def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
     """The tuned model (or adapter) and its tokenizer, sealed, with a card."""
     trainer.accelerator.wait_for_everyone()
     staging = run.folder / f".model-{os.environ.get('MASTER_PORT', '0')}"
@@ -376,30 +446,14 @@ def save_result(trainer: Any, prepared: Prepared, run: Run) -> None:
                 prepared.tokenizer.save_pretrained(staging)
                 # what the trainer keeps for itself
                 (staging / "training_args.bin").unlink(missing_ok=True)
-                (staging / "README.md").write_text(render_card(prepared, run), encoding="utf-8")
+                card = render_card(prepared, run, kept=kept.kept, holds=str(kept))
+                (staging / "README.md").write_text(card, encoding="utf-8")
+                name_base_model(staging, prepared.config)
     except (OSError, RuntimeError) as error:
         if reason := checkpoints.disk_error(error):
             raise checkpoints.CheckpointError(f"{run.model}: could not be written ({reason})") from error
         raise
     trainer.accelerator.wait_for_everyone()
-
-
-def render_card(prepared: Prepared, run: Run) -> str:
-    """The model card: what it is, what it was tuned on and how, and its last numbers."""
-    config = prepared.config
-    records = run.read_metrics()
-    last = next((r for r in reversed(records) if r.get("kind") == "train"), {})
-    evaluated = next((r for r in reversed(records) if r.get("kind") == "eval"), {})
-    numbers = {**{k: last[k] for k in ("loss", "nll", "p", "focus", "gate") if k in last},
-               **{k: evaluated[k] for k in ("eval_nll", "eval_p") if k in evaluated}}  # fmt: skip
-    table = "\n".join(f"| {name} | {value:.4g} |" for name, value in numbers.items())
-    lines = "\n".join(f"- {line}" for line in facts(prepared))
-    return (
-        f"---\nlibrary_name: transformers\nbase_model: {config.model.name}\ntags: [deftune, sft]\n---\n\n"
-        f"# {run.folder.name}\n\nTuned from `{config.model.name}` with the objective `{config.objective}` by "
-        f"deftune.\n\n{lines}\n\n| last step | |\n|---|---|\n{table}\n\nThe resolved config is in `config.yaml` of the "
-        f"run; `deftune train config.yaml` repeats it.\n\n```yaml\n{run.config.read_text(encoding='utf-8')}```\n"
-    )
 
 
 def push(run: Run, hub_id: str, say: Callable[[str], None]) -> None:
@@ -420,6 +474,8 @@ def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
     """One micro-batch forward and backward: what a run would take, without a run's folder."""
     import tempfile
 
+    from deftune.training.trainer import StepInputs, peak_gib
+
     with quiet(), tempfile.TemporaryDirectory() as folder:
         prepared = prepare(config, say)
         for line in facts(prepared):
@@ -433,15 +489,13 @@ def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
         supervised = int((first["labels"] != -100).sum())
         say(f"first micro-batch: {tuple(first['input_ids'].shape)} tokens, {supervised:,} of them supervised")
         for _ in range(2):  # the first time warms up
-            trainer._num_items = max(1, supervised)
+            trainer._inputs = StepInputs(1, [first], max(1, supervised))
             start = time.perf_counter()
             with trainer.accelerator.autocast():
                 loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
             loss.backward()
             seconds = time.perf_counter() - start if not torch.cuda.is_available() else _synced(start)
             model.zero_grad(set_to_none=False)
-        from deftune.training.trainer import peak_gib
-
         state = 8 * trainable / 2**30
         accumulation = config.train.batch_size // (config.train.micro_batch_size * world_size())
         say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)} over fp32 weights")

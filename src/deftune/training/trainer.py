@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,29 @@ import torch.distributed as dist
 from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
+from deftune.data.encoding import end_tokens_of
 from deftune.kernels import raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
 from deftune.training import checkpoints
+from deftune.training.attention import attention_kernels, kernels_of
 from deftune.training.guard import UnseenNorm, forget, tell
 from deftune.training.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, check_packing, shifted
+from deftune.training.nonfinite import diagnose
 from deftune.training.recording import StepRecord, scalars
 
+HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
 
-def special_token_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer, or mark a turn: what ``eos(...)`` leaves to another objective."""
-    ids = {tokenizer.eos_token_id, *tokenizer.all_special_ids} - {None, tokenizer.unk_token_id}
-    return tuple(sorted(int(i) for i in ids if i is not None))
+
+@dataclass
+class StepInputs:
+    """The micro-batches of an optimizer step, kept until its gradient is known to be finite."""
+
+    step: int
+    batches: list[Any]
+    num_items: int
+    stats: StepStats | None = None  # of the whole step, for objectives that need them
 
 
 def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> None:
@@ -79,16 +89,33 @@ class DeftSFTTrainer(SFTTrainer):
     Everything else is SFTTrainer's: datasets, packing, LoRA, callbacks, distributed launchers. The head never makes
     logits; evaluation reports the objective as ``eval_loss`` and plain NLL as ``eval_nll``. Objectives of a whole step
     cost what `deftune objectives show` says: mass objectives rescale the gradients once, step objectives run one more
-    forward pass. ``checkpoint_root`` makes the trainer write verified checkpoints there; those of the
-    steps ``pinned`` are never rotated out.
+    forward pass.
+
+    A gradient that is not finite stops the training before the weights change: the step's micro-batches are run again,
+    the error names the first layer and operation that are not finite and what to do, and the batch is saved.
+
+    Args:
+        objective: a name, a spec such as ``"deft | floor(0.2)"``, or an `Objective`.
+        special_ids: the tokens that end an answer, for ``eos(...)`` and the record ``eos_p``; by default those of the
+            tokenizer and its chat template (`deftune.data.encoding.end_tokens_of`).
+        attention: the kernels that ``scaled_dot_product_attention`` may use: ``auto`` (all but cuDNN's, whose backward
+            can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``.
+        score_tasks: ``score_tasks(model)`` is {task: score}, measured at every evaluation and logged as
+            ``eval_<task>``.
+        checkpoint_root: write verified checkpoints there.
+        keep: how many of the newest checkpoints to keep there (None: all); the best one stays besides.
+        pinned: steps whose checkpoints stay, too.
 
         trainer = DeftSFTTrainer("HuggingFaceTB/SmolLM2-135M", objective="deft", train_dataset=dataset)
     """
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
-                 special_ids: tuple[int, ...] | None = None, checkpoint_root: Path | None = None,
-                 pinned: Collection[int] = (), **kwargs: Any):  # fmt: skip
+                 special_ids: tuple[int, ...] | None = None, attention: str = "auto",
+                 score_tasks: Callable[[Any], dict[str, float]] | None = None, checkpoint_root: Path | None = None,
+                 keep: int | None = None, pinned: Collection[int] = (), **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
+        kernels_of(attention)  # an unknown name is an error before anything is loaded
+        self.attention = attention
         given = inspect.signature(SFTTrainer.__init__).bind_partial(self, model, args, *positional, **kwargs)
         check_arguments(self.objective, args, given.arguments)
         super().__init__(model, args, *positional, **kwargs)
@@ -107,16 +134,21 @@ class DeftSFTTrainer(SFTTrainer):
         attach_objective(base_of(self.model))
         if self.padding_free or getattr(self.data_collator, "padding_free", False):
             check_packing(self.model)
-        self.special_ids = special_ids or special_token_ids(self._tokenizer)
+        self.special_ids = special_ids or tuple(sorted(end_tokens_of(self._tokenizer).values()))
+        if "special_ids" in self.objective.requires and not self.special_ids:
+            raise ValueError(
+                f"DeftSFTTrainer: {str(self.objective)!r} needs the tokens that end an answer, and the tokenizer has "
+                f"none; pass special_ids=(...)"
+            )
         self.records = {mode: StepRecord(self.objective, self.special_ids) for mode in ("train", "eval")}
-        self.checkpoint_root, self.pinned = checkpoint_root, frozenset(pinned)
+        self.score_tasks = score_tasks
+        self.checkpoint_root, self.keep, self.pinned = checkpoint_root, keep, frozenset(pinned)
         self.last_record: dict[str, float | list[int]] = {}
         self._staging: Path | None = None
-        self._step: StepStats | None = None
-        self._batches: list[Any] | None = None
+        self._inputs: StepInputs | None = None
+        self._inputs_before: StepInputs | None = None
         # what is recorded once the whole step, or evaluation set, is known
         self._held: dict[str, list[tuple[TokenStats, Tensor]]] = {"train": [], "eval": []}
-        self._num_items: int | None = None
         self._mass: Tensor | None = None
         self._unseen: UnseenNorm | None = None
         self._clock = time.perf_counter()
@@ -144,14 +176,14 @@ class DeftSFTTrainer(SFTTrainer):
         if not batches:
             return batches, num_items
         assert num_items is not None, "batches have labels: DeftSFTTrainer's collators make them"
-        self._num_items = int(num_items)
-        if self._num_items == 0:
+        inputs = StepInputs(self.state.global_step + 1, batches, int(num_items))
+        if inputs.num_items == 0:
             raise ValueError(
                 f"training step {self.state.global_step + 1}: none of its tokens is supervised, on any rank, so it has "
                 f"no loss; check the mask of the data (`deftune data preview`)"
             )
-        self._mass, self._step, self._held["train"] = None, None, []
-        self._batches = batches if self.objective.kind == "step" else None
+        self._mass, self._held["train"] = None, []
+        self._inputs_before, self._inputs = self._inputs, inputs
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -185,7 +217,7 @@ class DeftSFTTrainer(SFTTrainer):
     def _forward(
         self, model: Any, inputs: dict[str, Any], context: Context, num_items: int | None, statistics_only: bool = False
     ) -> ObjectiveOutput:
-        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "row_of")} | {
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "row_of", "places")} | {
             "deft_targets": shifted(inputs["labels"]),
             "deft_call": ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only),
         }
@@ -205,10 +237,18 @@ class DeftSFTTrainer(SFTTrainer):
         inner: Any = self.model
         if not (inner.training and torch.is_grad_enabled()):
             return self._evaluation_loss(model, inputs)
-        if self._batches is not None:
-            self._step, self._batches = self._pre_pass(model, self._batches), None
-        context = self._context("deferred" if self.objective.kind == "mass" else self._step)
-        output = self._forward(model, inputs, context, self._num_items)
+        step = self._inputs
+        assert step is not None, "get_batch_samples comes before the losses of its micro-batches"
+        if self.objective.kind == "step" and step.stats is None:
+            step.stats = self._pre_pass(model, step.batches)
+        context = self._context("deferred" if self.objective.kind == "mass" else step.stats)
+        try:
+            output = self._forward(model, inputs, context, step.num_items)
+        except ValueError as error:  # on a CPU a NaN is seen at once
+            if "NaN" in str(error) and "training step" not in str(error):
+                self.state.global_step = step.step - 1
+                raise self._explained(step, error) from error
+            raise
         if self.objective.kind == "mass":
             mass = self.objective.mass(output.stats, context).sum()
             self._mass = mass if self._mass is None else self._mass + mass
@@ -240,14 +280,15 @@ class DeftSFTTrainer(SFTTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self.loss_is_scaled_for_ga = True
-        return super().training_step(model, inputs, num_items_in_batch)
+        with attention_kernels(self.attention):
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         inputs = self._prepare_inputs(inputs)
         loader: Any = self.accelerator.gradient_state.active_dataloader
         if loader is not None and hasattr(loader.dataset, "__len__") and not self.args.dataloader_drop_last:
             self._mask_repeats(inputs, self.args.eval_batch_size, len(loader.dataset))
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad(), self.compute_loss_context_manager(), attention_kernels(self.attention):
             return self.compute_loss(model, inputs).detach(), None, None
 
     def _before_clipping(self, model: Any) -> None:
@@ -258,7 +299,8 @@ class DeftSFTTrainer(SFTTrainer):
         mass, self._mass = self._mass, None
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(mass)
-        factor = 0.0 if float(mass) == 0 else float(self._num_items or 0) / float(mass)
+        assert self._inputs is not None
+        factor = 0.0 if float(mass) == 0 else self._inputs.num_items / float(mass)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -292,11 +334,48 @@ class DeftSFTTrainer(SFTTrainer):
         except ValueError as error:
             met = met or error
         self.state.global_step = unseen.step - 1
-        why = met or (
-            f"the gradient's norm is {float(unseen.norm)}; nothing was changed. Lower the learning rate, or look at "
-            f"the batch and the weights for NaN"
-        )
-        raise ValueError(f"training step {unseen.step}: {why}") from met
+        why = met or ValueError(f"the gradient's norm is {float(unseen.norm)}")
+        inputs = next((i for i in (self._inputs, self._inputs_before) if i is not None and i.step == unseen.step), None)
+        if inputs is None or "NaN" not in str(met or "NaN"):
+            raise ValueError(f"training step {unseen.step}: {why}") from met
+        raise self._explained(inputs, why) from met
+
+    def _explained(self, inputs: StepInputs, why: ValueError) -> ValueError:
+        """The error of a step that was not finite: what reruns of its micro-batches show, and where they are saved."""
+        text = f"training step {inputs.step}: {why}; the weights were not changed."
+        folder = (self.checkpoint_root or Path(self.args.output_dir or ".") / "checkpoints").parent / "nonfinite"
+        name = f"step-{inputs.step}" + (f"-rank{dist.get_rank()}" if self.accelerator.num_processes > 1 else "")
+        try:
+            saved = save_batches(folder / name, inputs.batches)
+            text += f" Its micro-batches are in {saved}."
+        except OSError as error:
+            text += f" Its micro-batches could not be saved ({error})."
+        if self.accelerator.is_fsdp2:
+            return ValueError(text + " They were not run again: the model is sharded.")
+        try:
+            found = self._diagnose(inputs)
+        except Exception as error:  # the reruns must not hide what they were to explain
+            return ValueError(f"{text} Running them again failed ({type(error).__name__}: {error}).")
+        with contextlib.suppress(OSError):
+            (folder / name / "diagnosis.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+        return ValueError(f"{text} {found}")
+
+    def _diagnose(self, inputs: StepInputs) -> Any:
+        """Run the micro-batches of a step again, on this rank alone."""
+        model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        model.train()
+        self._unseen = None
+        context = self._context("deferred" if self.objective.kind == "mass" else inputs.stats)
+
+        def loss_of(batch: Any, autocast: bool) -> Tensor:
+            with self.accelerator.autocast() if autocast else contextlib.nullcontext():
+                output = self._forward(model, self._prepare_inputs(dict(batch)), context, inputs.num_items)
+            assert output.loss is not None
+            raise_pending()
+            return output.loss
+
+        lower = self.accelerator.mixed_precision != "no"
+        return diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
@@ -331,6 +410,8 @@ class DeftSFTTrainer(SFTTrainer):
             logs["clipped"] = float(logs.get("grad_norm", 0.0) > self.args.max_grad_norm > 0)
             logs["memory_gib"] = peak_gib(self.accelerator.device)
         super().log(logs, start_time)
+        if self.checkpoint_root is not None:  # metrics.jsonl has them all; the history would grow for ever
+            del self.state.log_history[:-HISTORY]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The means over tokens, not over batches: ``eval_loss`` is the objective's, ``eval_nll`` is plain."""
@@ -346,7 +427,36 @@ class DeftSFTTrainer(SFTTrainer):
         if output.metrics is not None:
             output.metrics[f"{prefix}_loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
             output.metrics.update({f"{prefix}_{k}": v for k, v in scalars(record).items() if k != "objective"})
+            if self.score_tasks is not None:
+                output.metrics.update({f"{prefix}_{task}": score for task, score in self._task_scores().items()})
         return output
+
+    def _task_scores(self) -> dict[str, float]:
+        """The tasks' scores, answered by the main process; every rank gets them, and no rank's random state moves."""
+        assert self.score_tasks is not None
+        found: list[Any] = [None]
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        clock = time.perf_counter()
+        if self.accelerator.is_main_process:
+            with torch.random.fork_rng(devices), torch.no_grad():
+                found[0] = self.score_tasks(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
+        if self.accelerator.num_processes > 1:
+            dist.broadcast_object_list(found)
+        self._clock += time.perf_counter() - clock
+        return found[0]
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """transformers'; a step that is the best so far gets a checkpoint, whatever ``save_steps`` is."""
+        is_best = super()._determine_best_metric(*args, **kwargs)
+        if is_best and self.checkpoint_root is not None:
+            self.control.should_save = True
+        return is_best
+
+    def load_checkpoint_weights(self, folder: Path) -> None:
+        """Replace the weights (or the adapter) by those of a verified checkpoint."""
+        checkpoints.verify(folder)
+        self.state.best_model_checkpoint = str(folder)
+        super()._load_best_model()
 
     # --- the checkpoints ----------------------------------------------------------------------------------------------
 
@@ -380,9 +490,14 @@ class DeftSFTTrainer(SFTTrainer):
                 self._flatten(staging, root)
         self._clock += time.perf_counter() - clock
         if main:
-            best, keep = self.state.best_global_step, self.args.save_total_limit
-            checkpoints.rotate(root, keep, best, newest=step, pinned=self.pinned)
+            self.rotate_checkpoints()
         self.accelerator.wait_for_everyone()
+
+    def rotate_checkpoints(self) -> None:
+        """Remove the checkpoints below ``checkpoint_root`` that are not to be kept."""
+        assert self.checkpoint_root is not None
+        step, best = self.state.global_step, self.state.best_global_step
+        checkpoints.rotate(self.checkpoint_root, self.keep, best, newest=step, pinned=self.pinned)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """transformers'; the best checkpoint is where the run's folder is now, not where it was."""
@@ -397,11 +512,6 @@ class DeftSFTTrainer(SFTTrainer):
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        if self.checkpoint_root is not None and self.state.best_model_checkpoint is not None:
-            checkpoints.verify(Path(self.state.best_model_checkpoint))
-        super()._load_best_model()
 
     def get_train_dataloader(self) -> Any:
         """SFTTrainer's; its workers leave a signal that goes to all processes to this one, which saves and stops."""
@@ -457,6 +567,17 @@ def check_model(model: Any, router_loss: bool, objective: Objective) -> None:
             f"DeftSFTTrainer: {type(peft).__name__} puts virtual tokens before the row, which moves its labels; use "
             f"LoRA or another adapter inside the layers"
         )
+
+
+def save_batches(folder: Path, batches: list[Any]) -> Path:
+    """Write a step's micro-batches as safetensors files, one each, for a look or a rerun."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, batch in enumerate(batches):
+        tensors = {name: value.contiguous().cpu() for name, value in batch.items() if isinstance(value, Tensor)}
+        save_file(tensors, folder / f"micro-batch-{number + 1}.safetensors")
+    return folder
 
 
 def rows_of(batch: dict[str, Any]) -> Tensor | None:

@@ -24,8 +24,8 @@ async function main() {
     render: (index) => (state.what === "rows" ? rowItem : tokenItem)(data, state.order[index], sortKey(), index),
     onChoose: (index, byHand) => {
       const chosen = state.order[index];
-      if (state.what === "rows") reader.show(chosen);
-      else reader.show(rowOfToken(data, chosen), chosen);
+      if (state.what === "rows") reader.show(chosen, scoreOf(data, sortKey()));
+      else reader.show(rowOfToken(data, chosen), scoreOf(data, null), chosen);
       if (byHand) document.body.classList.add("reading");
     },
     onEnter: () => { document.body.classList.add("reading"); reader.focus(); },
@@ -174,7 +174,7 @@ function scoreHead(left, value, share) {
 
 function rowItem(data, row, key) {
   const value = key.of(row);
-  const token = data.arrays.worst[row];
+  const token = causeOf(data, row, scoreOf(data, key));
   return [
     ...scoreHead(shortWhere(data.rows[row].where), number(value), level({ top: key.top ?? 1 }, value) || 0),
     element("div", { class: "snippet" }, ...snippet(data, token)),

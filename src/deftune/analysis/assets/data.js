@@ -48,6 +48,16 @@ function level(column, value) {
   return Math.min(1, Math.max(0, share));
 }
 
+// The score that a ranking of rows is by; of one that is by no score (the place in the data) the page's first.
+function scoreOf(data, key) {
+  return data.scores.find((score) => score.name === key?.name) ?? data.scores[0];
+}
+
+// The token that contributes most to a row's score: what is shown beside the score is what the score comes from.
+function causeOf(data, row, score) {
+  return data.arrays[`cause:${score.name}`][row];
+}
+
 function rowOfToken(data, token) {
   const { start } = data.arrays;
   let low = 0, high = data.numRows - 1;

@@ -36,6 +36,16 @@ function snippet(data, token, column, before = 10, after = 8) {
   ];
 }
 
+// Why the row stands where it does, first; then all else that speaks against it.
+function rowReasons(data, row, score) {
+  const { [score.name]: first, ...others } = data.rows[row].reasons;
+  const value = data.arrays[`score:${score.name}`][row];
+  const against = Object.keys(others).filter((name) => data.rows[row].flags.includes(name)).map((name) => others[name]);
+  if (value === 0 && against.length) return against;  // a score of 0 speaks for the row
+  return [first ?? `${score.label} ${number(value)}; most of it at ${preference(data, causeOf(data, row, score))}`,
+    ...against];
+}
+
 class Reader {
   constructor(data, columns, place, details, onLeave) {
     Object.assign(this, { data, columns, place, details, onLeave, row: -1, token: -1, spans: [], query: "" });
@@ -50,8 +60,8 @@ class Reader {
   first() { return this.data.arrays.start[this.row]; }
   last() { return this.data.arrays.start[this.row + 1] - 1; }
 
-  // The row; `token` is chosen, unless given the worst conflict.
-  show(row, token = this.data.arrays.worst[row]) {
+  // The row as `score` ranks it; `token` is chosen, unless given the one that the score comes from.
+  show(row, score, token = causeOf(this.data, row, score)) {
     const { data } = this;
     const info = data.rows[row];
     this.row = row;
@@ -76,7 +86,7 @@ class Reader {
     const cut = info.truncated ? element("small", {}, ` ${number(info.truncated)} tokens cut off`) : "";
     this.place.replaceChildren(
       element("h2", {}, visible(info.where), cut),
-      element("ul", { class: "reasons" }, ...info.reasons.map((reason) => element("li", {}, visible(reason)))),
+      element("ul", { class: "reasons" }, ...rowReasons(data, row, score).map((reason) => element("li", {}, visible(reason)))),
       element("dl", { class: "scores" }, ...tiles),
       element("details", { open: "" }, element("summary", {}, "Prompt"), this.prompt(info.prompt)),
       element("h3", {}, "Answer"), answer);

@@ -1,0 +1,42 @@
+"""Text from data, models, folders and servers, shown so that it cannot steer the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def visible(text: str) -> str:
+    """Newlines and tabs marked, and every other character that is not printable written out."""
+    return "".join({"\n": "↵\n", "\t": "→\t"}.get(character) or _written_out(character) for character in text)
+
+
+def printable(text: str) -> str:
+    """Text as it is, but for characters that could steer the terminal, which are written out.
+
+    >>> print(printable("two\\nlines, \\x1b[2J none of them cleared"))
+    two
+    lines, \\x1b[2J none of them cleared
+    """
+    return "".join(character if character in "\n\t" else _written_out(character) for character in text)
+
+
+def one_line(text: str) -> str:
+    """``printable``, with newlines and tabs written out too: a cell of a table.
+
+    >>> print(one_line("a\\nb"))
+    a\\nb
+    """
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def line_printer(console: Any) -> Callable[[str], None]:
+    """A function that prints a line on a rich console as it is: brackets are no markup, control characters are written
+    out."""
+    from rich.text import Text
+
+    return lambda text: console.print(Text(printable(text)), highlight=False, soft_wrap=True)
+
+
+def _written_out(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()

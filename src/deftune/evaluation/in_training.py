@@ -1,0 +1,43 @@
+"""Scores of tasks while a model is trained: greedy answers at every evaluation, graded as by `deftune eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deftune.evaluation.encodings import PROMPT_OPTIONS
+from deftune.evaluation.generation import Prompt, TransformersSampler
+from deftune.evaluation.items import Item, read_task
+from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.suites import Task, task_named
+from deftune.training.config import RunConfig, TaskSource
+
+
+def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | None:
+    """What `train_run` asks for as ``score_tasks``: {task: mean score}; None where the config names no task.
+
+    The questions are read at once, so that missing data is an error before the training starts.
+    """
+    if not config.data.tasks:
+        return None
+    tasks: list[tuple[TaskSource, Task, list[Item]]] = []
+    for source in config.data.tasks:
+        task = task_named(source.name)
+        tasks.append((source, task, read_task(task, source.path, limit=source.limit)))
+    options = {name: getattr(config.data, name) for name in PROMPT_OPTIONS}
+    template = options.pop("template")
+
+    def score(model: Any, tokenizer: Any) -> dict[str, float]:
+        sampler = TransformersSampler(model, tokenizer, template=template, encoder_options=options)
+        scores: dict[str, float] = {}
+        for source, task, items in tasks:
+            outputs = sampler.sample(
+                [Prompt(item.id, list(item.messages)) for item in items], samples=1, temperature=0.0, top_p=1.0,
+                max_new_tokens=source.max_new_tokens or task.max_new_tokens, seed=0,
+            )  # fmt: skip
+            texts = {output.id: output.text for output in outputs}
+            graded = score_answers([(task.kind, item, texts[item.id]) for item in items])
+            scores[task.name] = sum(float(record["score"]) for record in graded) / len(graded)
+        return scores
+
+    return score
