@@ -27,7 +27,7 @@ class Told:
         done = 0
         for prompt in prompts:
             self.asked.append(prompt.id)
-            for i in range(samples):
+            for i in range(samples) if prompt.samples is None else prompt.samples:
                 if done >= self.until:
                     raise SamplerError("the server went away", done)
                 done += 1

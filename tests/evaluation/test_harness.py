@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -58,12 +59,40 @@ def test_answers_are_scored_as_we_score_them(exported, name, answer, scores):
 def test_what_is_written(exported):
     text = (exported / "gsm8k.yaml").read_text()
     assert "process_results: !function deftune_scoring.process_results\n" in text
+    assert "custom_dataset: !function deftune_scoring.read_items\n" in text
     content = yaml.safe_load(text.replace("!function ", ""))
     assert content["task"] == "deftune_gsm8k" and content["metadata"]["version"] == TASKS["gsm8k"].version
-    assert content["dataset_kwargs"]["data_files"]["test"] == str(exported / "data" / "gsm8k.jsonl")
+    assert content["dataset_kwargs"] == {"file": "data/gsm8k.jsonl"}
     group = yaml.safe_load((exported / "group_math.yaml").read_text())
     assert group["task"] == ["deftune_math500", "deftune_minerva_math"]  # GSM8K enters no average
     assert group["aggregate_metric_list"][0]["weight_by_size"] is False
+
+
+def test_a_folder_may_be_moved(exported, tmp_path):
+    """No file has the folder's name, and the items are read from where the Python file is."""
+    moved = exported.rename(tmp_path / "elsewhere")
+    assert not any(str(exported) in path.read_text() for path in moved.rglob("*") if path.is_file())
+    source = runpy.run_path(str(moved / "deftune_scoring.py"))
+    [row] = source["read_items"](file="data/gsm8k.jsonl", version="1")["test"]
+    assert row["id"] == "gsm8k/0" and source["process_results"](row, [r"\boxed{4}"]) == {"score": 1.0}
+
+
+def test_the_command_that_is_suggested_runs_all_that_was_exported(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
+    (tmp_path / "data" / "gsm8k" / "test.jsonl").write_text(
+        json.dumps({"question": "2 + 2?", "answer": "#### 4"}) + "\n"
+    )
+    row = {"question": "Which?", "options": {"A": "this", "B": "that"}, "answer_idx": "B"}
+    (tmp_path / "data" / "medqa_usmle_4opt_test.jsonl").write_text(json.dumps(row) + "\n")
+    some = ["--task", "gsm8k", "--task", "medqa", "--data", "data"]
+    assert main(["eval", "export-tasks", "my tasks", *some]) == 0
+    err = capsys.readouterr().err
+    assert err.strip().endswith("--include_path 'my tasks' --tasks deftune_gsm8k,deftune_medqa")
+    assert main(["eval", "export-tasks", "suites", "--suite", "math", "--data", "data"]) == 0
+    assert capsys.readouterr().err.strip().endswith("--include_path suites --tasks deftune_gsm8k")  # in no average
+    assert main(["eval", "export-tasks", "medical", "--suite", "medical", "--data", "data"]) == 0
+    assert capsys.readouterr().err.strip().endswith("--include_path medical --tasks deftune_medical")
 
 
 def test_a_folder_that_holds_something_is_left_alone(exported, capsys):

@@ -10,8 +10,17 @@ from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.rows import Row
 from deftune.evaluation import heldout
 from deftune.evaluation.evaluate import Result
-from deftune.evaluation.heldout import HeldoutSettings, compare, measure, row_record, summarize, sums_of
-from deftune.evaluation.statistics import ece
+from deftune.evaluation.heldout import (
+    COLUMNS,
+    HeldoutSettings,
+    compare,
+    measure,
+    metric_interval,
+    row_record,
+    summarize,
+    sums_of,
+)
+from deftune.evaluation.statistics import Interval, ece, wilson_interval
 from deftune.objectives import IGNORE_INDEX
 from deftune.training.scoring import score
 
@@ -121,8 +130,39 @@ def test_stopped_and_resumed_is_the_same(tmp_path, model, tokenizer, encoded, en
     assert [r["targets"] for r in records] == [r["targets"] for r in expected]
     assert sums_of(records) == pytest.approx(sums_of(expected), rel=1e-4, abs=1e-5)
     other = encode_rows([row(i + 1) for i in range(9)], encoder)
-    with pytest.raises(ValueError, match=r"rows\[\d\] has other tokens now; the data changed"):
+    with pytest.raises(ValueError, match=r"9 of 9 rows have other tokens now, such as .*\[\d\]; pass the data"):
         measure(result, model, tokenizer, other, ends(encoder))
+
+
+def test_a_share_of_no_row_or_of_every_row_is_not_certain():
+    drawn = Interval(0.0, 0.0)
+    sums = torch.zeros(20, len(COLUMNS) + 15, dtype=torch.float64)
+    sums[:, COLUMNS.index("tokens")], sums[:12, COLUMNS.index("ends")] = 5, 1
+    assert metric_interval("end_top1", 0.0, sums, drawn) == wilson_interval(0.0, 12)  # twelve rows end
+    assert metric_interval("end_top1", 0.25, sums, Interval(0.1, 0.4)) == wilson_interval(0.25, 12)
+    assert metric_interval("top1", 1.0, sums, Interval(1.0, 1.0)) == wilson_interval(1.0, 20)
+    assert metric_interval("top1", 0.5, sums, Interval(0.4, 0.6)) == Interval(0.4, 0.6)
+    assert metric_interval("nll", 2.0, sums, Interval(1.0, 3.0)) == Interval(1.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda text: text[:-9], "rows.jsonl:9: the line is cut off"),
+        (
+            lambda text: "".join(text.splitlines(keepends=True)[1:]),
+            "rows.jsonl: has 8 of 9 rows; it was cut",
+        ),
+        (lambda text: text.replace('"nll"', '"loss"', 1), "rows.jsonl:1: the line is damaged (no 'nll')"),
+    ],
+)
+def test_damaged_rows_are_named(damage, text, tmp_path, model, tokenizer, encoded, encoder):
+    result = finish(tmp_path / "r", model, tokenizer, encoded, encoder)
+    path = result.folder / "rows.jsonl"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError) as caught:
+        heldout.compare(result, result)
+    assert text in str(caught.value) and "run the same `deftune eval` again" in str(caught.value)
 
 
 def test_no_end_is_said_and_not_a_number(tmp_path, model, tokenizer):

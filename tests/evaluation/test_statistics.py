@@ -15,6 +15,7 @@ from deftune.evaluation.statistics import (
     bootstrap_interval,
     clustered_standard_error,
     ece,
+    equal_differences_interval,
     half_of,
     holm,
     item_means,
@@ -22,6 +23,8 @@ from deftune.evaluation.statistics import (
     mean_over_items,
     paired,
     pass_at_k,
+    score_interval,
+    wilson_interval,
 )
 
 scores = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=5), min_size=1, max_size=8)
@@ -84,6 +87,64 @@ def test_bootstrap_coverage():
         interval = bootstrap_interval(coin(draw, 60, 1, 0.3), confidence=0.9, resamples=400, seed=n)
         covered += interval.low <= 0.3 <= interval.high
     assert 0.84 <= covered / 300 <= 0.95  # 0.9, with the binomial's own error of 0.017
+
+
+@pytest.mark.parametrize(
+    ("right", "items", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilsons_interval_is_the_published_one(right, items, low, high):
+    found = wilson_interval(right / items, items)
+    assert (round(found.low, 4), round(found.high, 4)) == (low, high)
+    mirrored = wilson_interval(1 - right / items, items)
+    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(("share", "items"), [(-0.1, 5), (1.1, 5), (0.5, 0)])
+def test_a_share_of_nothing_has_no_interval(share, items):
+    with pytest.raises(ValueError, match="a share lies in"):
+        wilson_interval(share, items)
+
+
+def test_a_score_of_none_or_all_is_not_certain():
+    for samples in (1, 16):
+        none, every = score_interval([[0.0] * samples] * 40), score_interval([[1.0] * samples] * 40)
+        assert none == wilson_interval(0.0, 40) and every == wilson_interval(1.0, 40)  # items count, not samples
+        assert none.low == 0 and 0.08 < none.high < 0.09 and every.high == 1 and 0.91 < every.low < 0.92
+    assert score_interval([[0.0]] * 400).high < score_interval([[0.0]] * 40).high
+
+
+def test_a_score_is_a_proportion_of_items_or_a_mean():
+    right = [[1.0]] * 3 + [[0.0]] * 7
+    assert score_interval(right) == wilson_interval(0.3, 10) == score_interval([s * 4 for s in right])
+    mixed = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 0.0]]
+    assert score_interval(mixed) == bootstrap_interval(mixed)
+    assert score_interval([[1.0, 0.0]] * 8) == wilson_interval(0.5, 8)  # all alike: resampling sees no other items
+    assert score_interval([[0.25]]) == wilson_interval(0.25, 1)
+
+
+def test_score_interval_coverage():
+    """Of a rare success, where the bootstrap's interval is often [0, 0]."""
+    draw, covered = random.Random(5), [0, 0]
+    for n in range(400):
+        samples = coin(draw, 40, 1, 0.02)
+        for i, found in enumerate((score_interval(samples), bootstrap_interval(samples, resamples=200, seed=n))):
+            covered[i] += found.low <= 0.02 <= found.high
+    assert covered[0] >= 0.93 * 400 and covered[1] < 0.6 * 400
+
+
+def test_equal_differences_are_not_certain():
+    same = paired([[1.0], [0.0]] * 20, [[1.0], [0.0]] * 20)
+    assert same.difference == 0 and same.interval == equal_differences_interval(0.0, 40)
+    assert same.interval.high == -same.interval.low == wilson_interval(0.0, 40).high
+    better = paired([[1.0]] * 40, [[0.0]] * 40).interval
+    assert better.high == 1 and better.low == pytest.approx(2 * wilson_interval(1.0, 40).low - 1)
+    assert equal_differences_interval(-1.0, 40).low == -1
 
 
 def test_bootstrap_is_seeded_and_as_wide_as_the_error_says():
@@ -157,7 +218,7 @@ def test_drawn_patterns_agree_with_counted_ones_and_are_never_zero():
     assert counted.exact and not drawn.exact
     assert drawn.p_value == pytest.approx(counted.p_value, abs=0.01)
     ahead = paired([[1.0]] * 200, [[0.0]] * 200, permutations=999)
-    assert ahead.p_value == 1 / 1000 and ahead.interval == Interval(1.0, 1.0)
+    assert ahead.p_value == 1 / 1000 and ahead.interval.high == 1.0 and 0.9 < ahead.interval.low < 1
 
 
 def test_the_p_value_is_uniform_when_there_is_nothing():

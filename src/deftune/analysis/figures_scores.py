@@ -25,7 +25,7 @@ from deftune.analysis.style import (
     styled,
 )
 from deftune.evaluation.evaluate import Result, by_item
-from deftune.evaluation.statistics import bootstrap_interval
+from deftune.evaluation.statistics import score_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +74,7 @@ def _scores(result: Result, task: str | None, metric: str) -> list[tuple[str, Ma
             raise ValueError(f"{result.folder}: {missing[0]['task']} has no {metric!r}; leave the metric out")
         graded = result.read_graded()
         for row in rows:
-            found = bootstrap_interval(list(by_item(graded, chosen, row["temperature"], metric).values()))
+            found = score_interval(list(by_item(graded, chosen, row["temperature"], metric).values()))
             row["score"], row["interval"] = row[metric], (found.low, found.high)
     return [(chosen, row) for row in rows]
 

@@ -198,7 +198,7 @@ def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any
         encoding=encoding,
     )  # fmt: skip
     result = Result(cell.folder / f"eval-{evaluation.title}")
-    result.open(settings)
+    result.open(settings, tasks)
     options = dict(encoding)
     template = options.pop("template")
     sampler = TransformersSampler(

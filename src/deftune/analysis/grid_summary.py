@@ -29,7 +29,7 @@ from deftune.analysis.tables import AVERAGE
 from deftune.analysis.tokens import read_token_table
 from deftune.data.files import write_atomic
 from deftune.evaluation.evaluate import Result
-from deftune.evaluation.statistics import bootstrap_interval, estimate, half_of, holm, macro_average, paired
+from deftune.evaluation.statistics import estimate, half_of, holm, macro_average, paired, score_interval
 from deftune.evaluation.suites import task_named
 from deftune.training.runs import Run
 from deftune.training.scoring import bootstrap
@@ -134,7 +134,7 @@ def known(value: float) -> float | None:
 
 def column_record(shown: Shown, column: str) -> Record:
     values = list(shown.items[column].values())
-    interval, found = bootstrap_interval([[value] for value in values]), estimate(values)
+    interval, found = score_interval([[value] for value in values]), estimate(values)
     return {
         "value": found.mean, "low": interval.low, "high": interval.high,
         "standard_error": known(found.standard_error), "items": len(values),

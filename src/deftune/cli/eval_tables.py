@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from deftune.data.terminal import printable
+from deftune.evaluation.evaluate import describe_errors
+
 Record = dict[str, Any]
 
 
@@ -24,13 +27,20 @@ def render_sampled(summary: Record) -> str:
         extra = f"similarity {100 * row['similarity']:.2f}; " if "similarity" in row else ""
         late = row.get("verdicts", {})
         stopped = late.get("timeout", 0) + late.get("crash", 0)
+        failed = row["finished"].get("error", 0)
+        extra += f"{failed} errors; " if failed else ""
         extra += f"{stopped} gradings stopped; " if stopped else ""
         interval = f"  [{100 * low:.2f}, {100 * high:.2f}]"
         lines.append(
             f"{row['task']:24}{row['temperature']:>5g}{row['items']:>7}{row['samples']:>4}{100 * row['score']:>9.2f}"
             f"{interval:18}{found / answers:>9.0%}{row['finished'].get('length', 0) / answers:>9.0%}  "
-            f"{extra}{row['note']}".rstrip()
+            f"{extra}{row['note']}".rstrip("; ")
         )
+    for row in summary["rows"]:
+        if errors := describe_errors(row):
+            lines.append(
+                f"{row['task']} T={row['temperature']:g}: {printable(errors)}; the same command asks them again"
+            )
     for average in summary.get("averages", []):
         if "score" in average:
             lines.append(
@@ -106,5 +116,6 @@ def render_comparison(found: Record) -> str:
             f"{r['difference']:>+10.4f}{interval:22}{r['p']:>10.3g}{r['p_holm']:>10.3g}"
         )
     lines += [f"not compared, the other has no such suite: {name}" for name in found["alone"]]
+    lines += [printable(note) for note in found["errors"]]
     lines += [f"{note}: a difference may be the engine's, not the model's" for note in found["engines"]]
     return "\n".join(lines)

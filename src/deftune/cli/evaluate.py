@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.eval_engines import ENGINE_OPTIONS, check_engine, engine_of, load, make_sampler
+from deftune.cli.eval_engines import (
+    ENDPOINT_ONLY,
+    ENDPOINT_OPTIONS,
+    ENGINE_OPTIONS,
+    check_engine,
+    engine_of,
+    load,
+    make_sampler,
+)
 from deftune.cli.output import notice, say
+from deftune.cli.progress import Progress, progress
 from deftune.cli.train import add_trust, need_training
 
 VERBS = {
@@ -24,8 +34,8 @@ VERBS = {
 _PROMPTED = {"suite", "task", "task_file", "data", "limit"}
 OPTIONS = {
     "sampled": _PROMPTED | {"out", "samples", "temperature", "top_p", "seed", "max_new_tokens", "rule", "template",
-                            "like", "batch_size", "workers", "engine", "engine_option", "endpoint", "json",
-                            "trust_remote_code"},
+                            "like", "batch_size", "workers", "engine", "engine_option", "endpoint", *ENDPOINT_ONLY,
+                            "json", "trust_remote_code"},
     "heldout": {"suite", "data", "format", "split", "rows", "skip_bad_rows", "out", "template", "like", "batch_size",
                 "json", "trust_remote_code"},
     "show": {"wrong", "rows", "task"},
@@ -33,6 +43,7 @@ OPTIONS = {
     "list": {"data"},
     "export-tasks": _PROMPTED,
 }  # fmt: skip
+SHOWN = ("prompt", "text", "answer", "how", "gold")  # of a graded answer, with `eval show`
 COUNTS = ("samples", "limit", "rows", "batch_size", "workers", "max_new_tokens")
 
 
@@ -85,6 +96,19 @@ def add_to(commands: Any) -> None:
     )
     how.add_argument("--endpoint", help="an OpenAI-compatible server, http://localhost:8000/v1; MODEL is its name")
     add_trust(how)
+    endpoint = parser.add_argument_group("--endpoint")
+    endpoint.add_argument("--api-key-env", metavar="NAME", help="the environment variable that holds the API key")
+    for name, about in {
+        "timeout": "the most seconds that a request may take",
+        "retries": "how often a request that failed is sent again",
+        "concurrency": "requests at a time",
+    }.items():
+        default = ENDPOINT_OPTIONS[name][0]
+        endpoint.add_argument(f"--{name}", type=type(default), metavar="N", help=f"{about} (default: {default:g})")
+    endpoint.add_argument("--extra-body", metavar="JSON", help="""fields added to each request: '{"top_k": 20}'""")
+    endpoint.add_argument(
+        "--change-endpoint", action="store_true", help="go on with a result that was begun with another server"
+    )
     heldout = parser.add_argument_group("heldout")
     heldout.add_argument("--format", help="the dataset's format (default: told by its first row)")
     heldout.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
@@ -144,27 +168,6 @@ def need_evaluation() -> None:
         raise ValueError(f'this command needs {", ".join(missing)}; pip install "deftune[eval]"')
 
 
-@contextmanager
-def progress_bars() -> Generator[Callable[[str, int, int], None]]:
-    """show(label, done, total), on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=console, disable=not console.is_terminal,
-    ) as progress:  # fmt: skip
-        bars: dict[str, Any] = {}
-
-        def show(label: str, done: int, total: int) -> None:
-            if label not in bars:
-                bars[label] = progress.add_task(label, total=total)
-            progress.update(bars[label], completed=done)
-
-        yield show
-
-
 def result_folder(args: argparse.Namespace, model: str, suite: str) -> Path:
     """results/MODEL-SUITE; of several suites a folder each, in one that `eval compare` takes whole."""
     if len(args.suite) > 1:
@@ -199,11 +202,20 @@ def named_suites(args: argparse.Namespace, others: tuple[str, ...] = ()) -> list
 
 
 def run_suites(args: argparse.Namespace, model: str) -> int:
+    with progress() as working:
+        summaries, code = evaluate_suites(args, model, working)
+    if args.json:
+        print(json.dumps(summaries if len(summaries) > 1 else next(iter(summaries.values())), indent=1))
+    return code
+
+
+def evaluate_suites(args: argparse.Namespace, model: str, working: Progress) -> tuple[dict[str, Any], int]:
+    """(suite -> its summary, the exit code): 1 where the answers to a suite are all errors, or could not be retried."""
+    working.show("reading the questions")
     from deftune.cli.eval_tables import render_summary
-    from deftune.data.files import write_atomic
     from deftune.evaluation.encodings import PROMPT_OPTIONS, encoding_of
-    from deftune.evaluation.evaluate import Result, Settings, answered, ask, grade, summarize
-    from deftune.evaluation.generation import SamplerError
+    from deftune.evaluation.evaluate import Settings, answered
+    from deftune.evaluation.results import Result
 
     encoding = {} if args.endpoint else encoding_of(model, template=args.template, like=args.like)
     encoding = {name: value for name, value in encoding.items() if name in PROMPT_OPTIONS}
@@ -220,33 +232,60 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
             engine=engine,
         )  # fmt: skip
         result = Result(result_folder(args, model, suite.name if suite else "tasks"))
-        result.check(settings)
+        result.check(settings, tasks, change_endpoint=args.change_endpoint)
         jobs.append((suite, tasks, missing, settings, result))
     check_effect(args, [(settings, tasks) for _, tasks, _, settings, _ in jobs])
-    left = not all(answered(result, settings, tasks) for _, tasks, _, settings, result in jobs)
-    sampler = make_sampler(args, model, encoding) if left else None
-    for *_, settings, result in jobs:
-        result.open(settings)
     summaries: dict[str, Any] = {}
-    for suite, tasks, missing, settings, result in jobs:
-        for name, why in missing.items():
-            notice(f"left out: {name}: {why}")
-        try:
-            if sampler is not None:
-                with progress_bars() as show:
-                    ask(result, settings, tasks, sampler, show)
-        except SamplerError as error:
+    code = 0
+    with ExitStack() as stack:
+        for _, tasks, _, settings, result in jobs:  # before a model is loaded: a folder may be locked or unwritable
+            notes = stack.enter_context(result.writing(settings, tasks, change_endpoint=args.change_endpoint))
+            for note in notes:
+                working.say(note)
+        left = not all(answered(result, settings, tasks) for _, tasks, _, settings, result in jobs)
+        sampler = None
+        if left:
+            working.show(f"loading {model}")
+            sampler = make_sampler(args, model, encoding, working.say_seldom)
+        for suite, tasks, missing, settings, result in jobs:
+            summary, failed = evaluate_suite(args, suite, tasks, missing, settings, result, sampler, working)
+            code = max(code, int(failed))
+            summaries[settings.suite] = summary
+            if not args.json:
+                shown = f"\n{result.folder}: deftune eval show {shlex.quote(str(result.folder))} --wrong"
+                working.print(f"{render_summary(summary)}\n{shown}")
+    return summaries, code
+
+
+def evaluate_suite(
+    args: argparse.Namespace, suite: Any, tasks: Any, missing: dict[str, str], settings: Any, result: Any, sampler: Any,
+    working: Progress,
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
+    """(the summary, which is also written; whether it failed: no answer at all, or errors that could not be retried)"""
+    from deftune.data.files import write_atomic
+    from deftune.evaluation.evaluate import answered, ask, describe_errors, grade, summarize
+    from deftune.evaluation.generation import SamplerError
+
+    for name, why in missing.items():
+        working.say(f"left out: {name}: {why}")
+    failed = False
+    try:
+        if sampler is not None:
+            ask(result, settings, tasks, sampler, working.show, working.say)
+    except SamplerError as error:
+        if not answered(result, settings, tasks, with_errors=True):
             raise ValueError(f"{error}; the same command goes on from there") from error
-        graded = grade(result, settings, tasks, workers=args.workers or 2)
-        summary = summarize(settings, suite, tasks, graded, missing)
-        write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
-        summaries[settings.suite] = summary
-        if not args.json:
-            say(render_summary(summary))
-            say(f"\n{result.folder}: deftune eval show {result.folder} --wrong")
+        working.say(f"deftune: {error}; the other answers stay errors")
+        failed = True
+    working.show("grading the answers")
+    graded = grade(result, settings, tasks, workers=args.workers or 2)
+    summary = summarize(settings, suite, tasks, graded, missing)
+    write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
     if args.json:
-        print(json.dumps(summaries if len(summaries) > 1 else next(iter(summaries.values())), indent=1))
-    return 0
+        for row in summary["rows"]:
+            if errors := describe_errors(row):
+                working.say(f"{row['task']} T={row['temperature']:g}: {errors}")
+    return summary, failed or all(row["errors"]["count"] == row["errors"]["of"] for row in summary["rows"])
 
 
 def check_effect(args: argparse.Namespace, jobs: list[tuple[Any, Any]]) -> None:
@@ -268,8 +307,8 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
     from deftune.data.files import write_atomic
     from deftune.data.rows import BadRows
     from deftune.evaluation.encodings import encoding_of
-    from deftune.evaluation.evaluate import Result
     from deftune.evaluation.heldout import HeldoutSettings, measure, read_data, summarize
+    from deftune.evaluation.results import Result
     from deftune.training.train import quiet
 
     if not args.data:
@@ -279,25 +318,27 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
         encoding=encoding_of(model, template=args.template, like=args.like),
     )  # fmt: skip
     bad = BadRows(skip=args.skip_bad_rows)
-    rows = read_data(settings, bad)
-    result = Result(result_folder(args, model, "heldout"))
-    result.check(settings)
-    loaded, tokenizer = load(model, trust_remote_code=args.trust_remote_code)
-    result.open(settings)
-    with quiet():
-        encoder = Encoder(tokenizer, **settings.encoding)
-        encoded = encode_rows(rows, encoder, skip_bad_rows=args.skip_bad_rows)
-    if bad.rows:
-        bad.write(result.folder / "bad_rows.jsonl")
-        notice(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}")
-    ends = frozenset(encoder.end_ids.values())
-    with progress_bars() as show:
-        records = measure(
-            result, loaded, tokenizer, encoded, ends, batch_size=args.batch_size or 8,
-            progress=lambda done, total: show("rows", done, total),
-        )  # fmt: skip
-    summary = summarize(settings, records, encoded.facts())
-    write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
+    with progress() as working:
+        working.show("reading the rows")
+        rows = read_data(settings, bad)
+        result = Result(result_folder(args, model, "heldout"))
+        with result.writing(settings):
+            working.show(f"loading {model}")
+            loaded, tokenizer = load(model, trust_remote_code=args.trust_remote_code)
+            working.show("encoding the rows")
+            with quiet():
+                encoder = Encoder(tokenizer, **settings.encoding)
+                encoded = encode_rows(rows, encoder, skip_bad_rows=args.skip_bad_rows)
+            if bad.rows:
+                bad.write(result.folder / "bad_rows.jsonl")
+                working.say(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}")
+            ends = frozenset(encoder.end_ids.values())
+            records = measure(
+                result, loaded, tokenizer, encoded, ends, batch_size=args.batch_size or 8,
+                progress=lambda done, total: working.show("rows", done, total),
+            )  # fmt: skip
+            summary = summarize(settings, records, encoded.facts())
+            write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
     say(json.dumps(summary, indent=1) if args.json else render_summary(summary))
     if not args.json:
         say(f"\n{result.folder}: deftune eval show {result.folder}")
@@ -307,8 +348,8 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
 def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
     from deftune.cli.eval_tables import render_summary
     from deftune.data.terminal import printable
-    from deftune.evaluation.evaluate import Result
     from deftune.evaluation.heldout import read_rows
+    from deftune.evaluation.results import Result
 
     result = Result(folders[0])
     summary = result.summary()
@@ -324,8 +365,8 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
             means = "".join(f"{r[name] / r['tokens']:>8.3f}" for name in ("nll", "p", "focus"))
             print(f"{means}{r['tokens']:>8}  {printable(r['where'])}")
         return 0
-    say(render_summary(summary))
-    records = [r for r in result.read_graded() if not args.wrong or r["score"] < 1]
+    print(render_summary(summary))
+    records = [r for r in result.read_graded(*SHOWN) if not args.wrong or r["score"] < 1]
     if args.task:
         known = dict.fromkeys(row["task"] for row in summary["rows"])
         if unknown := [name for name in args.task if name not in known]:
@@ -381,7 +422,7 @@ def run_list(args: argparse.Namespace, folders: list[Path]) -> int:
 
 def run_export(args: argparse.Namespace, folders: list[Path]) -> int:
     need_evaluation()
-    from deftune.evaluation.harness import export_tasks
+    from deftune.evaluation.harness import PREFIX, export_tasks
 
     if "heldout" in args.suite:
         raise ValueError("eval export-tasks: heldout asks no questions; the harness has nothing to run")
@@ -392,11 +433,14 @@ def run_export(args: argparse.Namespace, folders: list[Path]) -> int:
         tasks |= found
         for name, why in missing.items():
             notice(f"left out: {name}: {why}")
-    names = export_tasks(folders[0], tasks, [suite for suite in suites if suite])
+    chosen = [suite for suite in suites if suite]
+    names = export_tasks(folders[0], tasks, chosen)
     print("\n".join(names))
+    grouped = {PREFIX + name for suite in chosen for name in suite.averaged}  # run by the suite's own name
+    wanted = ",".join(name for name in names if name not in grouped)
     print(
-        f"\nlm_eval --model hf --model_args pretrained=RUN/model --apply_chat_template --include_path {folders[0]} "
-        f"--tasks {names[-1]}",
+        "\nlm_eval --model hf --model_args pretrained=RUN/model --apply_chat_template "
+        f"--include_path {shlex.quote(str(folders[0]))} --tasks {wanted}",
         file=sys.stderr,
     )
     return 0

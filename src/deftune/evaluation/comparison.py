@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deftune.evaluation import heldout
-from deftune.evaluation.evaluate import Record, Result, by_item
+from deftune.evaluation.evaluate import by_item, describe_errors, error_record
+from deftune.evaluation.results import Record, Result, changed_questions, graded_questions
 from deftune.evaluation.statistics import Estimate, holm, item_means, macro_average, mean_over_items, paired
 from deftune.evaluation.suites import SUITES, coverage
 
@@ -55,24 +56,30 @@ def compare(base: Result, other: Result) -> list[Record]:
     shared = [key for key in dict.fromkeys((r["task"], r["temperature"]) for r in before) if key in have]
     if not shared:
         raise ValueError(f"{base.folder} and {other.folder} have no task and temperature in common")
-    return [_compare_task(before, after, task, temperature, old, new) for task, temperature in shared]
+    theirs, mine = graded_questions(before), graded_questions(after)
+    for task in dict.fromkeys(task for task, _ in shared):
+        if old["tasks"].get(task) != new["tasks"].get(task):
+            versions = old["tasks"].get(task), new["tasks"].get(task)
+            raise ValueError(f"{task}: version {versions[0]} and version {versions[1]} are different tasks")
+        if alone := theirs[task].keys() ^ mine[task].keys():
+            raise ValueError(f"{task}: {len(alone)} items are in one result only; evaluate both on the same items")
+        if changed := changed_questions(theirs[task], mine[task]):
+            raise ValueError(
+                f"{base.folder} and {other.folder}: {len(changed)} of {len(mine[task])} questions of {task} differ in "
+                f"prompt or gold, such as {changed[0]!r}; evaluate both on the same data"
+            )
+    return [_compare_task(before, after, task, temperature, old["suite"]) for task, temperature in shared]
 
 
 def _compare_task(
-    before: Sequence[Record], after: Sequence[Record], task: str, temperature: float, old: Record, new: Record
+    before: Sequence[Record], after: Sequence[Record], task: str, temperature: float, suite: str
 ) -> Record:
-    if old["tasks"][task] != new["tasks"][task]:
-        raise ValueError(f"{task}: version {old['tasks'][task]} and version {new['tasks'][task]} are different tasks")
     theirs, mine = by_item(before, task, temperature), by_item(after, task, temperature)
-    if set(mine) != set(theirs):
-        raise ValueError(
-            f"{task}: {len(set(mine) ^ set(theirs))} items are in one result only; evaluate both on the same items"
-        )
     a, b = [theirs[i] for i in mine], list(mine.values())
     found = paired(b, a)
     changes = [y - x for x, y in zip(item_means(a), item_means(b))]
     return {
-        "suite": old["suite"], "task": task, "temperature": temperature, "items": found.num_items,
+        "suite": suite, "task": task, "temperature": temperature, "items": found.num_items,
         "base": mean_over_items(a), "score": mean_over_items(b), "difference": found.difference,
         "standard_error": found.standard_error, "interval": [found.interval.low, found.interval.high],
         "won": sum(change > 0 for change in changes), "lost": sum(change < 0 for change in changes),
@@ -112,6 +119,7 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
     tokens: list[Record] = []
     alone: list[str] = []
     engines: list[str] = []
+    errors: dict[str, None] = {}
     bases = results_by_kind(base)
     for folder in others:
         mine = results_by_kind(folder)
@@ -124,6 +132,7 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
                 tokens += [{"run": str(folder), "data": name.removeprefix("heldout "), **row} for row in rows]
             else:
                 tasks += [{"run": str(folder), **row} for row in compare(bases[name], mine[name])]
+                errors |= dict.fromkeys([*error_notes(bases[name]), *error_notes(mine[name])])
                 made = [engine_name(result) for result in (bases[name], mine[name])]
                 if made[0] != made[1]:
                     engines.append(f"{folder}: {name} was answered by {made[1]}, that of {base} by {made[0]}")
@@ -131,8 +140,19 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
         row["p_holm"] = adjusted
     return {
         "base": str(base), "tasks": tasks, "averages": average_changes(tasks), "heldout": tokens, "alone": alone,
-        "engines": engines,
+        "engines": engines, "errors": list(errors),
     }  # fmt: skip
+
+
+def error_notes(result: Result) -> list[str]:
+    """A line for each task and temperature of which answers are errors: they count as wrong answers."""
+    notes: list[str] = []
+    graded = result.read_graded()
+    for task, temperature in dict.fromkeys((r["task"], r["temperature"]) for r in graded):
+        mine = [r for r in graded if (r["task"], r["temperature"]) == (task, temperature) and "finish" in r]
+        if errors := describe_errors({"errors": error_record(mine)}):
+            notes.append(f"{result.folder}: {task} T={temperature:g}: {errors}")
+    return notes
 
 
 def engine_name(result: Result) -> str:

@@ -2,25 +2,84 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import http.client
 import json
 import os
 import queue
+import re
+import socket
 import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
+from deftune.data.terminal import printable
 from deftune.evaluation.chance import derive_key
-from deftune.evaluation.sampler import Output, Prompt, Sampler, SamplerError, Settings
+from deftune.evaluation.sampler import Finish, Output, Prompt, Sampler, SamplerError, Settings
 
 MAX_ANSWER_BYTES = 64 * 2**20
+FAILURES_IN_A_ROW = 5  # requests that fail after all retries, with no other answer between: the server is down
+OWN_FIELDS = ("model", "messages", "max_tokens", "temperature", "top_p", "seed", "stream", "n")
+# the words of several servers for the two ways in which an answer ends
+FINISHED: dict[Any, Finish] = {
+    "stop": "stop", "eos": "stop", "eos_token": "stop", "stop_sequence": "stop", "end_turn": "stop",
+    "length": "length", "max_tokens": "length",
+}  # fmt: skip
+HINTS = {
+    401: "name the environment variable with the API key: --api-key-env NAME",
+    402: "the account behind the key cannot pay",
+    403: "the key, or the lack of one, does not allow it: --api-key-env NAME",
+    404: "check the model's name {model!r} and the URL; GET {base}/models lists the names",
+    405: "check the URL; it ends in /v1",
+}
+REDIRECTED = "a redirect is not followed, it would take the key to another host; give the URL that it leads to"
+
+
+class Address(NamedTuple):
+    """A server's URL up to /v1, without a name and password, which are ``login``."""
+
+    base: str
+    login: str | None
+
+
+def parse_address(text: str, name: str = "base_url") -> Address:
+    """The address in a URL; an error calls it ``name`` and shows no password.
+
+    >>> parse_address("http://me:secret@localhost:8000")
+    Address(base='http://localhost:8000/v1', login='me:secret')
+    """
+    shown = re.sub(r"(?<=//).*@", "***@", text)
+    parts = urllib.parse.urlsplit(text)
+    try:
+        port = parts.port
+    except ValueError:
+        raise ValueError(f"{name}: the port in {shown!r} is no number from 0 to 65535") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name}: write http://host:port or https://host, got {shown!r}")
+    if parts.query or parts.fragment:
+        raise ValueError(f"{name}: {shown.partition('?')[0].partition('#')[0]} goes on with '?' or '#'; leave it out")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    base = f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
+    login = None
+    if parts.username is not None:
+        login = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+    return Address(base if base.endswith("/v1") else f"{base}/v1", login)
 
 
 class _Retry(Exception):
     """What went wrong this time, and may not the next."""
+
+
+class _Unreachable(_Retry):
+    """No server is there: no item is the cause."""
+
+
+class _Refused(Exception):
+    """The server will not answer this item: another try would change nothing."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -30,15 +89,90 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _Deadline:
+    """Ends a request as a whole: urllib's time-out is for each read, and a server may send a byte now and then."""
+
+    def __init__(self, seconds: float):
+        self.expired = False
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(seconds, self._expire)
+        self._timer.daemon = True
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        self._timer.start()
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+            with self._lock:
+                self._socket = None
+
+    def watch(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._socket = connection
+            if self.expired:
+                raise TimeoutError
+
+    def _expire(self) -> None:
+        with self._lock:
+            self.expired = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    # of the plain socket: that of TLS would also change the state that the reading thread uses
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
+class _HTTPConnection(http.client.HTTPConnection):
+    def __init__(self, *arguments: Any, deadline: _Deadline, **options: Any):
+        super().__init__(*arguments, **options)
+        self._deadline = deadline
+
+    def connect(self) -> None:
+        super().connect()
+        self._deadline.watch(self.sock)
+
+
+class _HTTPSConnection(http.client.HTTPSConnection):
+    def __init__(self, *arguments: Any, deadline: _Deadline, **options: Any):
+        super().__init__(*arguments, **options)
+        self._deadline = deadline
+
+    def connect(self) -> None:
+        super().connect()
+        self._deadline.watch(self.sock)
+
+
+class _Request(urllib.request.Request):
+    deadline: _Deadline
+
+
+class _HTTPHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: Any) -> Any:
+        return self.do_open(cast(Any, _HTTPConnection), req, deadline=req.deadline)
+
+
+class _HTTPSHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: Any) -> Any:
+        return self.do_open(cast(Any, _HTTPSConnection), req, deadline=req.deadline)
+
+
 class EndpointSampler(Sampler):
     """A server that speaks OpenAI's /v1/chat/completions: vLLM, SGLang, llama.cpp, transformers serve.
 
     The server applies its own chat template: serve the folder that training saved, which has the one trained with.
     ``seed`` is sent per answer, from (seed, item, sample); how far the server honours it is the server's affair.
-    ``api_key_env`` names the environment variable with the key; it is in no message. Requests go out ``concurrency`` at
-    a time. What may pass (no connection, a time-out, 408, 409, 429, 5xx, an answer that is no completion) is tried
-    again ``retries`` times, after 1, 2, 4, ... times ``backoff`` seconds; other HTTP errors are not.
-    ``extra`` is added to each request's body, such as ``{"top_k": -1}``.
+    ``api_key_env`` names the environment variable with the key; a name and password in the URL are sent as HTTP basic
+    authentication. Neither is in a message. Requests go out ``concurrency`` at a time, and ``timeout`` seconds is the
+    most that one takes in all. ``extra`` is added to each request's body, such as ``{"top_k": -1}``. ``notice`` is
+    given a line for each retry.
+
+    What may pass (a time-out, 408, 409, 429, 5xx, an answer that is no completion) is tried again ``retries`` times,
+    after 1, 2, 4, ... times ``backoff`` seconds, and is then the item's error. Other HTTP errors of an item (400, where
+    its context is too long) are its error at once. What no item can be the cause of stops the sampling: no connection,
+    a redirect, 401, 402, 404, 405, a 403 before any answer, and `FAILURES_IN_A_ROW` failed items without an answer
+    between.
     """
 
     def __init__(
@@ -52,30 +186,34 @@ class EndpointSampler(Sampler):
         retries: int = 4,
         backoff: float = 1.0,
         extra: Mapping[str, Any] | None = None,
+        notice: Callable[[str], None] = lambda _: None,
     ):
-        parts = urllib.parse.urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"base_url: http://host:port or https://host, got {base_url!r}")
+        self.base, login = parse_address(base_url)
         if concurrency < 1 or retries < 0 or not timeout > 0 or backoff < 0:
             raise ValueError("concurrency is at least 1, retries and backoff at least 0, timeout above 0")
-        base = base_url.rstrip("/")
-        self.url = f"{base if base.endswith('/v1') else base + '/v1'}/chat/completions"
+        check_extra(extra or {}, "extra")
+        self.url = f"{self.base}/chat/completions"
         self.model, self.concurrency, self.timeout = model, concurrency, timeout
-        self.retries, self.backoff, self.extra = retries, backoff, dict(extra or {})
+        self.retries, self.backoff, self.extra, self.notice = retries, backoff, dict(extra or {}), notice
         self._headers = {"Content-Type": "application/json"}
+        self._secrets: list[str] = []
         if api_key_env is not None:
-            key = os.environ.get(api_key_env)
-            if not key:
-                raise ValueError(f"api_key_env: the environment has no {api_key_env}; set it to the key")
-            self._headers["Authorization"] = f"Bearer {key}"
-        self._opener = urllib.request.build_opener(_NoRedirect)
+            key = read_key(api_key_env, "api_key_env")
+            if login is not None:
+                raise ValueError("api_key_env: the URL has a name and password already; leave one of them out")
+            self._headers["Authorization"], self._secrets = f"Bearer {key}", [key]
+        elif login is not None:
+            code = base64.b64encode(login.encode()).decode()
+            self._headers["Authorization"], self._secrets = f"Basic {code}", [code, login.partition(":")[2]]
+        self._opener = urllib.request.build_opener(_NoRedirect, _HTTPHandler, _HTTPSHandler)
+        self._lock = threading.Lock()
+        self._answered, self._failed_in_a_row = False, 0
 
     def answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]:
         waiting: queue.SimpleQueue[tuple[Prompt, int]] = queue.SimpleQueue()
         for prompt in prompts:
-            for sample in range(settings.samples):
+            for sample in settings.samples_of(prompt):
                 waiting.put((prompt, sample))
-        total = len(prompts) * settings.samples
         results: queue.SimpleQueue[Output | BaseException | None] = queue.SimpleQueue()
         stop = threading.Event()
 
@@ -86,14 +224,16 @@ class EndpointSampler(Sampler):
                         prompt, sample = waiting.get_nowait()
                     except queue.Empty:
                         break
-                    results.put(self._ask(prompt, sample, settings, stop))
+                    output = self._ask(prompt, sample, settings, stop)
+                    if output is not None:
+                        results.put(output)
             except BaseException as error:  # handed to the reader, which would wait for ever
                 stop.set()
                 results.put(error)
             finally:
                 results.put(None)
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.concurrency, total))]
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.concurrency, waiting.qsize()))]
         for thread in threads:
             thread.start()
         done, left, failure = 0, len(threads), None
@@ -103,7 +243,7 @@ class EndpointSampler(Sampler):
                 if result is None:
                     left -= 1
                 elif isinstance(result, Output):
-                    done += 1
+                    done += result.finish != "error"
                     yield result
                 elif failure is None:  # the other requests on their way are still answered, then it is raised
                     failure = result
@@ -114,7 +254,8 @@ class EndpointSampler(Sampler):
         if failure is not None:
             raise failure
 
-    def _ask(self, prompt: Prompt, sample: int, settings: Settings, stop: threading.Event) -> Output:
+    def _ask(self, prompt: Prompt, sample: int, settings: Settings, stop: threading.Event) -> Output | None:
+        """An answer, or the item's error; None where another request has found that the server cannot be asked."""
         body = {
             **self.extra,
             "model": self.model,
@@ -129,63 +270,174 @@ class EndpointSampler(Sampler):
         tries = 0
         while True:
             try:
-                return self._answer(prompt, sample, self._post(data, prompt))
+                output = self._answer(prompt, sample, self._post(data, prompt))
+            except _Refused as problem:
+                self._count(failed=False)
+                return Output(prompt.id, sample, "", None, "error", str(problem))
             except _Retry as problem:
+                if stop.is_set():
+                    return None
                 tries += 1
-                if tries > self.retries or stop.is_set():
-                    times = f"{tries} attempt{'s' if tries > 1 else ''}"
-                    raise SamplerError(f"{self.url}: {prompt.id}: {problem} (after {times})") from None
-                stop.wait(self.backoff * 2 ** (tries - 1))
+                if tries <= self.retries:
+                    seconds = self.backoff * 2 ** (tries - 1)
+                    self.notice(f"{self.url}: {prompt.id}: {problem}; attempt {tries + 1} in {seconds:g} s")
+                    if stop.wait(seconds):
+                        return None
+                    continue
+                note = f"{problem} (after {tries} attempt{'s' if tries > 1 else ''})"
+                if isinstance(problem, _Unreachable):
+                    raise SamplerError(f"{self.url}: {prompt.id}: {note}") from None
+                in_a_row = self._count(failed=True)
+                if in_a_row >= FAILURES_IN_A_ROW:
+                    raise SamplerError(
+                        f"{self.url}: {in_a_row} requests in a row failed, the last of them {prompt.id}: {note}"
+                    ) from None
+                return Output(prompt.id, sample, "", None, "error", note)
+            else:
+                self._count(failed=False)
+                self._answered = True
+                return output
+
+    def _count(self, *, failed: bool) -> int:
+        """The number of requests that failed since the server last answered one."""
+        with self._lock:
+            self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
+            return self._failed_in_a_row
 
     def _post(self, data: bytes, prompt: Prompt) -> bytes:
-        request = urllib.request.Request(self.url, data, self._headers, method="POST")
-        try:
-            with self._opener.open(request, timeout=self.timeout) as response:
-                content = response.read(MAX_ANSWER_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(2000).decode("utf-8", "replace").strip().replace("\n", " ")[:300]
-            problem = f"HTTP {error.code} {error.reason}{said and f': {said}'}"
-            if error.code in (408, 409, 429) or error.code >= 500:
-                raise _Retry(problem) from None
-            raise SamplerError(f"{self.url}: {prompt.id}: {problem}") from None
-        except TimeoutError:
-            raise _Retry(f"no answer in {self.timeout:g} seconds") from None
-        except urllib.error.URLError as error:
-            raise _Retry(f"no connection: {error.reason}") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise _Retry(f"connection lost: {error or type(error).__name__}") from None
+        request = _Request(self.url, data, self._headers, method="POST")
+        request.deadline = deadline = _Deadline(self.timeout)
+        late = _Retry(f"no answer in {self.timeout:g} seconds; --timeout allows more")
+        with deadline.running():
+            try:
+                with self._opener.open(request, timeout=self.timeout) as response:
+                    content = response.read(MAX_ANSWER_BYTES + 1)
+            except urllib.error.HTTPError as error:
+                raise self._http_error(error, prompt) from None
+            except (OSError, http.client.HTTPException) as error:
+                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                if deadline.expired or isinstance(reason, TimeoutError):
+                    raise late from None
+                lost = isinstance(reason, ConnectionError) and not isinstance(reason, ConnectionRefusedError)
+                if lost or not isinstance(error, urllib.error.URLError):
+                    raise _Retry(f"connection lost: {str(reason) or type(reason).__name__}") from None
+                raise _Unreachable(f"no connection: {reason}") from None
+            if deadline.expired:  # what was read is what came before it was cut
+                raise late
         if len(content) > MAX_ANSWER_BYTES:
             raise _Retry(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
         return content
+
+    def _http_error(self, error: urllib.error.HTTPError, prompt: Prompt) -> Exception:
+        """What an HTTP error means: try again, this item's error, or an error of every item."""
+        said = b""
+        with error, contextlib.suppress(OSError, http.client.HTTPException):
+            said = error.read(2000)
+        text = self._clean(" ".join(_message_in(said.decode("utf-8", "replace")).split())[:300])
+        problem = f"HTTP {error.code} {self._clean(str(error.reason))}{text and f': {text}'}"
+        if error.code in (408, 409, 429) or error.code >= 500:
+            return _Retry(problem)
+        if error.code < 400:
+            return SamplerError(f"{self.url}: {prompt.id}: {problem}; {REDIRECTED}")
+        if error.code in HINTS and not (error.code == 403 and self._answered):  # some refuse an item with 403
+            hint = HINTS[error.code].format(model=self.model, base=self.base)
+            return SamplerError(f"{self.url}: {prompt.id}: {problem}; {hint}")
+        return _Refused(problem)
+
+    def _clean(self, text: str) -> str:
+        """A server's words without what it was sent as a secret, and without what could steer a terminal."""
+        for secret in filter(None, self._secrets):
+            text = text.replace(secret, "***")
+        return printable(text)
 
     def _answer(self, prompt: Prompt, sample: int, content: bytes) -> Output:
         """What the server said, every field checked before it is believed."""
 
         def wrong(what: str) -> _Retry:
-            return _Retry(f"not a chat completion: {what}: {content[:200].decode('utf-8', 'replace')!r}")
+            start = self._clean(repr(content[:200].decode("utf-8", "replace")))
+            return _Retry(f"not a chat completion: {what}: {start}")
 
         try:
             said: Any = json.loads(content)
         except (ValueError, RecursionError):
             raise wrong("not JSON") from None
         choices: Any = cast("dict[str, Any]", said).get("choices") if isinstance(said, dict) else None
-        if not isinstance(choices, list) or len(cast("list[Any]", choices)) != 1:
-            raise wrong("'choices' is not a list of one")
-        choice: Any = choices[0]
+        if not isinstance(choices, list) or not choices:
+            raise wrong("'choices' is not a list with an answer")
+        choice: Any = choices[0]  # one was asked for; a server that sends more has drawn each as it draws one
         message: Any = cast("dict[str, Any]", choice).get("message") if isinstance(choice, dict) else None
         if not isinstance(message, dict):
             raise wrong("no message in its choice")
-        text: Any = cast("dict[str, Any]", message).get("content")
+        text = _text_of(cast("dict[str, Any]", message).get("content"))
         if text is None:
-            text = ""  # an empty answer, or one of nothing but reasoning
-        if not isinstance(text, str):
-            raise wrong("'content' is not text")
+            raise wrong("'content' is neither text nor a list of texts")
         usage: Any = said.get("usage")
         tokens: Any = cast("dict[str, Any]", usage).get("completion_tokens") if isinstance(usage, dict) else None
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
             raise wrong("'completion_tokens' is not a count")
         reason: Any = choice.get("finish_reason")
-        if reason in ("stop", "length"):
-            return Output(prompt.id, sample, text, tokens, reason)
-        return Output(prompt.id, sample, text, tokens, "error", f"the server ended it with {str(reason)[:60]!r}")
+        finish = FINISHED.get(reason) if isinstance(reason, str) else None
+        if finish is None:
+            note = f"the server ended the answer with finish_reason {self._clean(str(reason)[:60])!r}"
+            return Output(prompt.id, sample, text, tokens, "error", note)
+        if not text and any(message.get(name) for name in ("reasoning_content", "reasoning")):
+            if finish == "length":
+                return Output(prompt.id, sample, "", tokens, finish, "cut off in the reasoning, before any answer")
+            note = "the server sent reasoning and no answer: 'content' is empty beside 'reasoning_content'"
+            return Output(prompt.id, sample, "", tokens, "error", note)
+        return Output(prompt.id, sample, text, tokens, finish)
+
+
+def _message_in(body: str) -> str:
+    """The message of an error's body, which is JSON on most servers; else the body.
+
+    >>> _message_in('{"error": {"message": "too long", "code": 400}}'), _message_in("Bad Gateway")
+    ('too long', 'Bad Gateway')
+    """
+    try:
+        said: Any = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    for name in ("error", "message"):
+        if isinstance(said, dict) and name in said:
+            said = cast("dict[str, Any]", said)[name]
+    return said if isinstance(said, str) else body
+
+
+def _text_of(content: Any) -> str | None:
+    """The text of a message's ``content``: text, null, or parts, of which those that hold reasoning are left out."""
+    if content is None:
+        return ""  # an empty answer, or one of nothing but reasoning
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    texts: list[str] = []
+    for part in cast("list[Any]", content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind: Any = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else None
+        if kind in ("thinking", "reasoning"):
+            continue
+        text: Any = part.get("text") if kind in ("text", "output_text") else None
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
+    return "".join(texts)
+
+
+def check_extra(extra: Mapping[str, Any], name: str) -> None:
+    """Refuse a field that has an option of its own."""
+    if own := [field for field in OWN_FIELDS if field in extra]:
+        raise ValueError(f"{name}: {own[0]!r} is set by deftune itself; leave it out")
+
+
+def read_key(variable: str, name: str) -> str:
+    """The key in an environment variable."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"{name}: the environment has no {variable}; set it to the key")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"{name}: what {variable} holds is no key: a key is plain text on one line")
+    return key

@@ -1,7 +1,6 @@
 """`deftune eval`: a model's answers to a suite, graded, with intervals.
 
-A result is a folder: `settings.json` (what was asked), `samples.jsonl` (every answer, appended as it is made: a second
-call goes on where the first was stopped), `graded.jsonl` (extraction and verdict of each), `summary.json` (unrounded).
+A result is a folder (`results`): a second call goes on where the first was stopped, and asks again what was an error.
 """
 
 from __future__ import annotations
@@ -9,33 +8,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from deftune._version import __version__
 from deftune.data.files import write_atomic
-from deftune.evaluation.generation import Prompt, Sampler
-from deftune.evaluation.items import Item, MissingData, read_task
+from deftune.evaluation.generation import Prompt, Sampler, SamplerError
+from deftune.evaluation.items import Item, MissingData, find_data, read_task, with_data
+from deftune.evaluation.results import Key, Record, Result, Tasks, describe_data, drop_cut_line
 from deftune.evaluation.scorers import score_answers
 from deftune.evaluation.statistics import (
     Estimate,
     best_temperature,
-    bootstrap_interval,
     clustered_standard_error,
     half_of,
     macro_average,
     mean_over_items,
     pass_at_k,
+    score_interval,
 )
 from deftune.evaluation.suites import Kind, Suite, Task, coverage, size_note
-from deftune.training.runs import differences
 
-Record = dict[str, Any]
 PASS_AT = (1, 2, 4, 8, 16, 32, 64)
+FIRST_ERRORS = 20  # an endpoint whose first answers are all errors is asked no further: the call is probably wrong
 
 
 @dataclass(frozen=True)
@@ -69,122 +68,55 @@ class Settings:
         return 1 if temperature == 0 else self.samples
 
 
-class Result:
-    """A result's folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.samples = folder / "samples.jsonl"
-        self.graded = folder / "graded.jsonl"
-
-    def check(self, settings: Any) -> None:
-        """Refuse a folder that holds something else: before a model is loaded, and without writing anything."""
-        path = self.folder / "settings.json"
-        now = json.loads(json.dumps(dataclasses.asdict(settings)))
-        held = sorted(entry.name for entry in self.folder.iterdir()) if self.folder.exists() else []
-        if held in ([], [path.name]):  # no answer yet: begun, but nothing came of it
-            return
-        if path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            before.pop("deftune", None)
-            if "engine" in now:
-                # older results name none: an endpoint's has no encoding, and vLLM could not be asked for
-                before.setdefault("engine", {"name": "transformers" if before.get("encoding") else "endpoint"})
-                for content in (before, now):  # recorded as deftune's own is: an upgrade goes on
-                    content["engine"].pop("version", None)
-            if changed := differences(before, now):
-                raise ValueError(
-                    f"{self.folder}: holds another evaluation ({'; '.join(changed[:4])}); choose another "
-                    f"folder with --out"
-                )
-            return
-        raise ValueError(f"{self.folder}: is not empty and no result; choose another folder with --out")
-
-    def open(self, settings: Any) -> None:
-        """Begin, or go on; another evaluation's folder is refused."""
-        self.check(settings)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if [entry.name for entry in self.folder.iterdir()] in ([], ["settings.json"]):
-            now = {"deftune": __version__, **dataclasses.asdict(settings)}
-            write_atomic(self.folder / "settings.json", json.dumps(now, indent=1))
-
-    def settings(self) -> Record:
-        try:
-            return json.loads((self.folder / "settings.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{self.folder}: is no result (no settings.json); `deftune eval MODEL` makes one"
-            ) from error
-
-    def read_samples(self) -> list[Record]:
-        """Every answer so far; a line cut off by a kill is asked for again."""
-        return list(read_lines(self.samples))
-
-    def read_graded(self) -> list[Record]:
-        if not self.graded.is_file():
-            raise ValueError(f"{self.folder}: is not graded yet; run the same `deftune eval` again, it goes on")
-        return list(read_lines(self.graded))
-
-    def summary(self) -> Record:
-        path = self.folder / "summary.json"
-        if not path.is_file():
-            self.settings()  # or an error that says it is no result
-            raise ValueError(f"{self.folder}: has no summary yet; run the same `deftune eval` again, it goes on")
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
-def read_lines(path: Path) -> Iterator[Record]:
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="surrogatepass").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record  # pyright: ignore[reportUnknownVariableType]
-
-
-Key = tuple[str, str, float, int]  # task, item, temperature, sample: what makes an answer one
-
-
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
-def missing_items(have: Container[Key], name: str, items: list[Item], temperature: float, samples: int) -> list[Item]:
-    """The items of which an answer is not there."""
-    return [item for item in items if any((name, item.id, temperature, i) not in have for i in range(samples))]
+def missing_samples(
+    recorded: Mapping[Key, Record], name: str, items: Sequence[Item], temperature: float, samples: int
+) -> list[Prompt]:
+    """What is left to ask: each item with the samples that have no answer. Those that only have errors come last."""
+    fresh: list[Prompt] = []
+    failed: list[Prompt] = []
+    for item in items:
+        records = [recorded.get((name, item.id, temperature, i)) for i in range(samples)]
+        wanted = tuple(i for i, record in enumerate(records) if record is None or record["finish"] == "error")
+        if wanted:
+            prompt = Prompt(item.id, list(item.messages), wanted)
+            (fresh if any(records[i] is None for i in wanted) else failed).append(prompt)
+    return fresh + failed
 
 
-def answers_in(result: Result) -> set[Key]:
-    return {(r["task"], r["id"], r["temperature"], r["sample"]) for r in result.read_samples()}
-
-
-def answered(result: Result, settings: Settings, tasks: dict[str, tuple[Task, list[Item]]]) -> bool:
-    """Whether nothing is left to ask: no model is needed."""
-    have = answers_in(result)
+def answered(result: Result, settings: Settings, tasks: Tasks, *, with_errors: bool = False) -> bool:
+    """Whether nothing is left to ask: no model is needed. ``with_errors``: an error counts as an answer."""
+    recorded = result.latest_samples()
+    if with_errors:
+        recorded = {key: {**record, "finish": "stop"} for key, record in recorded.items()}
     return not any(
-        missing_items(have, name, items, temperature, settings.samples_at(temperature))
+        missing_samples(recorded, name, items, temperature, settings.samples_at(temperature))
         for name, (_, items) in tasks.items()
         for temperature in settings.temperatures
     )
 
 
 def ask(
-    result: Result, settings: Settings, tasks: dict[str, tuple[Task, list[Item]]], sampler: Sampler,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    result: Result, settings: Settings, tasks: Tasks, sampler: Sampler,
+    progress: Callable[[str, int, int], None] = lambda *_: None, notice: Callable[[str], None] = lambda _: None,
 ) -> None:  # fmt: skip
-    """Fill `samples.jsonl`: every answer is there once, whatever was there before."""
-    have = answers_in(result)
+    """Fill `samples.jsonl`: every answer is there once, whatever was there before; an error is asked again.
+
+    ``progress`` is given (task and temperature, answers so far, all of them), ``notice`` the first error of each.
+    """
+    recorded = result.latest_samples()
+    untried = not recorded and settings.engine["name"] == "endpoint"
     drop_cut_line(result.samples)
     for name, (task, items) in tasks.items():
         limit = settings.max_new_tokens or task.max_new_tokens
         for temperature in settings.temperatures:
-            number = settings.samples_at(temperature)
-            missing = missing_items(have, name, items, temperature, number)
-            total, done = len(items) * number, (len(items) - len(missing)) * number
-            progress(f"{name} T={temperature:g}", done, total)
-            prompts = [Prompt(item.id, list(item.messages)) for item in missing]
+            number, label, errors = settings.samples_at(temperature), f"{name} T={temperature:g}", 0
+            prompts = missing_samples(recorded, name, items, temperature, number)
+            total = len(items) * number
+            done = total - sum(len(prompt.samples or ()) for prompt in prompts)
+            progress(label, done, total)
             if not prompts:
                 continue
             with result.samples.open("a", encoding="utf-8") as file:
@@ -193,32 +125,31 @@ def ask(
                     seed=settings.seed,
                 ):  # fmt: skip
                     done += 1
-                    progress(f"{name} T={temperature:g}", min(done, total), total)
+                    progress(label, done, total)
                     key = (name, output.id, temperature, output.sample)
-                    if key in have:  # of an item that was half done; it is the same answer
-                        continue
-                    have.add(key)
                     record = {"task": key[0], "id": key[1], "temperature": key[2], "sample": key[3],
                               "text": output.text, "tokens": output.tokens, "finish": output.finish}  # fmt: skip
-                    file.write(json.dumps(record | ({"note": output.note} if output.note else {})) + "\n")
-                    file.flush()
-
-
-def drop_cut_line(path: Path) -> None:
-    """A kill may leave half a line; the next answer must not be glued to it."""
-    if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
+                    record |= {"note": output.note} if output.note else {}
+                    if recorded.get(key) != record:  # the same error again needs no second line
+                        file.write(json.dumps(record) + "\n")
+                        file.flush()
+                    recorded[key] = record
+                    if output.finish != "error":
+                        untried = False
+                        continue
+                    errors += 1
+                    if errors == 1:
+                        notice(f"{output.id}: {output.note}; recorded as an error, the others are asked")
+                    if untried and errors == FIRST_ERRORS:
+                        raise SamplerError(f"the first {errors} answers are all errors: {output.id}: {output.note}")
 
 
 # --- grading ----------------------------------------------------------------------------------------------------------
 
 
-def grade(
-    result: Result, settings: Settings, tasks: dict[str, tuple[Task, list[Item]]], *, workers: int = 2
-) -> list[Record]:
+def grade(result: Result, settings: Settings, tasks: Tasks, *, workers: int = 2) -> list[Record]:
     """Extraction and verdict of every answer, in the order of tasks, items, temperatures and samples."""
-    answers = {(r["task"], r["id"], r["temperature"], r["sample"]): r for r in result.read_samples()}
+    answers = result.latest_samples()
     graded: list[Record] = []
     asked: list[tuple[Kind, Item, str]] = []
     for name, (task, items) in tasks.items():
@@ -229,7 +160,8 @@ def grade(
                     if answer is None:
                         raise ValueError(f"{result.samples}: {name} {item.id} has no answer {i} at T={temperature:g}")
                     graded.append({**answer, "prompt": item.messages[-1]["content"], "gold": item.gold})
-                    asked.append((task.kind, item, answer["text"]))
+                    # an error is no answer, whatever came before it: it scores 0 and is counted as an error
+                    asked.append((task.kind, item, "" if answer["finish"] == "error" else answer["text"]))
     for record, score in zip(graded, score_answers(asked, choice_rule=settings.rule, workers=workers)):
         record |= score
     write_atomic(result.graded, "".join(json.dumps(record) + "\n" for record in graded))
@@ -248,18 +180,44 @@ def by_item(graded: Iterable[Record], task: str, temperature: float, column: str
     return dict(scores)
 
 
+def error_record(mine: Sequence[Record]) -> Record:
+    """How many answers are errors, and an example of each kind: notes that differ in numbers alone are of one kind."""
+    failed = [r for r in mine if r["finish"] == "error"]
+    kinds: dict[str, Record] = {}
+    for r in failed:
+        note = str(r.get("note") or "no reason recorded")
+        kind = kinds.setdefault(re.sub(r"\d+", "#", note.partition(": ")[0]), {"count": 0, "id": r["id"], "note": note})
+        kind["count"] += 1
+    return {"count": len(failed), "of": len(mine), "kinds": sorted(kinds.values(), key=lambda kind: -kind["count"])}
+
+
+def describe_errors(row: Record) -> str:
+    """`7 of 40 answers are errors and score 0: ...` of a summary's row; "" where there are none, or none were counted.
+
+    >>> kinds = [{"count": 2, "id": "gsm8k/3", "note": "HTTP 400 Bad Request"}]
+    >>> describe_errors({"errors": {"count": 2, "of": 40, "kinds": kinds}})
+    '2 of 40 answers are errors and score 0: gsm8k/3: HTTP 400 Bad Request (and 1 like it)'
+    """
+    errors: Record = row.get("errors") or {"count": 0}
+    if not errors["count"]:
+        return ""
+    shown = [f"{k['id']}: {k['note']}" + (f" (and {k['count'] - 1} like it)" if k["count"] > 1 else "")
+             for k in errors["kinds"][:3]]  # fmt: skip
+    more = f"; and {len(errors['kinds']) - 3} other kinds" if len(errors["kinds"]) > 3 else ""
+    return f"{errors['count']} of {errors['of']} answers are errors and score 0: {'; '.join(shown)}{more}"
+
+
 def summarize(
-    settings: Settings, suite: Suite | None, tasks: dict[str, tuple[Task, list[Item]]], graded: list[Record],
-    missing: dict[str, str],
-) -> Record:  # fmt: skip
-    """Scores by task and temperature with standard errors clustered by item and bootstrap intervals; averages."""
+    settings: Settings, suite: Suite | None, tasks: Tasks, graded: list[Record], missing: dict[str, str]
+) -> Record:
+    """Scores by task and temperature with standard errors clustered by item and intervals; averages; errors."""
     rows: list[Record] = []
     for name, (task, items) in tasks.items():
         for temperature in settings.temperatures:
             mine = [r for r in graded if r["task"] == name and r["temperature"] == temperature]
             scores = by_item(mine, name, temperature)
             samples = list(scores.values())
-            interval = bootstrap_interval(samples)
+            interval = score_interval(samples)
             number = settings.samples_at(temperature)
             row: Record = {
                 "task": name, "version": task.version, "temperature": temperature, "items": len(items),
@@ -268,7 +226,7 @@ def summarize(
                 "pass_at": {k: mean_over_items([[pass_at_k(number, round(sum(s)), k)] for s in samples])
                             for k in PASS_AT if k <= number},
                 "extracted": dict(Counter(str(r["how"]) for r in mine)),
-                "finished": dict(Counter(r["finish"] for r in mine)),
+                "finished": dict(Counter(r["finish"] for r in mine)), "errors": error_record(mine),
                 "note": size_note(task, len(items)) if settings.limit is None else f"a sample of {len(items)} items",
             }  # fmt: skip
             if task.kind == "figfont":
@@ -276,7 +234,9 @@ def summarize(
             if verdicts := Counter(r["verdict"] for r in mine if "verdict" in r):
                 row["verdicts"] = dict(verdicts)
             rows.append(row)
-    summary: Record = {"settings": dataclasses.asdict(settings), "rows": rows, "missing": missing}
+    summary: Record = {
+        "settings": dataclasses.asdict(settings), "data": describe_data(tasks), "rows": rows, "missing": missing
+    }  # fmt: skip
     if len(settings.temperatures) > 1:
         summary["best_temperature"] = {
             name: dataclasses.asdict(best_temperature({t: by_item(graded, name, t) for t in settings.temperatures}))
@@ -300,13 +260,15 @@ def average(suite: Suite, rows: list[Record], temperature: float) -> Record:
 
 def load_items(
     names: Iterable[tuple[Task, bool]], data: Path | None, limit: int | None
-) -> tuple[dict[str, tuple[Task, list[Item]]], dict[str, str]]:
+) -> tuple[Tasks, dict[str, str]]:
     """(tasks with their items, tasks whose data is missing and why); one that was asked for by name must be there."""
-    found: dict[str, tuple[Task, list[Item]]] = {}
+    found: Tasks = {}
     missing: dict[str, str] = {}
     for task, asked in names:
         try:
-            found[task.name] = (task, read_task(task, data, limit=limit))
+            path = find_data(task, data)
+            chosen = task if path is None else with_data(task, path)  # so that a result can say where it was
+            found[task.name] = (chosen, read_task(chosen, None, limit=limit))
         except MissingData as error:
             if asked:
                 raise

@@ -1,7 +1,8 @@
 """Our tasks for EleutherAI's lm-evaluation-harness: the same prompts, golds and verdicts, run by `lm_eval`.
 
 `export_tasks` writes, for every task, its items (JSONL) and a task file (YAML), a group for each suite, and one small
-Python file that hands answers to `process_results`. The harness then generates, and our extraction and grading score.
+Python file that reads the items and hands answers to `process_results`. The harness then generates, and our extraction
+and grading score. The files name each other relative to their folder, which may be moved.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ from deftune.evaluation.suites import Kind, Suite, Task
 
 MODULE = "deftune_scoring"
 PREFIX = "deftune_"
-_SHIM = '''"""Scores the answers to the tasks beside this file; written by `deftune eval export-tasks`."""
+_SHIM = '''"""Reads and scores the tasks beside this file; written by `deftune eval export-tasks`."""
 
-from deftune.evaluation.harness import process_results
+from pathlib import Path
 
-__all__ = ["process_results"]
+from deftune.evaluation.harness import process_results, read_documents
+
+__all__ = ["process_results", "read_items"]
+
+
+def read_items(file, **others):
+    return read_documents(Path(__file__).parent / file)
 '''
 
 
@@ -37,17 +44,18 @@ def export_tasks(folder: Path, tasks: Mapping[str, tuple[Task, list[Item]]], sui
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: is not empty; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    folder = folder.resolve()
     (folder / "data").mkdir()
     write_atomic(folder / f"{MODULE}.py", _SHIM)
     for name, (task, items) in tasks.items():
         lines = [json.dumps(_document(task, item)) + "\n" for item in items]
-        path = folder / "data" / f"{name}.jsonl"
-        write_atomic(path, "".join(lines))
-        write_atomic(folder / f"{name}.yaml", _task_file(task, path))
+        file = f"data/{name}.jsonl"
+        write_atomic(folder / file, "".join(lines))
+        write_atomic(folder / f"{name}.yaml", _task_file(task, file))
     names = [PREFIX + name for name in tasks]
     for suite in suites:
         have = [PREFIX + name for name in suite.averaged if name in tasks]
+        if not have:  # the harness has no average of nothing
+            continue
         group = {
             "group": PREFIX + suite.name,
             "task": have,
@@ -67,17 +75,18 @@ def _document(task: Task, item: Item) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _task_file(task: Task, path: Path) -> str:
+def _task_file(task: Task, file: str) -> str:
     metrics = ["score", *(["similarity"] if task.kind == "figfont" else [])]
     content = {
         "task": PREFIX + task.name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "dataset_path": "",  # the harness wants the key, and the function below reads the items
+        "custom_dataset": "FUNCTION read_items",
+        "dataset_kwargs": {"file": file},
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "{{prompt}}",
         "doc_to_target": "{{gold}}",
-        "process_results": "FUNCTION",
+        "process_results": "FUNCTION process_results",
         "generation_kwargs": {
             "until": [],
             "do_sample": False,
@@ -88,7 +97,14 @@ def _task_file(task: Task, path: Path) -> str:
         "metadata": {"version": task.version},
     }
     # the harness's own tag, which no plain YAML writer knows
-    return re.sub(r"\bFUNCTION\b", f"!function {MODULE}.process_results", yaml.safe_dump(content, sort_keys=False))
+    return re.sub(r"\bFUNCTION ", f"!function {MODULE}.", yaml.safe_dump(content, sort_keys=False))
+
+
+def read_documents(path: Path) -> Any:
+    """The exported items as the harness takes a dataset: {"test": rows}."""
+    import datasets
+
+    return datasets.load_dataset("json", data_files={"test": str(path)})
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:

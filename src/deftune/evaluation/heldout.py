@@ -24,6 +24,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,14 +33,15 @@ from torch import Tensor
 from deftune.data.encoding import Encoded, EncodedRows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation.clustered import Value, interval_of, resample, swap_p_value
-from deftune.evaluation.evaluate import Record, Result, drop_cut_line, read_lines
-from deftune.evaluation.statistics import holm
+from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
+from deftune.evaluation.statistics import Interval, equal_differences_interval, holm, wilson_interval
 from deftune.objectives.stats import TokenStats, topk
 from deftune.training.scoring import score_batches
 
 VERSION = "1"
 BINS = 15
 SAME = 1e-6  # of log p: rounding, where the likeliest token is the target itself
+ROW = {"row": int, "where": str, "targets": str, "calibration": [NUMBER]}  # and the columns, which are numbers
 COLUMNS = ("tokens", "nll", "p", "focus", "entropy", "top1", "ends", "end_p", "end_top1")
 
 
@@ -117,10 +119,17 @@ def measure(
     """Fill `rows.jsonl`: every row is there once, whatever was there before."""
     path = result.folder / "rows.jsonl"
     drop_cut_line(path)
-    have = {record["row"]: record for record in read_lines(path)}
-    for place, record in have.items():
-        if place >= len(encoded.examples) or fingerprint(encoded.examples[place]) != record["targets"]:
-            raise ValueError(f"{path}: {record['where']} has other tokens now; the data changed: choose another --out")
+    have = {record["row"]: record for record in _read_rows(path, "delete that line and run the same command")}
+    changed = [
+        record
+        for place, record in have.items()
+        if place >= len(encoded.examples) or fingerprint(encoded.examples[place]) != record["targets"]
+    ]
+    if changed:
+        raise ValueError(
+            f"{path}: {len(changed)} of {len(have)} rows have other tokens now, such as {changed[0]['where']}; pass "
+            f"the data that this result was made with, or choose another folder with --out"
+        )
     missing = [place for place in range(len(encoded.examples)) if place not in have]
     progress(len(have), len(encoded.examples))
     with path.open("a", encoding="utf-8") as file:
@@ -150,8 +159,8 @@ def summarize(settings: HeldoutSettings, records: Sequence[Record], facts: Seque
     rows: list[Record] = []
     for name, value in METRICS.items():
         score = float(value(sums.sum(0)))
-        interval = interval_of(value(drawn))
         has = score == score  # 0 / 0: no row ends
+        interval = metric_interval(name, score, sums, interval_of(value(drawn))) if has else Interval(0, 0)
         rows.append({
             "task": "heldout", "metric": name, "items": len(records), "tokens": int(sums[:, 0].sum()),
             "score": score if has else None, "interval": [interval.low, interval.high] if has else None,
@@ -159,10 +168,29 @@ def summarize(settings: HeldoutSettings, records: Sequence[Record], facts: Seque
     return {"settings": dataclasses.asdict(settings), "rows": rows, "ends": int(sums[:, 6].sum()), "facts": list(facts)}
 
 
+def metric_interval(name: str, score: float, sums: Tensor, drawn: Interval) -> Interval:
+    """The interval of a metric, of which ``drawn`` is the bootstrap's.
+
+    `end_top1` is a proportion of rows, so its interval is Wilson's; `top1`'s is where every row has the same share.
+    """
+    ends = float(sums[:, COLUMNS.index("ends")].sum())
+    if name == "end_top1":
+        return wilson_interval(score, ends)
+    return wilson_interval(score, len(sums)) if name == "top1" and drawn.low == drawn.high else drawn
+
+
+def _read_rows(path: Path, remedy: str) -> list[Record]:
+    return read_lines(path, {**ROW, **dict.fromkeys(COLUMNS, NUMBER)}, remedy) if path.is_file() else []
+
+
 def read_rows(result: Result) -> list[Record]:
     """The rows of a finished result."""
-    result.summary()  # or an error that says it is not finished
-    return sorted(read_lines(result.folder / "rows.jsonl"), key=lambda record: record["row"])
+    expected = result.summary()["rows"][0]["items"]  # or an error that says it is not finished
+    path, remedy = result.folder / "rows.jsonl", "run the same `deftune eval` again, it measures what is missing"
+    rows = _read_rows(path, remedy)
+    if len({record["row"] for record in rows}) != expected or len(rows) != expected:
+        raise ValueError(f"{path}: has {len(rows)} of {expected} rows; it was cut or changed; {remedy}")
+    return sorted(rows, key=lambda record: record["row"])
 
 
 def compare(base: Result, other: Result) -> list[Record]:
@@ -183,6 +211,9 @@ def compare(base: Result, other: Result) -> list[Record]:
         if old != old or new != new:
             continue
         interval = interval_of(value(drawn[:, width:]) - value(drawn[:, :width]))
+        if name in ("top1", "end_top1") and interval.low == interval.high:
+            number = len(before) if name == "top1" else int(a[:, COLUMNS.index("ends")].sum())
+            interval = equal_differences_interval(new - old, number)
         rows.append({
             "task": "heldout", "metric": name, "items": len(before), "base": old, "score": new, "difference": new - old,
             "interval": [interval.low, interval.high], "p": swap_p_value(b, a, value),

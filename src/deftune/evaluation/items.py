@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from deftune.data.rows import SUFFIXES, BadRows, Record, read_records
+from deftune.data.rows import SKIP_REMEDY, SUFFIXES, BadRows, Fault, Record, RowError, read_records
 from deftune.evaluation.grading import EQUAL, Rule
+from deftune.evaluation.readers import REPAIR
 from deftune.evaluation.suites import Task, task_named
 
 GENERATED_SIZE = 1000  # of the held-out FigFont splits, which have no end
@@ -150,10 +151,22 @@ def _records(task: Task, data_dir: str | Path | None, limit: int | None) -> Iter
         )  # fmt: skip
     path = find_data(task, data_dir)
     if path is not None:
-        return read_records(path, BadRows())
+        return _benchmark_rows(path)
     from deftune.data.sources import read_hub
 
     return read_hub(cast("str", source.hub), source.split, streaming=False)
+
+
+def _benchmark_rows(path: Path) -> Iterator[Record]:
+    """The rows of a file; the advice about one that cannot be read is that of a benchmark, not of training data."""
+    try:
+        yield from read_records(path, BadRows())
+    except RowError as error:
+        kind, detail, remedy = error.fault.kind, error.fault.detail, error.fault.remedy
+        if SKIP_REMEDY not in remedy:
+            raise
+        also = "" if "messages" in remedy else remedy.removesuffix(SKIP_REMEDY)  # the shape of a row of training data
+        raise RowError(error.where, Fault(kind, detail, also + REPAIR)) from None
 
 
 def render_prompt(template: str, fields: Mapping[str, str]) -> str:

@@ -88,7 +88,7 @@ class TransformersSampler(TokenSampler):
         yield from refused
         waiting: list[Answer] = []
         for prompt, ids, limit in asked:
-            for sample in range(settings.samples):
+            for sample in settings.samples_of(prompt):
                 key = derive_key(settings.seed, prompt.id, sample)
                 waiting.append(Answer(prompt, sample, ids, limit, (signed(key >> 32), signed(key))))
         if not waiting:

@@ -15,10 +15,15 @@ Finish = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked. ``id`` names it, in the results and in the hash that its chance comes from."""
+    """What is asked. ``id`` names it, in the results and in the hash that its chance comes from.
+
+    ``samples`` are the numbers of the answers that are wanted, such as (0, 3) where 1 and 2 are there already; None is
+    all of them.
+    """
 
     id: str
     messages: Sequence[Mapping[str, Any]]
+    samples: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class Settings(NamedTuple):
     max_new_tokens: int
     seed: int
 
+    def samples_of(self, prompt: Prompt) -> Sequence[int]:
+        """The numbers of the answers to make for a prompt."""
+        return range(self.samples) if prompt.samples is None else prompt.samples
+
     def checked(self, prompts: Sequence[Prompt]) -> Settings:
         """Themselves; what cannot be asked is a ValueError."""
         if self.samples < 1:
@@ -73,6 +82,8 @@ class Settings(NamedTuple):
             if prompt.id in seen:
                 raise ValueError(f"two prompts have the id {prompt.id!r}; their answers could not be told apart")
             seen.add(prompt.id)
+            if not set(self.samples_of(prompt)) <= set(range(self.samples)):
+                raise ValueError(f"{prompt.id!r} wants samples {prompt.samples}; there are {self.samples}, from 0")
         return self
 
 
@@ -132,7 +143,7 @@ class TokenSampler(Sampler):
                 if room < 1:
                     raise ValueError(f"{len(ids)} tokens of prompt leave no room in the model's {self.max_length}")
             except ValueError as error:
-                refused += [Output(prompt.id, i, "", 0, "error", str(error)) for i in range(settings.samples)]
+                refused += [Output(prompt.id, i, "", 0, "error", str(error)) for i in settings.samples_of(prompt)]
                 continue
             asked.append((prompt, ids, int(min(room, settings.max_new_tokens))))
         return asked, refused

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
@@ -89,6 +90,64 @@ def estimate(values: Sequence[float]) -> Estimate:
         return Estimate(mean, math.nan)
     squares = math.fsum((value - mean) ** 2 for value in values)
     return Estimate(mean, math.sqrt(squares / (count * (count - 1))))
+
+
+def wilson_interval(share: float, items: float, *, confidence: float = 0.95) -> Interval:
+    """Wilson's interval of a proportion: 0 of n and n of n have one too.
+
+        (p + z^2/2n -+ z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n)        z the normal quantile of the confidence
+
+    >>> round(wilson_interval(0.0, 10).high, 4), round(wilson_interval(1.0, 10).low, 4)
+    (0.2775, 0.7225)
+    """
+    if not 0 <= share <= 1 or not items > 0:
+        raise ValueError(f"a share lies in [0, 1] and is of more than 0 items, got {share} of {items}")
+    square = _z(confidence) ** 2 / items
+    middle, half = share + square / 2, math.sqrt(square * (share * (1 - share) + square / 4))
+    low = 0.0 if share == 0 else (middle - half) / (1 + square)
+    high = 1.0 if share == 1 else (middle + half) / (1 + square)
+    return Interval(low, high)
+
+
+def _z(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: between 0 and 1, got {confidence}")
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def score_interval(samples: Samples, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0) -> Interval:
+    """The interval of `mean_over_items` for scores from 0 to 1.
+
+    Where each item is right or wrong (one sample, or samples that all agree) the score is a proportion of items, and
+    the interval is `wilson_interval`. Otherwise it is `bootstrap_interval`, unless all items have the same mean: every
+    resample is then the same, which says nothing about other items, and the interval is Wilson's over the items. The
+    number of items, not of samples, counts: how much the samples of an item agree cannot be seen there.
+
+    >>> score_interval([[0.0]] * 10) == wilson_interval(0.0, 10)
+    True
+    """
+    means = item_means(samples)
+    whole = all(mean in (0, 1) for mean in means)
+    if (whole or len(set(means)) == 1) and all(0 <= mean <= 1 for mean in means):
+        return wilson_interval(math.fsum(means) / len(means), len(means), confidence=confidence)
+    return _bootstrap(means, confidence, resamples, seed)
+
+
+def equal_differences_interval(difference: float, items: int, *, confidence: float = 0.95) -> Interval:
+    """The interval of a mean of ``items`` paired differences, from -1 to 1, that are all the same.
+
+    Resampling them says that nothing else is possible. Where all are 0 the interval is Tango's score interval for
+    paired proportions without a discordant pair, -+ z^2/(n + z^2): Wilson's bound of 0 of n on either side. Elsewhere
+    it is Wilson's of (d + 1)/2, moved back.
+
+    >>> round(equal_differences_interval(0.0, 10).high, 4)
+    0.2775
+    """
+    if difference == 0:
+        bound = wilson_interval(0.0, items, confidence=confidence).high
+        return Interval(-bound, bound)
+    share = wilson_interval((difference + 1) / 2, items, confidence=confidence)
+    return Interval(2 * share.low - 1, 2 * share.high - 1)
 
 
 def bootstrap_interval(
@@ -170,7 +229,7 @@ def paired(
     The p-value is the sign-flip test's: were the two runs the same, each d_i would be as likely as -d_i, so p is the
     share of sign patterns whose |sum| is at least the observed one. With at most ``exact_up_to`` nonzero d_i all
     patterns are counted; otherwise ``permutations`` of them are drawn and p = (r + 1) / (m + 1), never 0. The interval
-    is the bootstrap's over items.
+    is the bootstrap's over items; `equal_differences_interval` where all d_i are the same.
 
     >>> paired([[1], [1], [1], [0]], [[0], [0], [0], [0]]).p_value
     0.25
@@ -182,7 +241,10 @@ def paired(
     nonzero = [d for d in differences if d != 0]
     exact = len(nonzero) <= exact_up_to
     p_value = _exact_sign_flips(nonzero) if exact else _drawn_sign_flips(nonzero, permutations, seed)
-    interval = _bootstrap(differences, confidence, resamples, seed)
+    if len(set(differences)) == 1 and abs(differences[0]) <= 1:
+        interval = equal_differences_interval(differences[0], len(differences), confidence=confidence)
+    else:
+        interval = _bootstrap(differences, confidence, resamples, seed)
     return Paired(whole.mean, whole.standard_error, interval, p_value, len(differences), exact)
 
 

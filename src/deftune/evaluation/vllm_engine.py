@@ -44,7 +44,7 @@ class VllmSampler(TokenSampler):
         asked, refused = self.encode_all(prompts, settings)
         yield from refused
         done = len(refused)
-        each = [(*one, sample) for one in asked for sample in range(settings.samples)]
+        each = [(*one, sample) for one in asked for sample in settings.samples_of(one[0])]
         for start in range(0, len(each), AT_ONCE):
             some = each[start : start + AT_ONCE]
             inputs = [self._vllm.TokensPrompt(prompt_token_ids=ids) for _, ids, _, _ in some]
