@@ -153,17 +153,20 @@ _CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
 _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 
 
-def _decide_by_text(gold: str, answer: str) -> str | None:
-    """Why two answers that are not the same text must be different, though math-verify may take them for equal."""
+def _decide_by_text(gold: str, answer: str) -> Verdict | None:
+    """The verdict on normalised answers whose meaning math-verify drops: a numeral's base, a time of day, set braces."""
+    if gold == answer:
+        return Verdict(True, "exact")
     ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
-    if ours and theirs and ours.groups() != theirs.groups():  # math-verify drops the base: 42_7 would be 42_8
-        return "numerals with a base"
+    if ours and theirs:  # 42_7 would be 42_8
+        return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
     if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
         other = _CLOCK.fullmatch(answer)
-        if other is None or other.groups() != clock.groups():
-            return "times of day"
+        return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
     shapes = [match and match[1] == r"\{" for match in (_BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer))]
-    return "a set and a pair or an interval" if None not in shapes and shapes[0] != shapes[1] else None
+    if None not in shapes and shapes[0] != shapes[1]:
+        return Verdict(False, "exact", "a set, and a pair or an interval")
+    return None
 
 
 _MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
@@ -369,12 +372,10 @@ class Grader:
         if normalize_answer(gold) == normalize_answer(answer):
             return Verdict(True, "exact")
         pair = _prepare(gold, answer, rule)
-        ours, theirs = normalize_answer(pair.gold), normalize_answer(pair.answer)
-        reason = pair.differ or _decide_by_text(ours, theirs)
-        if reason:
-            return Verdict(False, "exact", reason)
-        if ours and ours == theirs:
-            return Verdict(True, "exact")
+        if pair.differ:
+            return Verdict(False, "exact", pair.differ)
+        if not pair.percentage and (verdict := _decide_by_text(*map(normalize_answer, (pair.gold, pair.answer)))):
+            return verdict
         return [
             _for_math_verify(pair.gold, pair.gold), _for_math_verify(pair.answer, pair.gold),
             rule.relative, rule.absolute, pair.percentage,
