@@ -51,6 +51,9 @@ class Comparison:
             return self._lists(gold, golds, answer, answers)
         stated, given = _relations(gold), _relations(answer)
         if stated is not None and given is not None:
+            if len(given) == 1 and _is_equation(given[0]) and isinstance(given[0].rhs, sympy.Set):  # x in (3, 4)
+                if not all(_is_equation(relation) for relation in stated):
+                    return self._by_math_verify(gold, given[0].rhs)
             return self._all_relations(stated, given)
         if stated is not None:
             if len(stated) == 1 and _is_equation(stated[0]) and _is_name(stated[0].lhs):

@@ -117,7 +117,7 @@ def count_answers(gold: str, *, parted: bool = False) -> int:
     """
     if not parted and _THOUSANDS.fullmatch(gold):
         return 1
-    if braced := re.fullmatch(r"\s*\\\{(.*)\\\}\s*", gold, re.DOTALL):
+    if braced := re.fullmatch(r"\s*\\?\{([^{}]*|.*\\)\}\s*", gold, re.DOTALL):
         gold = braced[1]
     gold = re.sub(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)", ",", gold)
     depth, outside, start = 0, "", 0
@@ -161,7 +161,7 @@ def extract_final(text: str, *, several: int = False, cut_off: bool = False) -> 
     ``boxed``: `extract_boxed`. ``marked``: the last line "#### ...". ``stated``: what follows the last "answer is",
     "answer must be" or "answer:", up to the end of its sentence, without "therefore" or "approximately"; a formula that
     begins it is taken without its dollars, and words after a number are dropped ("18 dollars" and "18, since ..." are
-    18, unless they join another number with "and" or "or"). ``last_number``: the last number in the text, with its
+    18, unless they join another number with "and" or "or"); of a whole sentence its last number. ``last_number``: the last number in the text, with its
     sign and its "/n", unless "not" stands before it.
 
     ``cut_off``: the text ended at the token limit. Its last number is then one of a derivation, and no answer; a marked
@@ -216,6 +216,8 @@ def _phrase(text: str, start: int) -> str:
         return ""
     if number := _BEGINS_WITH_NUMBER.match(phrase):
         phrase = _number_of(number.group(), phrase[number.end() :]) or phrase
+    elif len(_PROSE.findall(phrase)) > 2 and (last := _last(_LAST_NUMBER, phrase)):  # "the volume of the box is 120"
+        phrase = last.group()
     return phrase.replace("$", "").strip()
 
 

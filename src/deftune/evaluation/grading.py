@@ -222,7 +222,14 @@ _NOT_VARIABLES = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])"
 )
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$")
-_COMMAND_TO_DROP = re.compile(r"\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO}")
+_ABOUT = re.compile(r"\s*(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
+_IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
+# what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
+_LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
+_LABELLED = re.compile(
+    rf"(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
+    r"\s*=\s*(?=[^=<>]*[0-9])"
+)
 
 
 def _has_variables(gold: str) -> bool:
@@ -242,7 +249,13 @@ class _Pair:
 
 
 def _prepare(gold: str, answer: str, rule: Rule) -> _Pair:
-    gold, answer = _trimmed(gold), _trimmed(_COMMAND_TO_DROP.sub(" ", answer))
+    gold, answer = (_trimmed(_IN_DOLLARS.sub(r"\1", text)) for text in (gold, answer))
+    if about := _ABOUT.match(answer):
+        answer = answer[about.end() :].strip()
+    if "=" in gold and "=" not in answer:
+        parts = gold.split(",")
+        if all(_LABELLED.match(part.strip()) for part in parts):
+            gold = ", ".join(_LABELLED.sub("", part.strip(), count=1) for part in parts)
     if rule.several and answer.count(",") == gold.count(","):  # "8,221" beside "221,8" is no number of thousands
         gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
     value, unit = split_unit(gold, words=True)
