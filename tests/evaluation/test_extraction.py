@@ -232,30 +232,73 @@ CHOICES = [
     ("E", None, "none"),
     ("", None, "none"),
     # the prompt's own form and what models make of it
-    *[(text, "B", "stated") for text in (
-        "Answer: <B>", 'Answer: "B"', "Answer: [B]", "Answer: `B`", "Answer: 'B'", "Answer: b", "Answer: (b)", "Answer:B",
-        "Answer: b) zinc", "**Answer**: B", "**Answer: B**", "Answer - B", "### Answer\nB", "**Final Answer**\n\n**B**",
-        "Answer:\nB", "Option B is correct", "Option B is correct.", "(B) is correct", "B is the correct answer.",
-        "I choose B", "I would go with (B).", "the answer must be B", "The best choice is option B.", "It's B.",
-        "Answer is option b.", "The answer is B because A is incorrect.", "The answer is B. Option A is wrong.",
-        "The answer is B, not A.", "Option A is incorrect. Option B is correct.", "The answer to this question is B.",
-        "If the answer is A, then iron falls. So the answer is B.",
-        "Many think the answer is A. They are wrong; it is B.",
-    )],
+    *[
+        (text, "B", "stated")
+        for text in (
+            "Answer: <B>",
+            'Answer: "B"',
+            "Answer: [B]",
+            "Answer: `B`",
+            "Answer: 'B'",
+            "Answer: b",
+            "Answer: (b)",
+            "Answer:B",
+            "Answer: b) zinc",
+            "**Answer**: B",
+            "**Answer: B**",
+            "Answer - B",
+            "### Answer\nB",
+            "**Final Answer**\n\n**B**",
+            "Answer:\nB",
+            "Option B is correct",
+            "Option B is correct.",
+            "(B) is correct",
+            "B is the correct answer.",
+            "I choose B",
+            "I would go with (B).",
+            "the answer must be B",
+            "The best choice is option B.",
+            "It's B.",
+            "Answer is option b.",
+            "The answer is B because A is incorrect.",
+            "The answer is B. Option A is wrong.",
+            "The answer is B, not A.",
+            "Option A is incorrect. Option B is correct.",
+            "The answer to this question is B.",
+            "If the answer is A, then iron falls. So the answer is B.",
+            "Many think the answer is A. They are wrong; it is B.",
+        )
+    ],
     # a letter that is denied, reported, listed, or part of a name
-    *[(text, None, "none") for text in (
-        "the incorrect answer is B", "The incorrect answer is B.", "The wrong option is B", "(A) is wrong", "A. is wrong",
-        "It is not (B)", "The answer is not A.", "The correct answer isn't A", "Many think the answer is A.",
-        "C. difficile", "The answer is C. difficile", "\\boxed{C. difficile}", "Vitamin D is the correct answer",
-        "hepatitis B is correct", "**A** is wrong", "I don't know", "I cannot answer this",
-    )],
+    *[
+        (text, None, "none")
+        for text in (
+            "the incorrect answer is B",
+            "The incorrect answer is B.",
+            "The wrong option is B",
+            "(A) is wrong",
+            "A. is wrong",
+            "It is not (B)",
+            "The answer is not A.",
+            "The correct answer isn't A",
+            "Many think the answer is A.",
+            "C. difficile",
+            "The answer is C. difficile",
+            "\\boxed{C. difficile}",
+            "Vitamin D is the correct answer",
+            "hepatitis B is correct",
+            "**A** is wrong",
+            "I don't know",
+            "I cannot answer this",
+        )
+    ],
     ("A. iron\nB. zinc\nC. hepatitis B\nD. zinc deficiency\n\nI hope this helps!", None, "ambiguous"),
     ("A. iron B. zinc C. hepatitis B D. zinc deficiency", None, "ambiguous"),
     ("(A) iron (B) zinc (C) hepatitis B (D) zinc deficiency", None, "ambiguous"),
     ("B. zinc\n\nExplanation:\nA. iron is wrong\nB. zinc is right\nC. no", "B", "edge"),
     ("A. no\nB. no\nC. no\n\nB. zinc", "B", "edge"),
     ("Answer: <A> or <B>", None, "ambiguous"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text, letter, how", CHOICES)

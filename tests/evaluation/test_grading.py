@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deftune.evaluation import grading_worker
-from deftune.evaluation.grading import Grader, Verdict, normalize_answer
+from deftune.evaluation.grading import Grader, Rule, Verdict, normalize_answer
 
 pytest.importorskip("math_verify")
 sys.path.insert(0, str(Path(__file__).parent))
-from labelled_pairs import DATA, labelled_pairs
+from labelled_pairs import DATA, DIFFERENT, SAME, labelled_pairs
 
 needs_math = pytest.mark.skipif(
     not (DATA / "math").is_dir(), reason=f"the MATH answers are not beside this checkout ({DATA / 'math'})"
@@ -595,6 +595,20 @@ def test_verdicts(leaves_nothing):
         verdicts = grader.grade([(gold, answer) for gold, answer, _, _ in VERDICTS])
     got = [(gold, answer, verdict.correct, verdict.how) for (gold, answer, _, _), verdict in zip(VERDICTS, verdicts)]
     assert got == VERDICTS
+
+
+@pytest.mark.parametrize("pairs, label", [(DIFFERENT, False), (SAME, True)], ids=["different", "same"])
+def test_pairs_that_graders_get_wrong(pairs, label):
+    with Grader(workers=2) as grader:
+        verdicts = grader.grade([(gold, answer) for gold, answer, _ in pairs], [rule for *_, rule in pairs])
+    assert [(pair, verdict) for pair, verdict in zip(pairs, verdicts) if verdict.correct != label] == []
+
+
+def test_verdicts_that_units_decide():
+    with Grader(workers=1) as grader:
+        assert grader.grade([("5 cm", "5 m")]) == [Verdict(False, "exact", "the units differ: cm and m")]
+        with_unit = grader.grade([("5", "5 m"), ("5", "5 km")], [Rule(unit="km")] * 2)
+        assert with_unit == [Verdict(False, "exact", "the units differ: km and m"), Verdict(True, "exact")]
 
 
 @given(st.text(alphabet=st.sampled_from("\\{}$.,! 0123456789abcfrtx-+^_dé°\x00")) | st.text())

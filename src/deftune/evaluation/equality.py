@@ -1,4 +1,4 @@
-r"""Whether two parsed answers are the same mathematics. Loaded by `grading_worker` only: the parent never imports sympy.
+r"""Whether two parsed answers are the same mathematics. Only `grading_worker` loads it: the parent never imports sympy.
 
 math-verify parses; what it would decide loosely is decided here, in this order:
 
@@ -6,7 +6,7 @@ math-verify parses; what it would decide loosely is decided here, in this order:
     relations    the same sides, or one relation times a non-zero constant, or the same single solution
     numbers      exact numbers exactly; where one is a written decimal, by `DECIMAL_DISTANCE`; then the tolerance
     pairs        and intervals and matrices, element by element
-    the rest     math-verify, and both sides must agree in value wherever they are evaluated
+    the rest     math-verify, where both have the same values at two points
 
 math-verify alone rounds to six places and drops terms below 1e-15, so all tiny numbers are equal to it; and it compares
 relations by their solution sets, which are equal where both are empty or were not found.
@@ -104,9 +104,9 @@ class Comparison:
             gold, answer = _plain(gold), _plain(answer)
         if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):
             return DIFFERENT  # 1/0 and the like: nothing can be said about their values
-        if not self.verify(gold, answer):
+        if _values_differ(gold, answer):  # first: it takes a fraction of the time
             return DIFFERENT
-        return DIFFERENT if _values_differ(gold, answer) else EQUAL
+        return EQUAL if self.verify(gold, answer) else DIFFERENT
 
     # --- lists --------------------------------------------------------------------------------------------------
 
@@ -134,8 +134,9 @@ class Comparison:
             return DIFFERENT
         ours, theirs = [_number(gold) for gold in golds], [_number(answer) for answer in answers]
         if None not in ours and None not in theirs:  # numbers: by size, so that a tolerance pairs them up well
-            ordered = [sorted(zip(values, items), key=lambda pair: pair[0]) for values, items in ((ours, golds), (theirs, answers))]  # noqa: E501 # fmt: skip
-            return min(self._values(gold, answer) for (_, gold), (_, answer) in zip(*ordered))
+            golds = [golds[n] for n in sorted(range(len(golds)), key=ours.__getitem__)]
+            answers = [answers[n] for n in sorted(range(len(answers)), key=theirs.__getitem__)]
+            return min(self._values(gold, answer) for gold, answer in zip(golds, answers))
         if len(golds) > _LONGEST_LIST:
             return DIFFERENT
         left, worst = list(answers), EQUAL
@@ -192,7 +193,7 @@ class Comparison:
         return EQUAL if _is_equation(gold) and exactly._same_solution(sides, ours, theirs) else DIFFERENT
 
     def _same_solution(self, sides: list[Any], ours: Any, theirs: Any) -> bool:
-        """Whether one equation names the only solution of the other (x = 3 and 2x - 1 = 5), or one unknown's are equal."""  # noqa: E501
+        """Whether one equation names the only solution of the other (x = 3, 2x - 1 = 5), or both have the same ones."""
         for symbol, value, other in ((sides[0], sides[1], theirs), (sides[2], sides[3], ours)):
             if isinstance(symbol, sympy.Symbol) and not value.has(symbol):
                 found = _solutions(other, symbol)
@@ -236,10 +237,11 @@ def _stated_value(relations: list[Any]) -> Any:
     first, last = relations[0].lhs, relations[-1].rhs
     if isinstance(last, sympy.Symbol) and not _is_name(first):
         return first  # 5 = x
-    number, value = _number(first), _number(last)
-    if number is not None and (value is None or Comparison(lambda *_: False)._values(first, last) == DIFFERENT):
-        return None
-    return last
+    return None if _number(first) is not None and Comparison(_never).compare(first, last) == DIFFERENT else last
+
+
+def _never(*_: Any) -> bool:
+    return False
 
 
 def _turned(relation: Any) -> Any:
@@ -326,6 +328,8 @@ def _values_differ(gold: Any, answer: Any) -> bool:
     """Whether two expressions have different values somewhere; False where they cannot be evaluated."""
     if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
         return False
+    if isinstance(gold, sympy.Symbol) or isinstance(answer, sympy.Symbol):
+        return False  # a word, which the other may spell as a product of letters
     tight, loose = sympy.Rational(1, 10**12), DECIMAL_DISTANCE[1]
     allowed = loose if _has_decimal(gold) or _has_decimal(answer) else tight
     names = sorted(gold.free_symbols | answer.free_symbols, key=str)

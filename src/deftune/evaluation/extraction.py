@@ -132,9 +132,7 @@ def count_answers(gold: str, *, parted: bool = False) -> int:
 
 
 _MARKED = re.compile(r"^[ \t]*+####(?!#)[ \t]*+(\S[^\n]*+)$", re.MULTILINE)
-_STATED = re.compile(
-    r"\banswer(?:\s+(?:is|(?:would|must|should|will)\s+be|equals)|\s*\**\s*[:=])(?!\w)", re.IGNORECASE
-)
+_STATED = re.compile(r"\banswer(?:\s+(?:is|(?:would|must|should|will)\s+be|equals)|\s*\**\s*[:=])(?!\w)", re.IGNORECASE)
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?"
 _LAST_NUMBER = re.compile(rf"(?<![0-9.,])(?:(?<![\w)\]}}])-)?\$?{_NUMBER}")
 _DENIED_BEFORE = re.compile(r"(?:\bnot|n['\u2019]t|\bcannot|\bnever)\s+(?:be\s+|equal\s+(?:to\s+)?)?\Z", re.IGNORECASE)
@@ -161,8 +159,8 @@ def extract_final(text: str, *, several: int = False, cut_off: bool = False) -> 
     ``boxed``: `extract_boxed`. ``marked``: the last line "#### ...". ``stated``: what follows the last "answer is",
     "answer must be" or "answer:", up to the end of its sentence, without "therefore" or "approximately"; a formula that
     begins it is taken without its dollars, and words after a number are dropped ("18 dollars" and "18, since ..." are
-    18, unless they join another number with "and" or "or"); of a whole sentence its last number. ``last_number``: the last number in the text, with its
-    sign and its "/n", unless "not" stands before it.
+    18, unless they join another number with "and" or "or"); of a whole sentence its last number is taken.
+    ``last_number``: the last number in the text, with its sign and its "/n", unless "not" stands before it.
 
     ``cut_off``: the text ended at the token limit. Its last number is then one of a derivation, and no answer; a marked
     or stated answer counts if something follows it.
@@ -222,7 +220,7 @@ def _phrase(text: str, start: int) -> str:
 
 
 def _number_of(number: str, rest: str) -> str:
-    """The number that a phrase begins with, where the rest of it is a unit or talk; "" where it belongs to the answer."""
+    """The number that a phrase begins with, where the rest is a unit or talk; "" where it belongs to the answer."""
     words = _WORDS_AFTER.match(rest)
     if words and words.group(1).lower() in _TALK:
         return number

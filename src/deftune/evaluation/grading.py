@@ -154,7 +154,7 @@ _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 
 
 def _decide_by_text(gold: str, answer: str) -> Verdict | None:
-    """The verdict on normalised answers whose meaning math-verify drops: a numeral's base, a time of day, set braces."""
+    """The verdict on answers of which math-verify drops a part: a numeral's base, a time of day, set braces."""
     if gold == answer:
         return Verdict(True, "exact")
     ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
@@ -193,7 +193,8 @@ def _for_math_verify(answer: str, gold: str) -> str:
 
     Without this it reads 4.5e33 as 4.5 e 33, 1 1/2 as 11/2, y' as y, a column \binom{1}{2} as 0, \gamma^2 - 1 as the
     Gamma function of -1, and, where the gold has them, a variable I as the imaginary unit and a name SRAC as a
-    product. It gives up on a \text{ and } between two answers, on an upright e or i, on >=, on E_1, on 1./3 and on np.arcsin.
+    product. It gives up on a \text{ and } between two answers, on an upright e or i, on >=, on E_1, on 1./3 and on
+    np.arcsin.
     """
     answer = _trimmed(answer)
     answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", _UPRIGHT.sub(r"\1", answer)))
@@ -221,7 +222,9 @@ _Task = list[str | float]  # a line for a worker: gold, answer, relative, absolu
 _NOT_VARIABLES = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])"
 )
-_PERCENT = re.compile(r"\s*(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$")
+_PERCENT = re.compile(
+    r"\s*(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
+)
 _ABOUT = re.compile(r"\s*(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
 _IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
 # what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
@@ -263,13 +266,11 @@ def _prepare(gold: str, answer: str, rule: Rule) -> _Pair:
         value, unit = split_unit(gold, words=False)  # the m of 6m is a variable
     named, said = _has_variables(value), drop_unit(answer, rule.unit)
     theirs, other = split_unit(said, words=not named)
-    percents = [_PERCENT.search(value), _PERCENT.search(theirs)]
-    value, theirs = (text[: percent.start()].strip() if percent else text for text, percent in zip((value, theirs), percents))  # noqa: E501
-    percentage = "" if bool(percents[0]) == bool(percents[1]) else ("gold" if percents[0] else "answer")
-    differ = ""
-    if units_differ(unit or rule.unit, other):
-        differ = f"the units differ: {unit or rule.unit} and {other}"
-    return _Pair(value, theirs, percentage, differ)
+    percents = [side for side, text in (("gold", value), ("answer", theirs)) if _PERCENT.search(text)]
+    value, theirs = (_PERCENT.sub("", text).strip() for text in (value, theirs))
+    unit = unit or rule.unit
+    differ = f"the units differ: {unit} and {other}" if units_differ(unit, other) else ""
+    return _Pair(value, theirs, percents[0] if len(percents) == 1 else "", differ)
 
 
 @dataclass
