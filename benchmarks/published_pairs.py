@@ -3,6 +3,9 @@
     python benchmarks/published_pairs.py              # downloads the installed version's sdist with pip
     python benchmarks/published_pairs.py FILE.tar.gz  # or reads one
 
+A pair is graded as `deftune eval` grades an answer: one item with the gold, one text, `score_answers`. A text that is
+nothing but a formula is put into a box first, as the prompt asks for.
+
 The pairs stand in the tests of the sdist. They are read as text (`ast.literal_eval` of the parametrisations): nothing
 of it is run, and nothing is kept. Only pairs that the package's tests parametrise by gold, pred and a label are taken;
 two of its options are not ours and such pairs are left out: strict=False, and relations taken as sets.
@@ -23,8 +26,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from deftune.evaluation.extraction import extract_boxed, extract_final
-from deftune.evaluation.grading import Grader, Verdict
+from deftune.evaluation.extraction import extract_boxed
+from deftune.evaluation.grading import Grader
+from deftune.evaluation.items import Item
+from deftune.evaluation.scorers import score_answers
 
 NAMES = {("gold", "pred", "expected"), ("gold", "pred", "result")}
 
@@ -35,10 +40,9 @@ class Pair:
 
     where: str
     gold: str
-    answer: str | None
-    text: str
+    text: str  # what a model would have written
     label: bool
-    prose: bool  # the answer had to be found in a text of words
+    prose: bool  # the answer has to be found in a text of words
 
 
 def download(folder: Path) -> Path:
@@ -83,18 +87,16 @@ def _pairs_of(name: str, source: str) -> Iterator[Pair]:
 
 
 def make_pair(where: str, gold: str, text: str, label: bool) -> Pair:
-    """A pair with its answers taken out: a box or a formula that is all there is, else by `extract_final`."""
-    wanted = whole(gold, several=True) or gold
-    answer = whole(text, several="," in wanted)
-    prose = answer is None
-    return Pair(where, wanted, extract_final(text).answer if prose else answer, text, label, prose)
+    """A pair whose gold is taken out of its box or dollars; a text that is all formula stands in a box."""
+    formula = _formula(text)
+    boxed = extract_boxed(text) is not None
+    written = text if boxed or formula is None else rf"\boxed{{{formula}}}"
+    return Pair(where, extract_boxed(gold, several=True) or _formula(gold) or gold, written, label,
+                not boxed and formula is None)  # fmt: skip
 
 
-def whole(text: str, *, several: bool) -> str | None:
+def _formula(text: str) -> str | None:
     """What a text states without words around it; None where words stand there, outside of commands."""
-    boxed = extract_boxed(text, several=several)
-    if boxed is not None:
-        return boxed
     inner = text.strip().removesuffix(".")
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)")):
         if inner.startswith(opening) and inner.endswith(closing) and inner.count("$") <= 2 * len(opening):
@@ -103,11 +105,12 @@ def whole(text: str, *, several: bool) -> str | None:
     return None if re.search(r"[A-Za-z]{3}", words) else text
 
 
-def agreement(pairs: list[Pair], workers: int = 2) -> tuple[int, list[tuple[Pair, Verdict]]]:
-    """(how many verdicts agree with the labels, those that do not)."""
+def agreement(pairs: list[Pair], workers: int = 2) -> tuple[int, list[tuple[Pair, dict[str, Any]]]]:
+    """(how many scores agree with the labels, those that do not, each with its record)."""
+    items = [Item(pair.where, (), pair.gold) for pair in pairs]
     with Grader(workers=workers) as grader:
-        verdicts = grader.grade([(pair.gold, pair.answer) for pair in pairs])
-    misses = [(pair, verdict) for pair, verdict in zip(pairs, verdicts) if verdict.correct != pair.label]
+        records = score_answers([("math", item, pair.text) for item, pair in zip(items, pairs)], grader=grader)
+    misses = [(pair, record) for pair, record in zip(pairs, records) if bool(record["score"]) != pair.label]
     return len(pairs) - len(misses), misses
 
 
@@ -119,9 +122,9 @@ def main() -> None:
         sdist = args.sdist or download(Path(temporary))
         pairs = read_pairs(sdist)
         agreed, misses = agreement(pairs)
-    for pair, verdict in misses:
-        print(f"{pair.where}: label {int(pair.label)}, {verdict.how} {verdict.detail}".rstrip())
-        print(f"  gold {pair.gold[-200:]!r}, taken {(pair.answer or '')[-100:]!r} of {pair.text[-200:]!r}")
+    for pair, record in misses:
+        print(f"{pair.where}: label {int(pair.label)}, found by {record['how']}, decided by {record['verdict']}")
+        print(f"  gold {pair.gold[-200:]!r}, taken {(record['answer'] or '')[-100:]!r} of {pair.text[-200:]!r}")
     for title, prose in (("the answer in a box, or all of the text", False), ("the answer somewhere in prose", True)):
         mine = [pair for pair in pairs if pair.prose == prose]
         wrong = [pair for pair, _ in misses if pair.prose == prose]

@@ -1,5 +1,8 @@
 """Labelled (gold, answer) pairs made from the real answers of MATH, for the grader's agreement test.
 
+`DIFFERENT` and `SAME` are pairs written by hand, for what graders get wrong; `wrong_answers` and `right_answers` are
+made from a gold answer of any form.
+
 A positive is a gold answer written differently by a rewrite that cannot change its meaning; a negative is the gold
 answer with one number, sign, bracket or coordinate changed, or another problem's answer of the same kind. The label is
 true by construction, never by the grader's own parser.
@@ -10,8 +13,11 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from pathlib import Path
+
+from deftune.evaluation.grading import Rule
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -176,3 +182,250 @@ def labelled_pairs(count: int, *, seed: int) -> list[tuple[str, str, str, bool]]
                 taken += 1
     draw.shuffle(chosen)
     return chosen
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+EXACT, NEAR, SEVERAL = Rule(), Rule(relative=1e-4), Rule(several=True)
+
+DIFFERENT = [
+    # a tolerance does not read the right-hand side of just any relation
+    *[("x>3", answer, NEAR) for answer in ("x<3", "3")],
+    (r"x \ne 3", "3", NEAR),
+    ("3x+2y=6", "6", NEAR),
+    ("3x+2y=6", "5x=6", NEAR),
+    ("x^2+y^2=4", "z=4", NEAR),
+    ("a=1,b=2", "b=1,a=2", NEAR),
+    *[
+        (gold, answer, NEAR)
+        for gold in (r"y^{\prime}+r y-r x(t)=0", r"x^{\prime}+\frac{r}{V} x-r c=0", "y'+ry-rx(t)=0")
+        for answer in ("0", "x=0", r"\text{banana}=0")
+    ],
+    # tiny numbers are not equal to each other
+    (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", EXACT),
+    (r"\frac{1}{52!}", r"\frac{4}{52!}", EXACT),
+    (r"\left(\frac12\right)^{100}", r"\left(\frac13\right)^{100}", EXACT),
+    (r"\frac{1}{26^{12}}", r"\frac{1}{26^{13}}", EXACT),
+    (r"1-\frac{1}{2^{100}}", r"1-\frac{1}{2^{99}}", EXACT),
+    (r"\sqrt{2}+10^{-30}", r"\sqrt{2}", EXACT),
+    *[
+        ("2.88e-19", answer, rule)
+        for answer in ("2.88e-18", "1e-30", "-2.88e-19", "0", "0.0")
+        for rule in (EXACT, NEAR)
+    ],
+    *[("5.89e-7", answer, NEAR) for answer in ("0.000001178", "0.0", "0", r"5.95 \times 10^{-7}")],
+    (r"10^{-20} x", r"2 \cdot 10^{-20} x", EXACT),
+    (r"(10^{-20}, 1)", r"(2 \cdot 10^{-20}, 1)", EXACT),
+    (r"10^{-20} + i", r"2 \cdot 10^{-20} + 2 i", EXACT),
+    ("123456.7", "123456.8", EXACT),
+    ("1000000", "1000001.0", EXACT),
+    # relations are not equal because both have no solution, or none was found
+    ("I=5", "I=6", EXACT),
+    ("I_p=5t", "I_p=6t", EXACT),
+    (r"\frac{dy}{dx}=2x", r"\frac{dy}{dx}=3x", EXACT),
+    ("x^2+50=0", "x^2+49=0", EXACT),
+    (r"\sin x=2", r"\sin x=3", EXACT),
+    ("0=1", "0=2", EXACT),
+    ("|A|=-2", "|A|=7", EXACT),
+    (r"y=c\binom{1}{2}e^t", r"y=c\binom{1}{3}e^{2t}", EXACT),
+    ("x^2=x", "x=1", EXACT),
+    ("xy=6", "6", EXACT),
+    *[
+        (r"\frac{d x}{d t}=k x-a", answer, NEAR)
+        for answer in (r"\frac{d x}{d t}=a-kx", r"\frac{d x}{d t}=2kx-2a", "kx=a", "k x-a")
+    ],
+    (r"m \frac{d v}{d t}+b v=f", "bv=f", NEAR),
+    (r"m \frac{d v}{d t}+b v=f", r"-m \frac{d v}{d t}+b v=f", NEAR),
+    (r"I \frac{d \omega}{d t}+2 B \omega=T", r"2B\omega=T", NEAR),
+    ("SRAC=LRAC", "CARS=LRAC", NEAR),
+    ("y'=2y", "y=2y", EXACT),
+    (r"m\left(\gamma^{2}-1\right)", r"m\left(\gamma^{3}-1\right)", EXACT),
+    ("x<3", "x>3", EXACT),
+    ("x<3", r"x\leq 3", EXACT),
+    ("2x<6", "x>3", EXACT),
+    ("x=1,y=2", "x=2,y=1", EXACT),
+    ("x=5", "y=5", EXACT),
+    ("x=10^{-20}", r"x=2 \cdot 10^{-20}", EXACT),
+    ("x^2-y^2=0", "x-y=0", EXACT),
+    # a last variable is no unit
+    ("6m", "6", EXACT),
+    (r"\frac{1}{m} t", r"\frac{1}{m}", NEAR),
+    ("-9.8 t", "-9.8", EXACT),
+    ("v t", "v", EXACT),
+    ("m g h", "m g", EXACT),
+    ("2m", "2g", EXACT),
+    (r"\frac{37}{4} m", r"\frac{37}{4}", NEAR),
+    # lists are no sets, a set is no pair
+    ("16,3,1,1", "16,3,1", SEVERAL),
+    ("16,3,1,1", "16,3,3,1", SEVERAL),
+    ("-2,-2", "-2", SEVERAL),
+    ("1,2", "1,2,2", EXACT),
+    ("(0,1)", r"\{0,1\}", EXACT),
+    (r"\{0,1\}", "(0,1)", EXACT),
+    ("[0,1]", r"\left\{0,1\right\}", EXACT),
+    # units
+    ("5 cm", "5 m", EXACT),
+    ("3 hours", "3 minutes", EXACT),
+    ("15 cm^2", "15 cm^3", EXACT),
+    (r"15\mbox{ cm}^2", r"15\text{ cm}^3", EXACT),
+    (r"\$5", "5 cents", EXACT),
+    ("3:30", "0.1", EXACT),
+    ("3:30", "3:31", EXACT),
+    ("18", "18 million", EXACT),
+    ("18", "18 halves", EXACT),
+    ("18", "18 squared", EXACT),
+    ("2", "2xy", EXACT),
+    ("50", r"0.4\%", EXACT),
+    ("50", r"51.0\%", EXACT),
+    # an equation between two numbers must hold
+    ("3", "2=3", EXACT),
+    ("5", "x>5", EXACT),
+]
+
+SAME = [
+    *[
+        ("18", answer, EXACT)
+        for answer in (
+            "18 dollars",
+            "18 eggs",
+            "18 people",
+            r"\text{18 dollars}",
+            r"18\text{ dollars}",
+            r"\$18",
+            "18.0 dollars",
+            "18 dollars per week",
+            "x = 18 dollars",
+            "18 km/h",
+            r"18\,\mathrm{m}/\mathrm{s}^{2}",
+            "18=x",
+        )
+    ],
+    *[("50", answer, EXACT) for answer in (r"50.0\%", r"50\%", "50%", "50 percent", r"50\text{ percent}")],
+    ("12.5", r"12.5\%", EXACT),
+    ("0.125", r"12.5\%", EXACT),
+    (r"12.5\%", "12.5", EXACT),
+    ("62.5%", "0.625", EXACT),
+    (r"\frac{1}{2}", r"50\%", EXACT),
+    ("185", "185\\", EXACT),
+    ("59", "59 miles/hour", EXACT),
+    ("2000000", "2 million", EXACT),
+    ("5", "5 cm", EXACT),
+    ("5 cm", "5", EXACT),
+    ("5 cm", "5 centimeters", EXACT),
+    (r"864 \mbox{ inches}^2", "864 in^2", EXACT),
+    (r"864 \mbox{ inches}^2", r"864 \text{ square inches}", EXACT),
+    (r"90^\circ", "90 degrees", EXACT),
+    (r"\$18.90", "18.90 dollars", EXACT),
+    (r"\$18.90", r"\$18.9", EXACT),
+    ("3:30", "03:30", EXACT),
+    ("7:32", r"\frac{7}{32}", EXACT),
+    (r"\frac{1}{3}", "0.333333", EXACT),
+    ("1/6", "0.166667", EXACT),
+    (r"\sqrt{3+2\sqrt{2}}", r"1+\sqrt{2}", EXACT),
+    (r"\frac{1}{2^{99}}", "2^{-99}", EXACT),
+    ("4.5e33", r"4.5003\times 10^{33}", NEAR),
+    ("2.88e-19", r"288 \cdot 10^{-21}", NEAR),
+    ("x=5", "5", EXACT),
+    ("5", "x=5", EXACT),
+    ("3", "1+2=3", EXACT),
+    ("X_d=4", "X_d=4.0001", NEAR),
+    ("x=4", "4.0001", NEAR),
+    ("3x+2y=6", "6x+4y=12", EXACT),
+    ("3x+2y=6", r"y=3-\frac{3}{2}x", EXACT),
+    ("x=5", "2x=10", EXACT),
+    ("y=e^x", r"\ln y = x", EXACT),
+    (r"\frac{d x}{d t}=k x-a", r"\frac{dx}{dt}+a=kx", NEAR),
+    (r"\frac{d x}{d t}=k x-a", r"\dot{x}=kx-a", NEAR),
+    (r"y^{\prime}+r y-r x(t)=0", "y' = r(x(t)-y)", NEAR),
+    (r"m \frac{d v}{d t}+b v=f", r"\frac{dv}{dt}=\frac{f-bv}{m}", NEAR),
+    (r"\frac{d^{2} v_{o}}{d t^{2}}+\frac{v_{o}}{L C}=\frac{v_{i}}{L C}", r"LC\frac{d^2 v_o}{dt^2}+v_o=v_i", NEAR),
+    (r"I \frac{d \omega}{d t}+2 B \omega=T", r"T = I\frac{d\omega}{dt}+2B\omega", NEAR),
+    ("SRAC=LRAC", "LRAC=SRAC", NEAR),
+    ("I=5", "5=I", EXACT),
+    ("I(0)", "I(0)+0", EXACT),
+    ("f(x)=x+1", "x+1", EXACT),
+    ("f(x)=x+1", "f(x)=1+x", EXACT),
+    ("x>3", "3<x", EXACT),
+    ("2x>6", "x>3", EXACT),
+    ("1<x<2", "2>x>1", EXACT),
+    ("x>3", r"(3,\infty)", EXACT),
+    (r"x \in [-2,7]", "[-2,7]", EXACT),
+    ("(x,y)=(1,2)", "(1,2)", EXACT),
+    ("AB=4,CD=5", "4, 5", EXACT),
+    ("|AB|=1", "1", EXACT),
+    ("6m", "6 m", EXACT),
+    ("6m", "3m+3m", EXACT),
+    ("-9.8 t", "-9.8t+0", EXACT),
+    ("x^5 - x^4", "x^4(x-1)", EXACT),
+    ("1,-2", "-2, 1", EXACT),
+    ("16,3,1,1", "1,16,1,3", SEVERAL),
+    ("-2,-2", "-2, -2", SEVERAL),
+    (r"\{1,2\}", "2,1", EXACT),
+    ("1,2", r"\{1,2\}", EXACT),
+    ("(1,2)", "1,2", EXACT),
+    (r"1 \pm \sqrt{19}", r"1-\sqrt{19}, 1+\sqrt{19}", EXACT),
+    ("-2,2", r"x=\pm 2", EXACT),
+    (r"x=1 \text{ or } x=2", "x=2,x=1", EXACT),
+    ("E_{1},E_{2}", "E_2, E_1", EXACT),
+    ("np.arcsin(10/13)", r"\arcsin(10/13)", NEAR),
+    ("np.arcsin(10/13)", "0.87758", NEAR),
+    ("-1./3", "-0.33333", NEAR),
+]
+
+
+# --- from any gold answer --------------------------------------------------------------------------------------------
+
+FACTORS = ("0.5", "2", "1.01", "10", "-1", "1000")
+
+
+def as_decimal(gold: str) -> Decimal | None:
+    try:
+        return Decimal(gold)
+    except InvalidOperation:
+        return None
+
+
+def notations(number: Decimal) -> list[str]:
+    digits, _, exponent = f"{number:e}".partition("e")
+    return [f"{number:f}", rf"{digits} \times 10^{{{int(exponent or 0)}}}", f"{digits}e{int(exponent or 0)}"]
+
+
+def wrong_answers(gold: str) -> Iterator[str]:
+    """Answers that cannot be the gold one: a number times a factor, another literal, a side left out or changed."""
+    number = as_decimal(gold)
+    if number is not None:
+        for factor in FACTORS if number else ():
+            yield from notations(number * Decimal(factor))
+        yield from ("0", "0.0", "1e-30") if number else ("1", "0.01", "-1")
+        return
+    for literal in re.finditer(r"(?<![\d.])\d+(?![\d.])", gold):
+        yield f"{gold[: literal.start()]}{int(literal[0]) + 1}{gold[literal.end() :]}"
+    if "=" in gold:
+        left, right = (side.strip() for side in gold.rsplit("=", 1))
+        yield from ("0", "1", "x=0", r"\text{banana}=0", f"{left}+1={right}")
+        if right != "0":
+            yield from (rf"{left}=2\left({right}\right)", f"-({left})={right}")
+    elif "," not in gold:
+        yield from (rf"2\left({gold}\right)", rf"-\left({gold}\right)", rf"\left({gold}\right)+1", "0", "1")
+        if re.search(r"[\d}\s][A-Za-z]$", gold) and not gold.endswith("i"):
+            yield gold[:-1].strip()
+
+
+def right_answers(gold: str) -> Iterator[str]:
+    """The gold answer, and simple rewrites of it."""
+    yield from (gold, f"${gold}$", f"{gold}.")
+    number = as_decimal(gold)
+    if number is not None:
+        yield from notations(number)
+        yield from (f"x = {gold}", rf"{gold} \text{{ m}}", rf"{gold} \mathrm{{~cm}}^{{3}}", f"{gold} units")
+    elif "=" in gold:
+        left, right = gold.rsplit("=", 1)
+        yield from (f"{right}={left}", f"{left}-({right})=0", f"{left}+1={right}+1")
+    elif "," not in gold:
+        yield from (
+            rf"\left({gold}\right)",
+            f"{gold}+0",
+            f"0+{gold}",
+            f"y = {gold}",
+            rf"\frac{{2\left({gold}\right)}}{{2}}",
+        )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deftune.evaluation.extraction import (
     Extraction,
+    count_answers,
     extract_boxed,
     extract_choice,
     extract_final,
@@ -54,7 +55,8 @@ def test_boxes(text, box):
         (r"\boxed{4} \boxed{5}", "5"),  # nothing says that both are meant
         (r"\boxed{1}, no: \boxed{2}", "2"),
         (r"\boxed{1} and and \boxed{2}", "2"),
-        (r"$x = \boxed{2}$ or $x = \boxed{3}$", "3"),
+        (r"$x = \boxed{2}$ or $x = \boxed{3}$", "2, 3"),
+        (r"$x_1 = \boxed{2}$, $x_{2} = \boxed{3}$", "2, 3"),
         (r"\boxed{\boxed{1}, \boxed{2}}", "1, 2"),
         (r"\boxed{1,3}", "1,3"),
     ],
@@ -63,6 +65,22 @@ def test_several_boxes_are_a_list_where_several_answers_are_asked(text, box):
     assert extract_boxed(text, several=True) == box
     assert extract_final(text, several=True) == Extraction(box, "boxed")
     assert extract_boxed(text) == box.rpartition(", ")[2]
+
+
+def test_equal_boxes_are_one_answer_unless_there_are_as_many_as_answers():
+    text = r"\boxed{-2}, \boxed{-2}"
+    assert extract_boxed(text, several=True) == extract_boxed(text, several=3) == "-2"
+    assert extract_boxed(text, several=2) == "-2, -2"
+
+
+@pytest.mark.parametrize(
+    "gold, number",
+    [("1,-2", 2), ("58,500", 1), (r"10,\!080", 1), (r"\$32,\!348", 1), ("3, 5, 7", 3), ("(2,12) \\cup (12,102)", 1),
+     (r"\{1\pm\sqrt{5},-2\}", 2), (r"\{1,2\}", 2), (r"x=1 \text{ or } x=2", 2), (r"1 \pm \sqrt{19}", 2), ("7", 1),
+     ("(1,2),(3,4)", 2), (r"\text{Evelyn}", 1), ("", 1)],
+)  # fmt: skip
+def test_how_many_answers_a_gold_answer_lists(gold, number):
+    assert count_answers(gold) == number
 
 
 @needs_data
@@ -105,6 +123,25 @@ FINALS = [
     ("The answer is 3 and 4.", "3 and 4", "stated"),
     ("The answer is 1. No, the answer is 2.", "2", "stated"),
     ("The answer is\n13", "13", "stated"),
+    ("The answer is therefore 59.", "59", "stated"),
+    ("The answer is approximately 59", "59", "stated"),
+    ("The answer is 59 miles/hour.", "59", "stated"),
+    ("The answer is 59 apples, since 2 were eaten.", "59", "stated"),
+    ("The answer is $59, which is $2 more.", "59", "stated"),
+    ("The answer is 59 because 2 and 3 were eaten", "59", "stated"),
+    ("The answer is 59 (2 were eaten).", "59", "stated"),
+    ("The answer must be **59** apples", "59", "stated"),
+    ("The answer is 3/4 cup.", "3/4", "stated"),
+    ("The answer is 50%.", "50%", "stated"),
+    ("The answer is 10^3.", "10^3", "stated"),
+    ("The answer is 3+2", "3+2", "stated"),
+    ("The answer is 3, 4 and 5", "3, 4 and 5", "stated"),
+    ("The answer is 1 hour and 30 minutes.", "1 hour and 30 minutes", "stated"),
+    ("The answer is 5 million dollars", "5 million dollars", "stated"),  # the grader knows what a million is
+    ("The answer is $5$ dollars", "5", "stated"),
+    ("The answer is not 5 but 6.", "6", "last_number"),
+    ("The answer isn't 5", None, "none"),
+    ("It cannot be 5.", None, "none"),
     ("The answer is", None, "none"),
     ("answering 14", "14", "last_number"),
     ("10 - 3 = 7 eggs", "7", "last_number"),
@@ -123,6 +160,23 @@ FINALS = [
 @pytest.mark.parametrize("text, answer, how", FINALS)
 def test_final_answers(text, answer, how):
     assert extract_final(text) == Extraction(answer, how)
+
+
+@pytest.mark.parametrize(
+    "text, answer, how",
+    [
+        ("so 16 - 7 = 9, and then 9 * 2", None, "none"),  # a number of the derivation
+        (r"Hence \boxed{18}. Let me check: 9 * 2", "18", "boxed"),
+        (r"Hence \boxed{18", None, "none"),
+        ("The answer is 18. Let me check: 9 * 2", "18", "stated"),
+        ("9 * 2 = 18\n#### 18\nWait", "18", "marked"),
+        ("9 * 2 = 18\n#### 1", None, "none"),  # perhaps the beginning of 18
+        ("The answer is 1", None, "none"),
+        ("The answer is $1", None, "none"),
+    ],
+)
+def test_a_text_that_was_cut_off_is_read_for_an_explicit_answer_only(text, answer, how):
+    assert extract_final(text, cut_off=True) == Extraction(answer, how)
 
 
 # --- choices ---------------------------------------------------------------------------------------------------------
@@ -161,19 +215,89 @@ CHOICES = [
     ("B.", "B", "lone"),
     ("**B**", "B", "lone"),
     ("A B", None, "ambiguous"),
-    ("I would choose **B** here, as zinc", "B", "bold"),
-    ("I would choose **B. zinc** here", "B", "bold"),
+    ("I would choose **B** here, as zinc", "B", "stated"),
+    ("I would choose **B. zinc** here", "B", "stated"),
+    ("It all comes down to **B** here, as zinc", "B", "bold"),
+    ("It all comes down to **B. zinc** here", "B", "bold"),
     ("Either **A** or **B** here", None, "ambiguous"),
     ("B. zinc", "B", "edge"),
     ("B) zinc, of course", "B", "edge"),
     ("It cannot be iron.\n(B) zinc", "B", "edge"),
-    ("After some thought I pick (B)", "B", "edge"),
+    ("After some thought I pick (B)", "B", "stated"),
+    ("After some thought: (B)", "B", "edge"),
     ("A. iron\nB. zinc\nC. hepatitis B\nD. zinc deficiency", None, "ambiguous"),  # the list, not an answer
     ("A patient with zinc", None, "none"),
     ("This must be hepatitis B", None, "none"),  # the end of a name
     ("I take vitamin D.", None, "none"),
     ("E", None, "none"),
     ("", None, "none"),
+    # the prompt's own form and what models make of it
+    *[
+        (text, "B", "stated")
+        for text in (
+            "Answer: <B>",
+            'Answer: "B"',
+            "Answer: [B]",
+            "Answer: `B`",
+            "Answer: 'B'",
+            "Answer: b",
+            "Answer: (b)",
+            "Answer:B",
+            "Answer: b) zinc",
+            "**Answer**: B",
+            "**Answer: B**",
+            "Answer - B",
+            "### Answer\nB",
+            "**Final Answer**\n\n**B**",
+            "Answer:\nB",
+            "Option B is correct",
+            "Option B is correct.",
+            "(B) is correct",
+            "B is the correct answer.",
+            "I choose B",
+            "I would go with (B).",
+            "the answer must be B",
+            "The best choice is option B.",
+            "It's B.",
+            "Answer is option b.",
+            "The answer is B because A is incorrect.",
+            "The answer is B. Option A is wrong.",
+            "The answer is B, not A.",
+            "Option A is incorrect. Option B is correct.",
+            "The answer to this question is B.",
+            "If the answer is A, then iron falls. So the answer is B.",
+            "Many think the answer is A. They are wrong; it is B.",
+        )
+    ],
+    # a letter that is denied, reported, listed, or part of a name
+    *[
+        (text, None, "none")
+        for text in (
+            "the incorrect answer is B",
+            "The incorrect answer is B.",
+            "The wrong option is B",
+            "(A) is wrong",
+            "A. is wrong",
+            "It is not (B)",
+            "The answer is not A.",
+            "The correct answer isn't A",
+            "Many think the answer is A.",
+            "C. difficile",
+            "The answer is C. difficile",
+            "\\boxed{C. difficile}",
+            "Vitamin D is the correct answer",
+            "hepatitis B is correct",
+            "**A** is wrong",
+            "I don't know",
+            "I cannot answer this",
+        )
+    ],
+    ("A. iron\nB. zinc\nC. hepatitis B\nD. zinc deficiency\n\nI hope this helps!", None, "ambiguous"),
+    ("A. iron B. zinc C. hepatitis B D. zinc deficiency", None, "ambiguous"),
+    ("(A) iron (B) zinc (C) hepatitis B (D) zinc deficiency", None, "ambiguous"),
+    ("B. zinc\n\nExplanation:\nA. iron is wrong\nB. zinc is right\nC. no", "B", "edge"),
+    ("A. no\nB. no\nC. no\n\nB. zinc", "B", "edge"),
+    ("Answer: <A> or <B>", None, "ambiguous"),
 ]
 
 
@@ -201,6 +325,30 @@ def test_lenient_takes_what_is_stated_first(text, letter, how):
 )
 def test_lenient_choices(text, letter, how):
     assert extract_choice(text, "ABCD", OPTIONS, rule="lenient") == Extraction(letter, how)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I don't know", "I cannot answer this.", "Not sure.", "the incorrect answer is B", "(A) is wrong", "It is not (B)",
+     "The answer is not A.", "Many think the answer is A.", "**A** is wrong"],
+)  # fmt: skip
+def test_lenient_guesses_nothing_where_a_letter_is_named_or_nothing_is_known(text):
+    assert extract_choice(text, "ABCD", OPTIONS, rule="lenient") == Extraction(None, "none")
+
+
+@pytest.mark.parametrize(
+    "text, letter, how",
+    [
+        ("Answer: B. Zinc is", "B", "stated"),
+        ("B. zinc, for the following", "B", "edge"),
+        ("Let us see.\nA. iron is out, so\nB. zinc is", None, "none"),  # on its way through the options
+        ("Zinc is needed for (B)", None, "none"),
+        ("It must be zinc def", None, "none"),
+    ],
+)
+def test_a_choice_that_was_cut_off(text, letter, how):
+    for rule in ("strict", "lenient"):
+        assert extract_choice(text, "ABCD", OPTIONS, rule=rule, cut_off=True) == Extraction(letter, how)
 
 
 def test_a_lenient_tie_is_no_answer():

@@ -14,13 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deftune.evaluation import grading_worker
-from deftune.evaluation.grading import Grader, Verdict, normalize_answer
+from deftune.evaluation.grading import Grader, Rule, Verdict, normalize_answer
 from growth import assert_linear
 from waiting import HANG_SECONDS, wait_for
 
 pytest.importorskip("math_verify")
 sys.path.insert(0, str(Path(__file__).parent))
-from labelled_pairs import DATA, labelled_pairs
+from labelled_pairs import DATA, DIFFERENT, SAME, labelled_pairs
 
 needs_math = pytest.mark.skipif(
     not (DATA / "math").is_dir(), reason=f"the MATH answers are not beside this checkout ({DATA / 'math'})"
@@ -351,8 +351,14 @@ def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leave
     """With a math_verify in the worker that does run what it parses, and swallows every exception."""
     canary = tmp_path / "canary"
     (tmp_path / "math_verify.py").write_text(
-        "import os, socket\n"
-        "LatexExtractionConfig = dict\n"
+        "import dataclasses, os, socket, sympy\n"
+        "@dataclasses.dataclass\n"
+        "class Normalization:\n"
+        "    units: bool = True\n"
+        "@dataclasses.dataclass\n"
+        "class LatexExtractionConfig:\n"
+        "    boxed_match_priority: int = 50\n"
+        "    normalization_config: Normalization = dataclasses.field(default_factory=Normalization)\n"
         "def parse(text, *args, **kwargs):\n"
         "    try:\n"
         f"        if 'write' in text: open({str(canary)!r}, 'w')\n"
@@ -363,7 +369,7 @@ def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leave
         "        if 'eat' in text: return [len(bytearray(1 << 31))]\n"
         "    except BaseException:\n"
         "        return []\n"
-        "    return [1]\n"
+        "    return [sympy.Integer(1)]\n"
         "def verify(gold, answer, **kwargs):\n"
         "    return bool(answer)\n"
     )
@@ -590,6 +596,20 @@ def test_verdicts(leaves_nothing):
         verdicts = grader.grade([(gold, answer) for gold, answer, _, _ in VERDICTS])
     got = [(gold, answer, verdict.correct, verdict.how) for (gold, answer, _, _), verdict in zip(VERDICTS, verdicts)]
     assert got == VERDICTS
+
+
+@pytest.mark.parametrize("pairs, label", [(DIFFERENT, False), (SAME, True)], ids=["different", "same"])
+def test_pairs_that_graders_get_wrong(pairs, label):
+    with Grader(workers=2) as grader:
+        verdicts = grader.grade([(gold, answer) for gold, answer, _ in pairs], [rule for *_, rule in pairs])
+    assert [(pair, verdict) for pair, verdict in zip(pairs, verdicts) if verdict.correct != label] == []
+
+
+def test_verdicts_that_units_decide():
+    with Grader(workers=1) as grader:
+        assert grader.grade([("5 cm", "5 m")]) == [Verdict(False, "exact", "the units differ: cm and m")]
+        with_unit = grader.grade([("5", "5 m"), ("5", "5 km")], [Rule(unit="km")] * 2)
+        assert with_unit == [Verdict(False, "exact", "the units differ: km and m"), Verdict(True, "exact")]
 
 
 @given(st.text(alphabet=st.sampled_from("\\{}$.,! 0123456789abcfrtx-+^_dé°\x00")) | st.text())

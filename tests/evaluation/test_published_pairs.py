@@ -7,16 +7,29 @@ import pytest
 
 pytest.importorskip("math_verify")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from published_pairs import agreement, download, make_pair, read_pairs, whole
+from published_pairs import agreement, download, make_pair, read_pairs
 
 
-def test_how_a_pair_is_taken_out_of_its_text():
-    assert whole(r"so \boxed{4}", several=False) == "4"
-    assert whole(r"$x^2$.", several=False) == "x^2"
-    assert whole(r"$1$ and $2$", several=False) is None
-    assert whole(r"\text{no} \frac{1}{2}", several=False) == r"\text{no} \frac{1}{2}"
-    pair = make_pair("here", r"\boxed{1},\boxed{2}", "The answer is 3.", False)
-    assert (pair.gold, pair.answer, pair.prose) == ("1, 2", "3", True)
+@pytest.mark.parametrize(
+    "gold, text, taken",
+    [
+        ("4", r"so \boxed{4}", ("4", r"so \boxed{4}", False)),
+        ("$x^2$", r"$x^2$.", ("x^2", r"\boxed{x^2}", False)),
+        (r"\boxed{1},\boxed{2}", "The answer is 3.", ("1, 2", "The answer is 3.", True)),
+        ("1", r"$1$ and $2$", ("1", r"$1$ and $2$", True)),
+        ("1", r"\text{no} \frac{1}{2}", ("1", r"\boxed{\text{no} \frac{1}{2}}", False)),
+    ],
+)
+def test_how_a_pair_is_written(gold, text, taken):
+    pair = make_pair("here", gold, text, label=False)
+    assert (pair.gold, pair.text, pair.prose) == taken
+
+
+def test_a_pair_is_graded_as_an_answer_is():
+    pairs = [make_pair("1", "1,-2", r"$\boxed{1}$ and $\boxed{-2}$", True), make_pair("2", "3", "So it is 4.", False)]
+    pairs.append(make_pair("3", "5", "x = 6", True))
+    agreed, [(pair, record)] = agreement(pairs)
+    assert agreed == 2 and pair.where == "3" and record["score"] == 0.0
 
 
 @pytest.mark.slow

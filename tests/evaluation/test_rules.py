@@ -1,14 +1,21 @@
 """What a benchmark's own grader allows: Minerva's tolerance, OlympiadBench's lists, errors and units, on real rows."""
 
+import gzip
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
 from deftune.data.rows import RowError
 from deftune.evaluation.grading import Grader, Rule, Verdict, drop_unit
-from deftune.evaluation.items import read_task, with_data
+from deftune.evaluation.items import Item, read_task, with_data
 from deftune.evaluation.scorers import score_answers
 from deftune.evaluation.suites import TASKS
+
+sys.path.insert(0, str(Path(__file__).parent))
+from labelled_pairs import as_decimal, right_answers, wrong_answers
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +51,84 @@ def test_minerva_allows_a_ten_thousandth(data, grader):
     near = scores(grader, [(item, rf"\boxed{{{float(item.gold) * (1 + 5e-5)!r}}}") for item in numbers])
     far = scores(grader, [(item, rf"\boxed{{{float(item.gold) * 1.01!r}}}") for item in numbers])
     assert near == [1.0] * len(numbers) and far == [0.0] * len(numbers)
+
+
+NOT_NOUNS = {"percent", "times", "dozen", "dozens", "halves", "million", "thousand", "hundred", "and", "squared"}
+# of single items, beside those that `wrong_answers` makes
+WRONG_IN_MINERVA = {
+    64: [r"\frac{dx}{dt}=a-kx", r"\frac{dx}{dt}=2kx-2a", "kx=a"], 119: ["bv=f", r"-m\frac{dv}{dt}+bv=f"],
+    125: [r"2B\omega=T"], 137: [r"\frac{1}{\sqrt{2}}"], 250: ["CARS=LRAC"],
+}  # fmt: skip
+
+
+def minerva_pairs(data, keep):
+    """(item, answer, label) of all items; one in ``keep`` of the answers, but all to relations and tiny numbers."""
+    pairs = []
+    for n, item in enumerate(read_task(TASKS["minerva_math"], data)):
+        wrong, right = list(wrong_answers(item.gold)), list(right_answers(item.gold))
+        number = as_decimal(item.gold)
+        if "=" not in item.gold and (number is None or abs(number) > 1e-4):
+            wrong, right = wrong[n % keep :: keep], right[n % keep :: keep]
+        pairs += [(item, answer, False) for answer in wrong + WRONG_IN_MINERVA.get(n, [])]
+        pairs += [(item, answer, True) for answer in right]
+    return pairs
+
+
+def misjudged(grader, pairs):
+    verdicts = grader.grade([(item.gold, answer) for item, answer, _ in pairs], [item.rule for item, *_ in pairs])
+    return [
+        (item.id, item.gold, answer, label, verdict.how)
+        for (item, answer, label), verdict in zip(pairs, verdicts)
+        if verdict.correct != label
+    ]
+
+
+def test_no_minerva_item_credits_a_wrong_answer_or_refuses_its_gold(data, grader):
+    pairs = minerva_pairs(data, keep=8)
+    assert len(pairs) > 1_000 and len({item.id for item, *_ in pairs}) == 272
+    assert misjudged(grader, pairs) == []
+
+
+@pytest.mark.slow
+def test_no_minerva_item_credits_a_wrong_answer_in_any_notation(data, grader):
+    pairs = minerva_pairs(data, keep=1)
+    assert len(pairs) > 5_000
+    assert misjudged(grader, pairs) == []
+
+
+def test_a_list_in_several_boxes_counts_on_every_task(data, grader):
+    lists = [item for item in read_task(TASKS["math500"], data) if item.gold in ("1,-2", "3, 5, 7", "-2,1")]
+    assert len(lists) == 3
+    texts = [" and ".join(rf"$\boxed{{{part.strip()}}}$" for part in item.gold.split(",")) for item in lists]
+    assert scores(grader, zip(lists, texts)) == [1.0] * 3
+    assert scores(grader, [(item, text.split(" and ")[-1]) for item, text in zip(lists, texts)]) == [0.0] * 3
+    twice = real(data, "olympiadbench")["2532"]
+    assert scores(grader, [(twice, r"\boxed{-2}, \boxed{-2}"), (twice, r"\boxed{-2}")]) == [1.0, 0.0]
+
+
+def test_a_text_that_was_cut_off_needs_an_explicit_answer(grader):
+    item = Item("gsm8k/0", (), "18")
+    texts = ["so 9 * 2 = 18 and then", r"\boxed{18}. Now", "The answer is 18. Now"]
+    asked = [("math", item, text) for text in texts]
+    assert [r["score"] for r in score_answers(asked, grader=grader)] == [1.0, 1.0, 1.0]
+    cut = score_answers(asked, grader=grader, finishes=["length"] * 3)
+    assert [r["score"] for r in cut] == [0.0, 1.0, 1.0] and cut[0]["how"] == "none"
+    with pytest.raises(ValueError, match="1 finishes for 3 answers"):
+        score_answers(asked, grader=grader, finishes=["stop"])
+
+
+def test_nouns_after_a_number_are_dropped(data, grader):
+    """Every noun that follows a number at the end of a GSM8K solution's sentence."""
+    path = data / "gsm8k" / "test.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        text = " ".join(json.loads(line)["answer"] for line in lines)
+    nouns = sorted(set(re.findall(r"(?<=\d )[a-z]{3,}(?=[.\n])", text)) - NOT_NOUNS)
+    assert len(nouns) > 100
+    pairs = [("18", f"18 {noun}") for noun in nouns]
+    refused = [pair for pair, verdict in zip(pairs, grader.grade(pairs)) if not verdict.correct]
+    assert refused == []
+    kept = sorted(NOT_NOUNS - {"percent"})  # 18 percent is 18, by another rule
+    assert not any(verdict.correct for verdict in grader.grade([("18", f"18 {word}") for word in kept]))
 
 
 def test_a_tolerance_is_not_for_expressions(grader):

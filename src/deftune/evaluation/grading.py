@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import selectors
@@ -35,6 +36,7 @@ from typing import Literal, get_args
 
 from deftune.evaluation import grading_worker
 from deftune.evaluation.grading_worker import REFUSED
+from deftune.evaluation.units import parse_unit, split_unit, units_differ
 
 How = Literal["exact", "math_verify", "tolerance", "timeout", "crash", "unparsed"]
 
@@ -96,7 +98,7 @@ def normalize_answer(answer: str) -> str:
     >>> normalize_answer(r"12,\!345"), normalize_answer("1 1/2")
     ('12345', '1 1/2')
     """
-    answer = answer.strip().removesuffix(".").strip()
+    answer = _trimmed(answer)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if len(answer) > len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
             answer = answer[len(opening) : -len(closing)].strip().removesuffix(".")
@@ -109,6 +111,12 @@ def normalize_answer(answer: str) -> str:
     if _THOUSANDS.fullmatch(answer.lstrip("+-")) and not listed:
         answer = answer.replace(",", "").replace(" ", "")
     return answer
+
+
+def _trimmed(answer: str) -> str:
+    """Without the spaces, the period and the lone backslash that it may end in."""
+    answer = answer.strip().removesuffix(".").rstrip()
+    return answer[:-1].rstrip() if answer.endswith("\\") and not answer.endswith("\\\\") else answer
 
 
 def drop_unit(answer: str, unit: str) -> str:
@@ -141,21 +149,66 @@ def _balanced(text: str) -> bool:
 
 
 _IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
+_CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
+_BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
+
+
+def _decide_by_text(gold: str, answer: str) -> Verdict | None:
+    """The verdict on answers of which math-verify drops a part: a numeral's base, a time of day, set braces."""
+    if gold == answer:
+        return Verdict(True, "exact")
+    ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
+    if ours and theirs:  # 42_7 would be 42_8
+        return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
+    if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
+        other = _CLOCK.fullmatch(answer)
+        return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
+    shapes = [match and match[1] == r"\{" for match in (_BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer))]
+    if None not in shapes and shapes[0] != shapes[1]:
+        return Verdict(False, "exact", "a set, and a pair or an interval")
+    return None
+
+
 _MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
 _UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
 _AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\w.])")
+_LONE_POINT = re.compile(r"(?<=[0-9])\.(?=[/)\s]|$)")
+_NUMPY = re.compile(r"\bnp\.(arcsin|arccos|arctan|sin|cos|tan|sqrt|exp|log|pi)\b")
+_NAME = r"([A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|psi|omega|rho|sigma|tau|xi|eta|mu)\b)\s*((?:_\{\w+\}|_\w)?)"
+_BY_TIME = re.compile(rf"\\frac\s*\{{\s*d\s*{_NAME}\s*\}}\s*\{{\s*d\s*t\s*\}}")
+_TWICE_BY_TIME = re.compile(
+    rf"\\frac\s*\{{\s*d\s*\^\s*\{{?\s*2\s*\}}?\s*{_NAME}\s*\}}\s*\{{\s*d\s*t\s*\^\s*\{{?\s*2\s*\}}?\s*\}}"
+)
+_PRIMES = re.compile(rf"{_NAME}\s*(?:('{{1,2}})(?!')|\^\s*\{{?\s*((?:\\prime\s*){{1,2}})\}}?)")
+_COLUMN = re.compile(r"\\binom\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
+_CAPITALS = re.compile(r"(?<![A-Za-z\\{])[A-Z]{2,}(?![A-Za-z}])")
+_CAPITAL_E = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")
+_LOWER_GAMMA = re.compile(r"\\gamma(?![A-Za-z])")
+_CAPITAL_I = re.compile(r"(?<![A-Za-z\\])I(?![A-Za-z])")
 
 
-def _for_math_verify(answer: str) -> str:
+def _for_math_verify(answer: str, gold: str) -> str:
     r"""The answer as math-verify reads it: one \boxed{...}, a list with commas, and 4.5e33 as a power of ten.
 
-    It would read 4.5e33 as 4.5 e 33 and 1 1/2 as 11/2, and give up on a \text{ and } between two answers, on an upright
-    e or i, and on >=.
+    Without this it reads 4.5e33 as 4.5 e 33, 1 1/2 as 11/2, y' as y, a column \binom{1}{2} as 0, \gamma^2 - 1 as the
+    Gamma function of -1, and, where the gold has them, a variable I as the imaginary unit and a name SRAC as a
+    product. It gives up on a \text{ and } between two answers, on an upright e or i, on >=, on E_1, on 1./3 and on
+    np.arcsin.
     """
-    answer = answer.strip().removesuffix(".").strip()
+    answer = _trimmed(answer)
     answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", _UPRIGHT.sub(r"\1", answer)))
+    answer = _NUMPY.sub(r"\\\1", _LONE_POINT.sub("", answer)).replace(r"\odot", "sun")
     answer = answer.replace(">=", r"\geq ").replace("<=", r"\leq ").replace("!=", r"\neq ")
+    answer = _TWICE_BY_TIME.sub(r"\\ddot{\1}\2", _BY_TIME.sub(r"\\dot{\1}\2", answer))
+    answer = _PRIMES.sub(lambda m: rf"\{'d' * (len(m[3] or '') or m[4].count('prime'))}ot{{{m[1]}}}{m[2]}", answer)
+    answer = _LOWER_GAMMA.sub(r"\\mathcal{g}", _CAPITAL_E.sub(r"\\mathcal{E}", answer))
+    answer = _COLUMN.sub(lambda m: m[0] if int(m[1]) >= int(m[2]) else
+                         rf"\begin{{pmatrix}} {m[1]} \\ {m[2]} \end{{pmatrix}}", answer)  # fmt: skip
+    if any(len(word) > 2 for word in _CAPITALS.findall(gold)):
+        answer = _CAPITALS.sub(r"\\text{\g<0>}", answer)
+    if _CAPITAL_I.search(gold):
+        answer = _CAPITAL_I.sub(r"\\iota ", answer)
     if mixed := _MIXED.fullmatch(answer):
         answer = rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     return rf"\boxed{{{answer}}}"
@@ -165,16 +218,59 @@ def _for_math_verify(answer: str) -> str:
 
 
 _Asked = tuple[str, str | None, Rule]
+_Task = list[str | float]  # a line for a worker: gold, answer, relative, absolute, percentage
+_NOT_VARIABLES = re.compile(
+    r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])"
+)
+_PERCENT = re.compile(
+    r"\s*(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
+)
+_ABOUT = re.compile(r"\s*(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
+_IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
+# what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
+_LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
+_LABELLED = re.compile(
+    rf"(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
+    r"\s*=\s*(?=[^=<>]*[0-9])"
+)
 
 
-def _as_asked(gold: str, answer: str | None, rule: Rule) -> _Asked:
-    """A pair as its rule has it: the unit dropped, and of as many commas as the gold's each one parts two answers."""
-    if answer is None:
-        return gold, None, rule
-    answer = drop_unit(answer, rule.unit)
+def _has_variables(gold: str) -> bool:
+    """Whether a gold answer is about letters, so that a letter at the end of an answer is no unit; of x = 5 the 5."""
+    value = re.split(r"(?<![<>!\\])=", gold)[-1]
+    return bool(set(re.findall(r"[A-Za-z]", _NOT_VARIABLES.sub(" ", value))) - {"e", "i"})
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two answers ready to be compared: their units split off, and which of them is a percentage."""
+
+    gold: str
+    answer: str
+    percentage: str = ""  # "gold" or "answer", where only one of them is
+    differ: str = ""  # why they are different whatever their numbers are
+
+
+def _prepare(gold: str, answer: str, rule: Rule) -> _Pair:
+    gold, answer = (_trimmed(_IN_DOLLARS.sub(r"\1", text)) for text in (gold, answer))
+    if about := _ABOUT.match(answer):
+        answer = answer[about.end() :].strip()
+    if "=" in gold and "=" not in answer:
+        parts = gold.split(",")
+        if all(_LABELLED.match(part.strip()) for part in parts):
+            gold = ", ".join(_LABELLED.sub("", part.strip(), count=1) for part in parts)
     if rule.several and answer.count(",") == gold.count(","):  # "8,221" beside "221,8" is no number of thousands
         gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
-    return gold, answer, rule
+    value, unit = split_unit(gold, words=True)
+    if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or len(unit) == 1:
+        value, unit = split_unit(gold, words=False)  # the m of 6m is a variable
+    named, said = _has_variables(value), drop_unit(answer, rule.unit)
+    theirs, other = split_unit(said, words=not named)
+    percents = [side for side, text in (("gold", value), ("answer", theirs)) if _PERCENT.search(text)]
+    value, theirs = (_PERCENT.sub("", text).strip() for text in (value, theirs))
+    unit = unit or rule.unit
+    differ = f"the units differ: {unit} and {other}" if units_differ(unit, other) else ""
+    return _Pair(value, theirs, percents[0] if len(percents) == 1 else "", differ)
 
 
 @dataclass
@@ -258,18 +354,18 @@ class Grader:
         if rules is not None and len(rules) != len(pairs):
             raise ValueError(f"{len(rules)} rules for {len(pairs)} pairs")
         asked: list[_Asked] = [
-            _as_asked(gold, answer, rule) for (gold, answer), rule in zip(pairs, rules or [EQUAL] * len(pairs))
+            (gold, answer, rule) for (gold, answer), rule in zip(pairs, rules or [EQUAL] * len(pairs))
         ]
         verdicts: dict[_Asked, Verdict] = {}
-        hard: list[tuple[str, str, Rule]] = []
-        for gold, answer, rule in dict.fromkeys(asked):
-            verdict = self._at_sight(gold, answer)
-            if verdict is not None:
-                verdicts[gold, answer, rule] = verdict
+        hard: dict[_Asked, _Task] = {}
+        for key in dict.fromkeys(asked):
+            found = self._at_sight(*key)
+            if isinstance(found, Verdict):
+                verdicts[key] = found
             else:
-                hard.append((gold, answer, rule))  # type: ignore[arg-type]  # None is decided at sight
+                hard[key] = found
         try:
-            verdicts.update(zip(hard, self._in_workers(hard)))
+            verdicts.update(zip(hard, self._in_workers(list(hard.values()))))
         except BaseException:  # a worker may be in the middle of an answer that nobody waits for any more
             _stop_all(self._running)
             raise
@@ -277,7 +373,7 @@ class Grader:
             self.counts[verdicts[key].how] += 1
         return [verdicts[key] for key in asked]
 
-    def _at_sight(self, gold: str, answer: str | None) -> Verdict | None:
+    def _at_sight(self, gold: str, answer: str | None, rule: Rule) -> Verdict | _Task:
         if answer is None:
             return Verdict(False, "unparsed", "no answer")
         for name, text in (("gold", gold), ("answer", answer)):
@@ -287,15 +383,19 @@ class Grader:
                 return Verdict(False, "unparsed", f"empty {name}")
             if not _balanced(text):  # it would end the box it is put in, and say the rest outside
                 return Verdict(False, "unparsed", f"unbalanced braces in the {name}")
-        ours, theirs = normalize_answer(gold), normalize_answer(answer)
-        if ours == theirs:
+        if normalize_answer(gold) == normalize_answer(answer):
             return Verdict(True, "exact")
-        in_base = _IN_BASE.fullmatch(ours), _IN_BASE.fullmatch(theirs)
-        if in_base[0] and in_base[1]:  # math-verify drops the base: 42_7 would be 42_8
-            return Verdict(in_base[0].groups() == in_base[1].groups(), "exact", "numerals with a base")
-        return None
+        pair = _prepare(gold, answer, rule)
+        if pair.differ:
+            return Verdict(False, "exact", pair.differ)
+        if not pair.percentage and (verdict := _decide_by_text(*map(normalize_answer, (pair.gold, pair.answer)))):
+            return verdict
+        return [
+            _for_math_verify(pair.gold, pair.gold), _for_math_verify(pair.answer, pair.gold),
+            rule.relative, rule.absolute, pair.percentage,
+        ]  # fmt: skip
 
-    def _in_workers(self, pairs: Sequence[tuple[str, str, Rule]]) -> list[Verdict]:
+    def _in_workers(self, pairs: Sequence[_Task]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(pairs)
         waiting = list(range(len(pairs) - 1, -1, -1))
         left = len(pairs)
@@ -364,10 +464,8 @@ class Grader:
         self._running.append(worker)
         return worker
 
-    def _send(self, worker: _Worker, waiting: list[int], pairs: Sequence[tuple[str, str, Rule]]) -> bool:
-        gold, answer, rule = pairs[waiting[-1]]
-        task = [_for_math_verify(gold), _for_math_verify(answer), rule.relative, rule.absolute]
-        message = json.dumps(task).encode() + b"\n"
+    def _send(self, worker: _Worker, waiting: list[int], pairs: Sequence[_Task]) -> bool:
+        message = json.dumps(pairs[waiting[-1]]).encode() + b"\n"
         try:
             while message:
                 message = message[os.write(worker.tasks, message) :]

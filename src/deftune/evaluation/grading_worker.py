@@ -1,7 +1,8 @@
 """The process that a `Grader` hands hard pairs to: this file run as a program, with nothing of deftune imported.
 
-It reads a line of JSON per pair, [gold, answer, relative, absolute], and answers ["equal" | "close" | "different", what
-math-verify could read]. Its limits and its audit hook are described in `deftune.evaluation.grading`.
+It reads a line of JSON per pair, [gold, answer, relative, absolute, which of the two is a percentage], and answers
+["equal" | "close" | "different", what math-verify could read]. Its limits and its audit hook are described in
+`deftune.evaluation.grading`, what is equal in `equality`, the only other file of deftune's that is loaded here.
 """
 
 from __future__ import annotations
@@ -85,22 +86,21 @@ def _limit(memory_mib: int) -> None:
                 raise
 
 
-def _close(gold: list[Any], answer: list[Any], relative: float, absolute: float) -> bool:
-    """Whether two parsed answers are as many numbers, each within the tolerance of its gold one."""
-    golds, answers = _numbers(gold), _numbers(answer)
-    return len(golds) == len(answers) > 0 and all(
-        abs(a - g) <= max(relative * abs(g), absolute) for g, a in zip(golds, answers)
-    )
+def _expression(parsed: list[Any]) -> Any:
+    """What math-verify made of a text: an expression, or None where it could not read it."""
+    return next((part for part in parsed if not isinstance(part, str)), None)
 
 
-def _numbers(parsed: list[Any]) -> list[float]:
-    """The real numbers that a parsed answer is, sorted; of x = 3 the 3. [] where it is anything else."""
-    expression: Any = next((part for part in parsed if not isinstance(part, str)), None)
-    parts: list[Any] = list(expression.args) if type(expression).__name__ == "FiniteSet" else [expression]
-    try:
-        return sorted(float(getattr(part, "rhs", part).evalf(17)) for part in parts)
-    except (TypeError, ValueError, AttributeError, OverflowError):
-        return []
+def _load_equality() -> Any:
+    """The module beside this file, without importing deftune (and torch with it)."""
+    import importlib.util
+
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "equality.py")
+    spec = importlib.util.spec_from_file_location("equality", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> None:
@@ -114,20 +114,42 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
     sys.dont_write_bytecode = True
     _limit(memory_mib)
     try:
+        import dataclasses
         import logging
 
         from math_verify import LatexExtractionConfig, parse, verify
 
+        equality = _load_equality()
         logging.disable(logging.CRITICAL)  # it logs what it parses
 
         # The whole box, as LaTeX, or nothing: by default it goes on to pick numbers out of what it cannot read.
-        whole = [LatexExtractionConfig(boxed_match_priority=0)]
+        # Units are split off before: it would take the last variable of 6m for one.
+        normalization = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
+        whole = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)]
 
         def read(text: str) -> list[Any]:
             return parse(text, whole, extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
 
+        def same(gold: Any, answer: Any) -> bool:
+            return verify(gold, answer, timeout_seconds=None)
+
+        def judge(gold: list[Any], answer: list[Any], relative: float, absolute: float, percentage: str) -> str:
+            comparison = equality.Comparison(same, relative, absolute)
+            one, other = _expression(gold), _expression(answer)
+            if one is None or other is None:  # equal text is equal, whatever it means
+                return "equal" if not percentage and same(gold, answer) else "different"
+            try:
+                found = comparison.compare(one, other)
+                if percentage and found == equality.DIFFERENT:  # 50% is 50, and 1/2
+                    one, other = (one / 100, other) if percentage == "gold" else (one, other / 100)
+                    found = comparison.compare(one, other)
+            except Exception:  # sympy raises whatever it likes on odd expressions
+                return "different"
+            return {equality.EQUAL: "equal", equality.CLOSE: "close"}.get(found, "different")
+
         for text in (r"\boxed{\frac{\sqrt{2}}{2}x^2}", r"\boxed{\{1, 2\}}", r"\boxed{(1, 2]}"):  # loads what is lazy
-            verify(read(text), read(text + "+0"), timeout_seconds=None)
+            judge(read(text), read(text + "+0"), 0.0, 0.0, "")
+            same(read(text), read(text + "+0"))
     except Exception as problem:
         say(f"{type(problem).__name__}: {problem}")
         return
@@ -135,16 +157,12 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
     sys.addaudithook(_refuse(libraries))
     say("ready")
     for line in tasks:
-        gold_text, answer_text, relative, absolute = json.loads(line)
+        gold_text, answer_text, relative, absolute, percentage = json.loads(line)
         at_most(seconds)
         gold, answer = read(gold_text), read(answer_text)
-        found = "equal" if verify(gold, answer, timeout_seconds=None) else "different"
-        if found == "different" and (relative or absolute) and _close(gold, answer, relative, absolute):
-            found = "close"
+        found = judge(gold, answer, relative, absolute, percentage)
         at_most(0)
-        unread = [
-            name for name, found in (("gold", gold), ("answer", answer)) if all(isinstance(part, str) for part in found)
-        ]
+        unread = [name for name, parsed in (("gold", gold), ("answer", answer)) if _expression(parsed) is None]
         say([found, " and the ".join(unread) or "both"])
 
 

@@ -1,0 +1,366 @@
+r"""Whether two parsed answers are the same mathematics. Only `grading_worker` loads it: the parent never imports sympy.
+
+math-verify parses; what it would decide loosely is decided here, in this order:
+
+    lists        as many answers, each equal to one of the other list's; the order does not matter, repetition does
+    relations    the same sides, or one relation times a non-zero constant, or the same single solution
+    numbers      exact numbers exactly; where one is a written decimal, by `DECIMAL_DISTANCE`; then the tolerance
+    pairs        and intervals and matrices, element by element
+    the rest     math-verify, where both have the same values at two points
+
+math-verify alone rounds to six places and drops terms below 1e-15, so all tiny numbers are equal to it; and it compares
+relations by their solution sets, which are equal where both are empty or were not found.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+sympy: Any = importlib.import_module("sympy")
+_applied: Any = importlib.import_module("sympy.core.function").AppliedUndef
+_unequal: Any = importlib.import_module("sympy.core.relational")
+
+EQUAL, CLOSE, DIFFERENT = 2, 1, 0
+# (absolute, relative to the gold): 0.333333 is 1/3, and 2e-7 is not 3e-7; both must hold
+DECIMAL_DISTANCE = (sympy.Rational(5, 10**7), sympy.Rational(1, 10**5))
+_SAME_DIGITS = 50  # of two exact irrational numbers, at first; then `_MANY_DIGITS`
+_MANY_DIGITS = 400
+_LONGEST_EXPONENT = 4_000  # of a decimal that is turned into a fraction
+_LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each
+
+Verify = Callable[[Any, Any], bool]
+
+
+class Comparison:
+    """Compares parsed answers; ``verify`` is math-verify's, for two expressions."""
+
+    def __init__(self, verify: Verify, relative: float = 0.0, absolute: float = 0.0):
+        self.verify = verify
+        self.relative = sympy.Rational(repr(relative))
+        self.absolute = sympy.Rational(repr(absolute))
+
+    def without_tolerance(self) -> Comparison:
+        return Comparison(self.verify)
+
+    def compare(self, gold: Any, answer: Any) -> int:
+        """`EQUAL`, `CLOSE` (within the tolerance) or `DIFFERENT`."""
+        golds, answers = _items(gold), _items(answer)
+        if golds is not None or answers is not None:
+            return self._lists(gold, golds, answer, answers)
+        stated, given = _relations(gold), _relations(answer)
+        if stated is not None and given is not None:
+            if len(given) == 1 and _is_equation(given[0]) and isinstance(given[0].rhs, sympy.Set):  # x in (3, 4)
+                if not all(_is_equation(relation) for relation in stated):
+                    return self._by_math_verify(gold, given[0].rhs)
+            return self._all_relations(stated, given)
+        if stated is not None:
+            if len(stated) == 1 and _is_equation(stated[0]) and _is_name(stated[0].lhs):
+                return self.compare(stated[0].rhs, answer)
+            return self._by_math_verify(gold, answer) if isinstance(answer, sympy.Set) else DIFFERENT
+        if given is not None:
+            value = _stated_value(given)
+            return DIFFERENT if value is None else self.compare(gold, value)
+        return self._values(gold, answer)
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    def _values(self, gold: Any, answer: Any) -> int:
+        one, other = _number(gold), _number(answer)
+        if one is not None and other is not None:
+            return self._numbers(one, other, decimal=_has_decimal(gold) or _has_decimal(answer))
+        if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
+            if (gold.left_open, gold.right_open) != (answer.left_open, answer.right_open):
+                return DIFFERENT
+            return self._each((gold.start, gold.end), (answer.start, answer.end))
+        parts, others = _ordered(gold), _ordered(answer)
+        if parts is not None and others is not None:
+            return self._each(parts, others)
+        if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
+            return self._each(list(gold), list(answer)) if gold.shape == answer.shape else DIFFERENT
+        return self._by_math_verify(gold, answer)
+
+    def _each(self, golds: Sequence[Any], answers: Sequence[Any]) -> int:
+        """In this order; a tolerance is for single numbers and for lists of them, not for coordinates."""
+        exactly = self.without_tolerance()
+        same = len(golds) == len(answers) and all(exactly.compare(g, a) == EQUAL for g, a in zip(golds, answers))
+        return EQUAL if same else DIFFERENT
+
+    def _numbers(self, gold: Any, answer: Any, *, decimal: bool) -> int:
+        apart = answer - gold
+        if apart == 0:
+            return EQUAL
+        distance, size = _size(apart), _size(gold)
+        if decimal and distance <= DECIMAL_DISTANCE[0] and distance <= DECIMAL_DISTANCE[1] * size:
+            return EQUAL
+        if not decimal and not apart.is_Rational and distance <= size * sympy.Rational(1, 10**_SAME_DIGITS):
+            if abs(apart.evalf(15, maxn=_MANY_DIGITS)) <= abs(gold.evalf(15)) * sympy.Float(10) ** (-_MANY_DIGITS // 2):
+                return EQUAL
+        return CLOSE if distance <= max(self.relative * size, self.absolute) else DIFFERENT
+
+    def _by_math_verify(self, gold: Any, answer: Any) -> int:
+        if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
+            gold, answer = _plain(gold), _plain(answer)
+        if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):
+            return DIFFERENT  # 1/0 and the like: nothing can be said about their values
+        if _values_differ(gold, answer):  # first: it takes a fraction of the time
+            return DIFFERENT
+        return EQUAL if self.verify(gold, answer) else DIFFERENT
+
+    # --- lists --------------------------------------------------------------------------------------------------
+
+    def _lists(self, gold: Any, golds: list[Any] | None, answer: Any, answers: list[Any] | None) -> int:
+        if golds is not None and answers is not None:
+            return self._match(golds, answers)
+        if golds is not None:
+            parts = _ordered(answer)
+            if parts is not None and len(golds) > 1:  # (1, 2) for the answers 1 and 2
+                return self._match(golds, list(parts))
+            if len(golds) == 1:
+                return self.compare(golds[0], answer)
+            return self._by_math_verify(gold, answer) if isinstance(answer, sympy.Set) else DIFFERENT
+        assert answers is not None
+        parts = _ordered(gold)
+        if parts is not None and len(answers) > 1:  # 1, 2 for the pair (1, 2)
+            return self._each(parts, answers)
+        if len(answers) == 1:
+            return self.compare(gold, answers[0])
+        return self._by_math_verify(gold, answer) if isinstance(gold, sympy.Set) else DIFFERENT
+
+    def _match(self, golds: list[Any], answers: list[Any]) -> int:
+        """Every answer is one of the golds, and every gold is used once."""
+        if len(golds) != len(answers):
+            return DIFFERENT
+        ours, theirs = [_number(gold) for gold in golds], [_number(answer) for answer in answers]
+        if None not in ours and None not in theirs:  # numbers: by size, so that a tolerance pairs them up well
+            golds = [golds[n] for n in sorted(range(len(golds)), key=ours.__getitem__)]
+            answers = [answers[n] for n in sorted(range(len(answers)), key=theirs.__getitem__)]
+            return min(self._values(gold, answer) for gold, answer in zip(golds, answers))
+        if len(golds) > _LONGEST_LIST:
+            return DIFFERENT
+        left, worst = list(answers), EQUAL
+        for gold in golds:
+            found = [self.compare(gold, answer) for answer in left]
+            best = max(found)
+            if best == DIFFERENT:
+                return DIFFERENT
+            left.pop(found.index(best))
+            worst = min(worst, best)
+        return worst
+
+    # --- relations ----------------------------------------------------------------------------------------------
+
+    def _all_relations(self, golds: list[Any], answers: list[Any]) -> int:
+        if len(golds) == 1 and len(answers) > 1 and all(_is_equation(answer) for answer in answers):
+            answers = [sympy.Eq(answers[0].lhs, answers[-1].rhs, evaluate=False)]  # E = m c^2 = 9, for E = 9
+        if len(golds) != len(answers):
+            return DIFFERENT
+        left, worst = list(answers), EQUAL
+        for gold in golds:
+            found = [self._relation(gold, answer) for answer in left]
+            best = max(found)
+            if best == DIFFERENT:
+                return DIFFERENT
+            left.pop(found.index(best))
+            worst = min(worst, best)
+        return worst
+
+    def _relation(self, gold: Any, answer: Any) -> int:
+        turned = _turned(answer)
+        exactly = self.without_tolerance()
+        for other in (answer, turned):
+            if type(other) is type(gold) and exactly.compare(gold.lhs, other.lhs) == EQUAL:
+                named = _is_equation(gold) and isinstance(gold.lhs, sympy.Symbol)
+                found = (self if named else exactly).compare(gold.rhs, other.rhs)
+                if found != DIFFERENT:
+                    return found
+        sides = [_plain(side) for side in (gold.lhs, gold.rhs, answer.lhs, answer.rhs) if isinstance(side, sympy.Expr)]
+        if len(sides) < 4 or any(isinstance(side, sympy.MatrixExpr) for side in sides):
+            return DIFFERENT
+        ours, theirs = sides[0] - sides[1], sides[2] - sides[3]
+        if not ours.free_symbols or ours.free_symbols != theirs.free_symbols:
+            return DIFFERENT  # of 0 = 1 and 0 = 2 only the sides can say whether they are the same
+        if type(gold) not in (sympy.Eq, sympy.Ne):
+            factor = sympy.cancel(theirs / ours) if ours != 0 else sympy.S.Zero
+            if type(answer) is type(gold):
+                return EQUAL if factor.is_positive and not factor.free_symbols else DIFFERENT
+            return EQUAL if type(turned) is type(gold) and factor.is_negative and not factor.free_symbols else DIFFERENT
+        if type(answer) is not type(gold):
+            return DIFFERENT
+        if _constant_factor(ours, theirs):
+            return EQUAL
+        return EQUAL if _is_equation(gold) and exactly._same_solution(sides, ours, theirs) else DIFFERENT
+
+    def _same_solution(self, sides: list[Any], ours: Any, theirs: Any) -> bool:
+        """Whether one equation names the only solution of the other (x = 3, 2x - 1 = 5), or both have the same ones."""
+        for symbol, value, other in ((sides[0], sides[1], theirs), (sides[2], sides[3], ours)):
+            if isinstance(symbol, sympy.Symbol) and not value.has(symbol):
+                found = _solutions(other, symbol)
+                return len(found) == 1 and self.compare(value, found[0]) == EQUAL
+        if len(ours.free_symbols) != 1:
+            return False
+        (unknown,) = ours.free_symbols
+        golds, answers = _solutions(ours, unknown), _solutions(theirs, unknown)
+        return bool(golds) and self._match(golds, answers) == EQUAL
+
+
+def _items(expression: Any) -> list[Any] | None:
+    """The answers of a list as they were written, with repetitions; of x = {1, 2} the equations x = 1 and x = 2."""
+    if isinstance(expression, sympy.FiniteSet):
+        written = getattr(expression, "_unsorted_args", None) or expression.args
+        nested = [_items(item) or [item] for item in written]
+        return [item for items in nested for item in items]
+    if _is_equation(expression) and isinstance(expression.rhs, sympy.FiniteSet):
+        return [sympy.Eq(expression.lhs, item, evaluate=False) for item in _items(expression.rhs) or []]
+    return None
+
+
+def _relations(expression: Any) -> list[Any] | None:
+    """A relation, or the parts of a chain; A = b h / 2 = 6 is A = 6."""
+    if isinstance(expression, _unequal.Relational):
+        return [expression]
+    if not isinstance(expression, sympy.And):
+        return None
+    parts = list(getattr(expression, "_unsorted_args", expression.args))
+    if not parts or not all(isinstance(part, _unequal.Relational) for part in parts):
+        return None
+    if all(_is_equation(part) for part in parts) and _is_name(parts[0].lhs) and _number(parts[-1].rhs) is not None:
+        return [sympy.Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)]
+    return parts
+
+
+def _stated_value(relations: list[Any]) -> Any:
+    """What an answer's equation says something is: its right-hand side. None of an inequality, and of 2 = 3."""
+    if not all(_is_equation(relation) for relation in relations):
+        return None
+    first, last = relations[0].lhs, relations[-1].rhs
+    if isinstance(last, sympy.Symbol) and not _is_name(first):
+        return first  # 5 = x
+    return None if _number(first) is not None and Comparison(_never).compare(first, last) == DIFFERENT else last
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+def _turned(relation: Any) -> Any:
+    """The same relation read from the right."""
+    kinds = {sympy.Gt: sympy.Lt, sympy.Lt: sympy.Gt, sympy.Ge: sympy.Le, sympy.Le: sympy.Ge}
+    return kinds.get(type(relation), type(relation))(relation.rhs, relation.lhs, evaluate=False)
+
+
+def _is_equation(expression: Any) -> bool:
+    return isinstance(expression, sympy.Eq)
+
+
+def _is_name(expression: Any) -> bool:
+    """A symbol, f(x), or (x, y): a name to which an equation gives a value. A derivative is none."""
+    if isinstance(expression, sympy.Symbol | _applied):
+        return "dot{" not in str(expression)
+    parts = _ordered(expression)
+    return parts is not None and all(isinstance(part, sympy.Symbol) for part in parts)
+
+
+def _ordered(expression: Any) -> tuple[Any, ...] | None:
+    """The coordinates of a point; math-verify reads (1, 2) as an open interval."""
+    if isinstance(expression, sympy.Tuple):
+        return tuple(expression.args)
+    if isinstance(expression, sympy.Interval) and expression.left_open and expression.right_open:
+        return (expression.start, expression.end)
+    return None
+
+
+# --- numbers ------------------------------------------------------------------------------------------------------
+
+
+def _has_decimal(expression: Any) -> bool:
+    return bool(expression.atoms(sympy.Float))
+
+
+def _number(expression: Any) -> Any:
+    """The real number that an expression is, without rounding: 0.1 is 1/10. None where it is anything else."""
+    if not isinstance(expression, sympy.Expr) or expression.free_symbols or expression.atoms(_applied, sympy.I):
+        return None
+    try:
+        exact = _exact(expression).doit()
+        value = exact.evalf(20)
+        return exact if value.is_Number and value.is_finite and exact.is_real is not False else None
+    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError):
+        return None
+
+
+def _exact(expression: Any) -> Any:
+    """With fractions for decimals."""
+    decimals: dict[Any, Any] = {}
+    for decimal in expression.atoms(sympy.Float):
+        if decimal != 0 and abs(sympy.log(abs(decimal), 10).evalf(10)) > _LONGEST_EXPONENT:
+            raise OverflowError("a decimal with a long exponent")
+        decimals[decimal] = sympy.Rational(str(decimal))
+    return expression.xreplace(decimals) if decimals else expression
+
+
+def _size(number: Any) -> Any:
+    """|number|, exactly where it is a fraction, else to more digits than any comparison here needs."""
+    return abs(number) if number.is_Rational else abs(number.evalf(_SAME_DIGITS + 15, maxn=_MANY_DIGITS))
+
+
+# --- expressions --------------------------------------------------------------------------------------------------
+
+
+def _plain(expression: Any) -> Any:
+    """One symbol for each name, each f(x) and each derivative (of x by t it would be 0), fractions for decimals."""
+    swaps: dict[Any, Any] = {
+        part: sympy.Symbol(f"({part})", real=True) for part in expression.atoms(sympy.Derivative, _applied)
+    }
+    for symbol in expression.atoms(sympy.Symbol):
+        swaps[symbol] = sympy.Symbol(symbol.name, real=True)
+    try:
+        return _exact(expression.xreplace(swaps))
+    except OverflowError:
+        return expression
+
+
+_POINTS = ((3, 7), (11, 13))  # the symbols' values are multiples of these fractions
+
+
+def _values_differ(gold: Any, answer: Any) -> bool:
+    """Whether two expressions have different values somewhere; False where they cannot be evaluated."""
+    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
+        return False
+    if isinstance(gold, sympy.Symbol) or isinstance(answer, sympy.Symbol):
+        return False  # a word, which the other may spell as a product of letters
+    tight, loose = sympy.Rational(1, 10**12), DECIMAL_DISTANCE[1]
+    allowed = loose if _has_decimal(gold) or _has_decimal(answer) else tight
+    names = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    try:
+        for top, bottom in _POINTS:
+            at = {name: sympy.Rational(top * (n + 1), bottom + n) for n, name in enumerate(names)}
+            one, other = (sympy.N(side.subs(at), 30) for side in (gold, answer))
+            if not (one.is_number and other.is_number and one.is_finite and other.is_finite):
+                return False
+            if abs(one - other) > allowed * max(abs(one), abs(other)):
+                return True
+    except Exception:
+        return False  # sympy could not evaluate one side; math-verify's verdict stands
+    return False
+
+
+def _constant_factor(ours: Any, theirs: Any) -> bool:
+    """Whether two equations are the same up to a non-zero number, once denominators are cleared."""
+    one, other = (sympy.fraction(sympy.together(side))[0] for side in (ours, theirs))
+    if one == 0 or other == 0:
+        return False
+    factor = sympy.cancel(other / one)
+    if factor.free_symbols:
+        factor = sympy.simplify(factor)
+    return not factor.free_symbols and factor.is_finite is not False and factor != 0
+
+
+def _solutions(equation: Any, symbol: Any) -> list[Any]:
+    """What sympy solves an expression = 0 to; [] where it finds nothing, or conditions."""
+    try:
+        found: Any = sympy.solve(equation, symbol)
+    except Exception:  # sympy raises whatever its solvers raise where they know no method
+        return []
+    return list(found) if isinstance(found, list) and all(isinstance(one, sympy.Expr) for one in found) else []  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
