@@ -193,8 +193,8 @@ BAD_FILES = {
     "JSON a number": ("a.json", b"3", ":1: not an object (a number)"),
     "JSON with a duplicate key": ("a.json", b'{"rows": [],\n"rows": []}', ":1: duplicate key ('rows'"),
     "JSON in Latin-1": ("a.json", b'["\xe9"]', ":1: not UTF-8 (byte 0xe9 at position 3)"),
-    "Parquet cut off": ("a.parquet", b"PAR1abcd", "[0]: not a whole Parquet file ("),
-    "not Parquet": ("a.parquet", GOOD, "[0]: not a whole Parquet file ("),
+    "Parquet cut off": ("a.parquet", b"PAR1abcd", ": not a whole Parquet file ("),
+    "not Parquet": ("a.parquet", GOOD, ": not a whole Parquet file ("),
     "every row bad": ("a.jsonl", b"{}\n{}\n[]\n", ": all 3 rows are bad (the first, "),
     "the only row bad": ("a.jsonl", b"{}\n", ": its only row is bad (the first, "),
 }

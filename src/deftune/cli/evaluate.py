@@ -286,7 +286,7 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
     result.open(settings)
     with quiet():
         encoder = Encoder(tokenizer, **settings.encoding)
-        encoded = encode_rows(rows, encoder, skip_bad_rows=args.skip_bad_rows)
+        encoded = encode_rows(rows, encoder, bad=bad)
     if bad.rows:
         bad.write(result.folder / "bad_rows.jsonl")
         notice(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}")
