@@ -118,8 +118,10 @@ def test_a_stopped_template_names_itself_and_is_no_bad_row():
     encoder = Encoder(small_tokenizer("{{ 'a' * 3000000000 }}"), max_length=99)
     with pytest.raises(TemplateLimitError) as raised:
         encoder.encode(row)
+    limit = BASE_CHARACTERS + 64 * (28 + len("userrolecontent"))
+    limit = BASE_CHARACTERS + 64 * (28 + len("userrolecontent"))
     assert str(raised.value) == (
-        f"train.jsonl:7: the chat template was stopped: it makes more than {BASE_CHARACTERS + 64 * (28 + len('userrolecontent')):,} characters of "
+        f"train.jsonl:7: the chat template was stopped: it makes more than {limit:,} characters of "
         f"text, which no conversation needs; it is broken or hostile: set data.template to another"
     )
     assert not isinstance(raised.value, EncodingError) and not BadRows(skip=True).rows

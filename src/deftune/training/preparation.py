@@ -212,7 +212,7 @@ def facts(prepared: Prepared) -> list[str]:
             f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"
         )
     if prepared.bad.skip and prepared.bad.rows:
-        lines.append(prepared.bad.summary())
+        lines.append(f"{prepared.bad.summary()}; bad_rows.jsonl in the run's folder lists each with its reason")
     return lines
 
 
