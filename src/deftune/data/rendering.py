@@ -95,9 +95,10 @@ def _plain(value: Any, size: list[int]) -> Any:
         return {_plain(key, size): _plain(item, size) for key, item in items}
     if isinstance(value, list | tuple):
         return [_plain(item, size) for item in cast("Sequence[Any]", value)]
-    for base in (str, int, float):  # a subclass may carry methods of its own
-        if isinstance(value, base):
-            return base.__str__(value) if base is str else base(value)
+    if isinstance(value, str):  # a subclass may carry methods of its own
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int.__int__(value) if isinstance(value, int) else float.__float__(value)
     return f"<{kind.__name__}>"
 
 
@@ -386,7 +387,7 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Any) -> nodes.CallBlock:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body, lineno=line)
 
     def _body(self, caller: Callable[[], str]) -> str:
         return caller()

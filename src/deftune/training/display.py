@@ -55,7 +55,7 @@ class StepDisplay:
 class RowProgress:
     """A bar over the rows of a long preparation in a terminal; elsewhere a line to ``notice`` now and then."""
 
-    EVERY = 15.0  # seconds between two lines
+    EVERY = 10.0  # seconds between two lines
 
     def __init__(self, title: str, total: int | None, notice: Callable[[str], None], *, shown: bool = True):
         self.title, self.total, self.notice, self.shown = title, total, notice, shown
