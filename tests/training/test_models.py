@@ -181,11 +181,9 @@ def test_a_full_cache_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, tiny
 
     monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
     path = gguf(tmp_path / "model.gguf")
-    for name in ("AutoTokenizer", "AutoModelForCausalLM"):
-        load = getattr(transformers, name).from_pretrained
-        monkeypatch.setattr(
-            getattr(transformers, name), "from_pretrained", lambda *_, load=load, **__: load(str(tiny_model))
-        )
+    tokenizer, weights = transformers.AutoTokenizer.from_pretrained(tiny_model), load_model(str(tiny_model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(models, "read_weights", lambda *_, **__: weights)
 
     def full(*args, **kwargs):
         raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
