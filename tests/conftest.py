@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 
+os.environ["DEFTUNE_DATA_CACHE_GB"] = "0"  # no test finds what another one encoded; the cache's own turn it on
 torch.set_num_threads(1)  # the tests are many and small, and run beside each other
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import pickle
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, tra
 from transformers import PreTrainedTokenizerFast
 
 from deftune.data.encoding import IGNORE_INDEX, Encoded, Encoder, EncodingError, encode_rows, end_tokens_of
-from deftune.data.rows import Row
+from deftune.data.rows import BadRows, Row
 from deftune.data.templates import TEMPLATES, resolve_template
 
 CHATML = TEMPLATES["chatml"]
@@ -576,6 +577,9 @@ def test_facts_count_and_name_every_row():
         f"4 rows; 2 dropped: 1 over {prompt + 6} tokens with no answer left, 1 fully masked",
         f"1 truncated (50%); {tokens} tokens, {supervised} supervised ({100 * supervised / tokens:.0f}%); "
         f"EOS supervised in 50%",
+        f"WARNING: only 50% of the rows teach the model to end its answer: the others are cut off at "
+        f"data.max_length={prompt + 6}; set data.max_length to {len(second.input_ids) + second.truncated} (keeps "
+        f"90% of the rows whole), or data.overlong to drop (leaves the long ones out)",
         f"dropped, over {prompt + 6} tokens with no answer left: train.jsonl:3",
         "dropped, fully masked: train.jsonl:4",
     ]
@@ -595,8 +599,13 @@ def test_bad_rows_raise_or_are_kept_with_their_reason():
     rows = rows_of("Oslo", "</s>", "Bergen")
     with pytest.raises(EncodingError, match=r"^train.jsonl:2: the text spells"):
         encode_rows(rows, encoder)
-    result = encode_rows(rows, encoder, skip_bad_rows=True)
+    bad = BadRows(skip=True)
+    result = encode_rows(rows, encoder, bad=bad)
     assert [error.where for error in result.refused] == ["train.jsonl:2"]
+    (left_out,) = bad.rows
+    assert left_out.where == "train.jsonl:2" and "the text spells the end-of-turn token </s>" in left_out.reason
+    assert json.loads(left_out.raw) == {"messages": list(rows[1].messages)}
+    assert bad.summary() == "1 row skipped: 1 mask not verified"
     assert result.facts()[0] == "3 rows; 1 dropped: 1 refused"
     assert str(pickle.loads(pickle.dumps(result.refused[0]))) == str(result.refused[0])
 
@@ -612,4 +621,4 @@ def test_bad_rows_raise_or_are_kept_with_their_reason():
 )
 def test_nothing_left_is_an_error(rows: list[Row], max_length: int, message: str):
     with pytest.raises(ValueError, match=message):
-        encode_rows(rows, Encoder(small_tokenizer(CHATML), max_length=max_length), skip_bad_rows=True)
+        encode_rows(rows, Encoder(small_tokenizer(CHATML), max_length=max_length), bad=BadRows(skip=True))

@@ -193,8 +193,8 @@ BAD_FILES = {
     "JSON a number": ("a.json", b"3", ":1: not an object (a number)"),
     "JSON with a duplicate key": ("a.json", b'{"rows": [],\n"rows": []}', ":1: duplicate key ('rows'"),
     "JSON in Latin-1": ("a.json", b'["\xe9"]', ":1: not UTF-8 (byte 0xe9 at position 3)"),
-    "Parquet cut off": ("a.parquet", b"PAR1abcd", "[0]: not a whole Parquet file ("),
-    "not Parquet": ("a.parquet", GOOD, "[0]: not a whole Parquet file ("),
+    "Parquet cut off": ("a.parquet", b"PAR1abcd", ": not a whole Parquet file ("),
+    "not Parquet": ("a.parquet", GOOD, ": not a whole Parquet file ("),
     "every row bad": ("a.jsonl", b"{}\n{}\n[]\n", ": all 3 rows are bad (the first, "),
     "the only row bad": ("a.jsonl", b"{}\n", ": its only row is bad (the first, "),
 }
@@ -320,6 +320,65 @@ def test_parquet_and_its_nulls(tmp_path):
         assert row.where == f"{path}[0]"
         with pytest.raises(RowError, match=r"\[1\]: no assistant turn \(roles: user\)"):
             read_source(path)
+
+
+def test_parquet_columns_that_nobody_reads_may_hold_anything(tmp_path):
+    """Dates that Python cannot hold, zones that nobody knows, text that is no UTF-8, alone and inside others."""
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    far = arrow.array([2**62], arrow.int64())
+    bad_text = arrow.array([b"\xff\xfe"], arrow.binary()).view(arrow.string())
+    columns = {
+        "question": arrow.array(["q"]), "answer": arrow.array(["a\n#### 4"]),
+        "timestamp": far.cast(arrow.timestamp("us")), "zone": arrow.array([0], arrow.timestamp("s", tz="Mars/Olympus")),
+        "date": arrow.array([2**30], arrow.int32()).cast(arrow.date32()), "duration": far.cast(arrow.duration("s")),
+        "text": bad_text,
+        "inside": arrow.StructArray.from_arrays([far.cast(arrow.timestamp("us")), bad_text], ["t", "s"]),
+        "list": arrow.ListArray.from_arrays(arrow.array([0, 1], arrow.int32()), far.cast(arrow.timestamp("us"))),
+    }  # fmt: skip
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table(columns), path)
+    [row] = read_source(path)
+    assert [message["content"] for message in row.messages] == ["q", "a\n#### 4"]
+    [(_, fields)] = read_records(path, BadRows())
+    assert fields["timestamp"] == 2**62 and fields["inside"] == {"t": 2**62, "s": b"\xff\xfe"}
+
+
+def test_bad_text_in_a_parquet_row_is_a_bad_row(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    answers = arrow.array([b"yes", b"\xff\xfe", b"n\0o"], arrow.binary()).view(arrow.string())
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"prompt": arrow.array(["a", "b", "c"]), "completion": answers}), path)
+    with pytest.raises(RowError, match=r"\[1\]: prompt and completion differ in type .*bytes that are not UTF-8"):
+        read_source(path)
+    bad = BadRows(skip=True)
+    assert len(read_source(path, bad=bad)) == 1
+    assert [row.where for row in bad.rows] == [f"{path}[1]", f"{path}[2]"]
+    assert bad.rows[1].reason == "NUL character (message 1 (assistant): in content)"
+
+
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    columns = [arrow.array(["q"]), arrow.array(["a"]), arrow.array(["b"])]
+    parquet.write_table(arrow.Table.from_arrays(columns, ["prompt", "completion", "completion"]), path)
+    with pytest.raises(RowError) as raised:
+        read_source(path, bad=BadRows(skip=True))
+    assert str(raised.value) == (
+        f"{path}: duplicate column ('completion' occurs more than once); rename or remove one of them"
+    )
+
+
+def test_gzipped_parquet_says_what_to_do(tmp_path):
+    path = tmp_path / "a.parquet.gz"
+    path.write_bytes(gzip.compress(b"PAR1...."))
+    with pytest.raises(RowError, match=r"gzipped Parquet \(it is compressed inside\); unpack it first: gunzip$"):
+        read_source(path)
 
 
 def test_json_rows_have_their_lines_and_one_bad_row_spoils_no_other(tmp_path):

@@ -64,7 +64,10 @@ def test_a_run_leaves_its_process_group(monkeypatch):
 
     monkeypatch.setattr(train, "train_run", train_run)
     monkeypatch.setattr(cli_train, "read_config", lambda *_: None)
-    assert cli_train.run_train(argparse.Namespace(set=[], skip_bad_rows=False, dry_run=False, config=None)) == 0
+    assert (
+        cli_train.run_train(argparse.Namespace(set=[], skip_bad_rows=False, no_cache=False, dry_run=False, config=None))
+        == 0
+    )
     assert not dist.is_initialized()
     train.leave_ranks()  # alone: nothing to leave
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import struct
 import subprocess
 import zipfile
 
@@ -138,3 +139,58 @@ def test_a_truncated_file_is_one_line(tmp_path, tiny_model):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"model: cannot load .*cut: "):
         load_model(str(tmp_path / "cut"))
+
+
+def gguf(path, *, tensors: int = 0, values: int = 0, rest: bytes = b""):
+    """A GGUF file of version 3 that announces so many tensors and values."""
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, values) + rest)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"values": 2**40},
+        {"tensors": 2**40},
+        {"values": 1, "rest": struct.pack("<Q", 2**50) + b"name"},
+        {"values": 1, "rest": struct.pack("<Q", 4) + b"name" + struct.pack("<I", 99)},
+        {"values": 1},
+        {},
+    ],
+)
+def test_a_malformed_gguf_file_is_one_line(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    path = gguf(tmp_path / "model.gguf", **content)
+    with pytest.raises(ValueError) as raised:
+        resolve_model(str(path))
+    text = str(raised.value)
+    assert text.startswith(f"model: {path}: cannot be read (") and "download it again" in text and "\n" not in text
+    assert not list((tmp_path / "cache").rglob("*"))
+
+
+def test_another_file_under_the_name_of_gguf(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"<!doctype html>")
+    with pytest.raises(ValueError, match=r"is no GGUF file \(it does not begin with GGUF\); download it again"):
+        resolve_model(str(path))
+
+
+def test_a_full_cache_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, tiny_model):
+    """The weights are read from a folder here; what the conversion does with them is the same."""
+    import safetensors.torch
+
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    path = gguf(tmp_path / "model.gguf")
+    tokenizer, weights = transformers.AutoTokenizer.from_pretrained(tiny_model), load_model(str(tiny_model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(models, "read_weights", lambda *_, **__: weights)
+
+    def full(*args, **kwargs):
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
+    with pytest.raises(ValueError) as raised:
+        resolve_model(str(path))
+    text = str(raised.value)
+    assert "could not be written (No space left on device); it takes 0.0 GiB" in text and "DEFTUNE_CACHE" in text
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.name.startswith(".")]

@@ -24,7 +24,7 @@ from deftune.analysis.measurement import Measurement, measure, parse_objectives,
 from deftune.analysis.pieces import Pieces
 from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
 from deftune.data.files import whole_file
-from deftune.data.rows import BadRows, Fault, Row, raw_text
+from deftune.data.rows import BadRows, Row
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
 from deftune.training.head import attach_objective, base_of
@@ -243,10 +243,7 @@ def write_token_table(
     chosen = parse_objectives(objectives)
     encoder = encoder or Encoder(tokenizer, max_length=2048)
     bad = BadRows() if bad is None else bad
-    encoded = encode_rows(rows, encoder, skip_bad_rows=bad.skip)
-    for error in encoded.refused:
-        raw = next(row.messages for row in rows if row.where == error.where)
-        bad.add(error.where, Fault("mask not verified", error.problem), raw_text(raw))
+    encoded = encode_rows(rows, encoder, bad=bad)
     about = {
         "version": __version__,
         "objectives": [str(objective) for objective in chosen],

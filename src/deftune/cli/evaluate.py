@@ -328,7 +328,7 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
             working.show("encoding the rows")
             with quiet():
                 encoder = Encoder(tokenizer, **settings.encoding)
-                encoded = encode_rows(rows, encoder, skip_bad_rows=args.skip_bad_rows)
+                encoded = encode_rows(rows, encoder, bad=bad)
             if bad.rows:
                 bad.write(result.folder / "bad_rows.jsonl")
                 working.say(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ def add_to(commands: Any) -> None:
     train.add_argument("config", type=Path, help="a YAML file (`deftune init` writes one), or a run's folder to resume")
     train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
     train.add_argument("--dry-run", action="store_true", help="read the data, try one batch, print what a run would be")
-    train.add_argument("--skip-bad-rows", action="store_true", help="write unreadable rows to bad_rows.jsonl and go on")
+    train.add_argument("--skip-bad-rows", action="store_true", help="write bad rows to bad_rows.jsonl and go on")
+    train.add_argument("--no-cache", action="store_true", help="encode the rows even if they were encoded before")
     train.add_argument(
         "--restart", action="store_true", help="train from the beginning; checkpoints are moved to checkpoints.old-1"
     )
@@ -97,6 +99,8 @@ def is_recorded(path: Path) -> bool:
 
 def run_train(args: argparse.Namespace) -> int:
     need_training()
+    if args.no_cache:
+        os.environ["DEFTUNE_DATA_CACHE_GB"] = "0"
     overrides = [*args.set, *(["data.skip_bad_rows=true"] if args.skip_bad_rows else [])]
     overrides += ["model.trust_remote_code=true"] if args.trust_remote_code else []
     config = read_config(args.config, overrides)
@@ -202,11 +206,13 @@ def run_preview(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
-    from deftune.data.encoding import Encoder, encode_rows
+    from deftune.data.encoding import Encoder
+    from deftune.data.parallel import encode_packed
     from deftune.data.preview import render_preview
     from deftune.data.regimes import generate
-    from deftune.data.rows import BadRows
-    from deftune.data.sources import read_source
+    from deftune.data.rows import BadRows, PackedRows
+    from deftune.data.sources import iterate_source
+    from deftune.training.display import RowProgress
     from deftune.training.models import load_tokenizer, resolve_model
     from deftune.training.train import quiet
 
@@ -216,13 +222,15 @@ def run_preview(args: argparse.Namespace) -> int:
     if args.data.startswith("generated:"):
         if args.format != "auto":
             raise ValueError("--format: generated rows have none; leave it out")
-        rows = generate(args.data.removeprefix("generated:"), split=args.split or "train", size=args.limit)
+        found = generate(args.data.removeprefix("generated:"), split=args.split or "train", size=args.limit)
     else:
-        rows = read_source(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
+        found = iterate_source(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
+    rows = PackedRows(found, bad)
     with quiet():
         tokenizer = load_tokenizer(resolve_model(args.model, notice), trust_remote_code=args.trust_remote_code)
         encoder = Encoder(tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
-        encoded = encode_rows(rows, encoder)
+        with RowProgress("encoding rows", len(rows), notice) as progress:
+            encoded = encode_packed(rows, encoder, bad=bad, progress=progress.update)
     render_preview(encoded, tokenizer, Console(), num_examples=args.rows)
     if bad.skip and bad.rows:
         bad.write("bad_rows.jsonl")

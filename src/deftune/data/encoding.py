@@ -17,14 +17,17 @@ read it as one.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Literal, get_args
 
-from deftune.data.rows import Row
+from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
+from deftune.data.rendering import Template, TemplateLimitError
+from deftune.data.rows import BadRows, Fault, Row, raw_text
 from deftune.data.templates import resolve_template
-from deftune.objectives.stats import IGNORE_INDEX
 
 Mask = Literal["assistant", "completion", "all"]
 Overlong = Literal["truncate", "drop"]
@@ -46,35 +49,21 @@ END_OF_TURN = (
     "<|endoftext|>",
     "</s>",
 )
+ENCODING_VERSION = 1  # rises when the same row and options give other tokens or labels
+ENOUGH_ENDS = 0.9  # below this share of rows that end their answer, a model may not learn to stop
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THINK_TAGS = re.compile(r"</?think>")
 
 
 class EncodingError(ValueError):
-    """A row whose mask cannot be verified; ``where`` names the row."""
+    """A row whose mask cannot be verified; ``where`` names the row, ``raw`` is the start of its text."""
 
-    def __init__(self, where: str, problem: str):
-        super().__init__(where, problem)  # both, so that the error survives pickling between processes
-        self.where, self.problem = where, problem
+    def __init__(self, where: str, problem: str, raw: str = ""):
+        super().__init__(where, problem, raw)  # all, so that the error survives pickling between processes
+        self.where, self.problem, self.raw = where, problem, raw
 
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}"
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One example. ``labels`` are not shifted; `IGNORE_INDEX` where nothing is supervised, and always at 0."""
-
-    input_ids: list[int]
-    labels: list[int]
-    where: str
-    source: str
-    truncated: int = 0  # tokens cut off the end
-    straddled: int = 0  # tokens that begin in the prompt and end in the answer; not supervised
-
-    @property
-    def num_supervised(self) -> int:
-        return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
 class Encoder:
@@ -107,12 +96,18 @@ class Encoder:
             raise ValueError(f"max_length: a token and its target need at least 2, got {max_length}")
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} gives no character offsets; load it with use_fast=True")
-        self.tokenizer = tokenizer
         self.template = resolve_template(tokenizer, template)
         self.mask: Mask = mask
         self.max_length = max_length
         self.overlong: Overlong = overlong
         self.template_options = dict(template_options or {})
+        special: Mapping[str, Any] = tokenizer.special_tokens_map
+        self._variables = {
+            **{name: token if isinstance(token, list) else str(token) for name, token in special.items()},
+            **self.template_options,
+        }
+        self._eos: str | None = tokenizer.eos_token
+        self._compiled: Template | None = None
         self.end_ids = end_tokens_of(tokenizer, self.template, end_tokens)
         self._end = re.compile("|".join(re.escape(token) for token in self.end_ids) or r"(?!)")
         # the tokens that close a turn, and whitespace: of "<|end|>\n<|endoftext|>" the first ends the turn
@@ -123,8 +118,17 @@ class Encoder:
         self._backend.post_processor = None
         self._backend.no_truncation()
         self._backend.no_padding()
-        # one int object per id rather than per token: 16 bytes a token instead of 44
-        self._shared: dict[int, int] = {}
+
+    def identity(self) -> str:
+        """All that a row's tokens and labels depend on besides the row, and the version of this code."""
+        versions = {"encoding": ENCODING_VERSION, "jinja2": version("jinja2"), "tokenizers": version("tokenizers")}
+        options = [self.mask, self.max_length, self.overlong, self._bos, self._eos, self.end_ids, self._variables]
+        return json.dumps([versions, self._backend.to_str(), self.template, options], sort_keys=True)
+
+    @property
+    def depends_on_the_date(self) -> bool:
+        """Whether the template may write today's date: the same row is then encoded differently tomorrow."""
+        return "strftime_now" in self.template
 
     def encode(self, row: Row) -> Encoded:
         """The row's tokens and labels, cut to ``max_length``. A row without an assistant turn has no labels."""
@@ -164,14 +168,16 @@ class Encoder:
 
     def _render(self, row: Row, messages: Sequence[dict[str, Any]], *, prompt: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(row.tools) if row.tools else None,
-                chat_template=self.template,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **self.template_options,
+            if self._compiled is None:
+                self._compiled = Template(self.template)
+            return self._compiled.render(
+                messages, tools=row.tools or None, add_generation_prompt=prompt, variables=self._variables
             )
+        except TemplateLimitError as error:  # the template's fault, whatever the row
+            raise TemplateLimitError(
+                f"{row.where}: the chat template was stopped: it makes {error}, which no conversation needs; it is "
+                f"broken or hostile: set data.template to another"
+            ) from None
         except Exception as error:  # a template raises whatever it likes
             roles = ", ".join(str(message["role"]) for message in messages) or "none"
             raise EncodingError(
@@ -224,18 +230,17 @@ class Encoder:
         return whole, [(0, end.end() if end else len(whole))]
 
     def _with_eos(self, row: Row, whole: str) -> str:
-        eos = self.tokenizer.eos_token
-        if eos is None:
+        if self._eos is None:
             raise EncodingError(
                 row.where,
                 "the template ends no turn with an end-of-turn token and the tokenizer has no EOS; "
                 "set tokenizer.eos_token, or declare the template's own in end_tokens",
             )
-        return whole + eos
+        return whole + self._eos
 
     def _tokenize(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        input_ids, offsets = [self._shared.setdefault(i, i) for i in encoding.ids], encoding.offsets
+        input_ids, offsets = encoding.ids, encoding.offsets
         if self._bos is not None and input_ids[:1] != [self._bos]:
             return [self._bos, *input_ids], [(0, 0), *offsets]
         return input_ids, offsets
@@ -261,7 +266,7 @@ class Encoder:
                     straddled += 1
                 index += 1
             if last not in ends:
-                got = "no token" if last is None else repr(self.tokenizer.convert_ids_to_tokens(last))
+                got = "no token" if last is None else repr(self._backend.id_to_token(last))
                 raise EncodingError(
                     row.where,
                     f"the answer {_snippet(whole[start:stop])} should be supervised up to its end-of-turn token, "
@@ -286,7 +291,7 @@ class Encoder:
 class EncodedRows:
     """The examples to train on, and what became of the other rows."""
 
-    examples: list[Encoded] = field(default_factory=list[Encoded])
+    examples: Examples = field(default_factory=Examples)
     max_length: int = 0
     num_rows: int = 0
     num_ended: int = 0  # examples whose last supervised token ends a turn
@@ -295,25 +300,35 @@ class EncodedRows:
     fully_masked: list[str] = field(default_factory=list[str])  # where: nothing to supervise, at any length
     refused: list[EncodingError] = field(default_factory=list[EncodingError])
 
+    def extend(self, other: EncodedRows) -> None:
+        """The rows that come after these."""
+        self.examples.extend(other.examples)
+        self.num_rows += other.num_rows
+        self.num_ended += other.num_ended
+        self.fully_truncated += other.fully_truncated
+        self.overlong += other.overlong
+        self.fully_masked += other.fully_masked
+        self.refused += other.refused
+
     @property
     def num_dropped(self) -> int:
         return self.num_rows - len(self.examples)
 
     @property
     def num_truncated(self) -> int:
-        return sum(example.truncated > 0 for example in self.examples)
+        return self.examples.num_truncated
 
     @property
     def num_straddled(self) -> int:
-        return sum(example.straddled for example in self.examples)
+        return self.examples.num_straddled
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(example.input_ids) for example in self.examples)
+        return self.examples.num_tokens
 
     @property
     def num_supervised(self) -> int:
-        return sum(example.num_supervised for example in self.examples)
+        return self.examples.num_supervised
 
     def facts(self) -> list[str]:
         """What a run prints first: the counts, then the dropped rows by name."""
@@ -331,10 +346,22 @@ class EncodedRows:
             f"{_short(tokens)} tokens, {_short(supervised)} supervised ({_percent(supervised, tokens)}); "
             f"EOS supervised in {_percent(self.num_ended, kept)}",
         ]
+        if self.num_ended < ENOUGH_ENDS * kept:
+            lines.append(self._few_ends())
         if self.num_straddled:
             lines.append(f"{self.num_straddled:,} tokens straddle a prompt and its answer: not supervised")
         lines += [f"dropped, {fate}: {_named(rows)}" for rows, fate in fates if rows]
         return lines
+
+    def _few_ends(self) -> str:
+        """Every whole answer ends in an end-of-turn token, so what lacks one was cut off."""
+        kept = len(self.examples)
+        needed = self.examples.length_of_share(ENOUGH_ENDS)
+        return (
+            f"WARNING: only {_percent(self.num_ended, kept)} of the rows teach the model to end its answer: the others "
+            f"are cut off at data.max_length={self.max_length}; set data.max_length to {needed} "
+            f"(keeps {ENOUGH_ENDS:.0%} of the rows whole), or data.overlong to drop (leaves the long ones out)"
+        )
 
 
 def encode_rows(
@@ -342,37 +369,54 @@ def encode_rows(
     encoder: Encoder,
     *,
     progress: Callable[[int], None] | None = None,
-    skip_bad_rows: bool = False,
+    bad: BadRows | None = None,
 ) -> EncodedRows:
     """Every row encoded, dropped and counted, or an error that names it.
 
-    ``progress`` is called with the number of rows done. ``skip_bad_rows`` keeps the errors in ``refused`` instead of
-    raising the first.
+    ``progress`` is called with the number of rows done. ``bad`` says what becomes of rows whose mask cannot be
+    verified: by default the first one raises `EncodingError`; a ``BadRows(skip=True)`` takes all of them, and they are
+    listed in ``refused``.
     """
+    bad = BadRows() if bad is None else bad
     result = EncodedRows(max_length=encoder.max_length)
-    ends = set(encoder.end_ids.values())
     for row in rows:
-        result.num_rows += 1
-        try:
-            example = encoder.encode(row)
-        except EncodingError as error:
-            if not skip_bad_rows:
-                raise
-            result.refused.append(error)
-        else:
-            if example.truncated and encoder.overlong == "drop":
-                result.overlong.append(row.where)
-            elif example.num_supervised:
-                result.examples.append(example)
-                result.num_ended += next(i for i in reversed(example.labels) if i != IGNORE_INDEX) in ends
-            elif example.truncated:
-                result.fully_truncated.append(row.where)
-            else:
-                result.fully_masked.append(row.where)
+        encode_into(result, row, encoder)
+        if result.refused and not bad.skip:
+            raise result.refused[0]
         if progress:
             progress(result.num_rows)
+    return checked(result, encoder, bad)
+
+
+def encode_into(result: EncodedRows, row: Row, encoder: Encoder) -> None:
+    """Add what becomes of one row to ``result``."""
+    result.num_rows += 1
+    try:
+        example = encoder.encode(row)
+    except EncodingError as error:
+        fields = {"messages": row.messages, **({"tools": row.tools} if row.tools else {})}
+        result.refused.append(EncodingError(error.where, error.problem, raw_text(fields)))
+        return
+    if example.truncated and encoder.overlong == "drop":
+        result.overlong.append(row.where)
+    elif example.num_supervised:
+        result.examples.append(example)
+        last = next(i for i in reversed(example.labels) if i != IGNORE_INDEX)
+        result.num_ended += last in encoder.end_ids.values()
+    elif example.truncated:
+        result.fully_truncated.append(row.where)
+    else:
+        result.fully_masked.append(row.where)
+
+
+def checked(result: EncodedRows, encoder: Encoder, bad: BadRows) -> EncodedRows:
+    """The result, its refused rows handed to ``bad``; no example at all is an error."""
+    if result.refused and not bad.skip:
+        raise result.refused[0]
     if not result.examples:
         raise ValueError(_nothing_left(result, encoder))
+    for error in result.refused:
+        bad.add(error.where, Fault("mask not verified", error.problem), error.raw)
     return result
 
 

@@ -23,6 +23,7 @@ def name_type(value: object) -> str:
     ('a list', 'a number', 'a str')
     """
     names = {"dict": "an object", "list": "a list", "NoneType": "null", "int": "a number", "float": "a number"}
+    names["bytes"] = "bytes that are not UTF-8"
     return names.get(type(value).__name__, f"a {type(value).__name__}")
 
 

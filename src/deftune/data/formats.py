@@ -364,6 +364,8 @@ def _check_message(index: int, message: object) -> Message:
         if not isinstance(message.get(key, ""), str):
             hint = "; parts such as images are not read" if isinstance(message[key], list) else ""
             raise Fault(f"{key} is not text", f"{where} ({role}): it is {name_type(message[key])}{hint}")
+        if "\0" in message.get(key, ""):  # JSON files are refused before; Parquet and the hub can hold it
+            raise Fault("NUL character", f"{where} ({role}): in {key}")
     if calls is not None:
         _check_calls(where, role, calls)
     if role == "assistant" and not (content and content.strip()) and not calls:

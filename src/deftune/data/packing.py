@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from heapq import heappop, heappush
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
 
-from deftune.data.encoding import Encoded
-from deftune.objectives.stats import IGNORE_INDEX
+from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
 
 Strategy = Literal["bfd", "sequential"]
 
@@ -26,7 +25,26 @@ class Pack:
     lengths: list[int]
 
 
-def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd") -> list[Pack]:
+class Packs(Sequence[Pack]):
+    """Packs of examples, each joined when it is asked for: beside the examples only their places are held."""
+
+    def __init__(self, examples: Sequence[Encoded], members: list[list[int]]):
+        self.examples, self.members = examples, members
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @overload
+    def __getitem__(self, place: int) -> Pack: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Pack]: ...
+    def __getitem__(self, place: int | slice) -> Pack | list[Pack]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        return _joined([self.examples[i] for i in self.members[place]])
+
+
+def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd") -> Packs:
     """Whole examples into rows of at most ``length`` tokens.
 
     ``bfd`` is best fit, longest first: an example goes where it leaves the least room. ``sequential`` fills one row at
@@ -34,29 +52,35 @@ def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd")
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"unknown packing strategy {strategy!r}. Known: {', '.join(get_args(Strategy))}")
-    for example in encoded:
-        if len(example.input_ids) > length:
+    lengths = encoded.sizes if isinstance(encoded, Examples) else [len(example.input_ids) for example in encoded]
+    for place, size in enumerate(lengths):
+        if size > length:
             raise ValueError(
-                f"{example.where}: {len(example.input_ids)} tokens do not fit a pack of {length}; "
+                f"{encoded[place].where}: {size} tokens do not fit a pack of {length}; "
                 f"encode with max_length={length} or pack longer rows"
             )
-    lengths = [len(example.input_ids) for example in encoded]
     bins = _best_fit_decreasing(lengths, length) if strategy == "bfd" else _sequential(lengths, length)
-    return [_joined([encoded[i] for i in sorted(members)]) for members in sorted(bins, key=min)]
+    return Packs(encoded, [sorted(members) for members in sorted(bins, key=min)])
 
 
 def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[list[int]]:
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens free, bin), ascending
+    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # bins by the tokens free in them, a heap each
+    rooms = 0  # bit r: some bin has r tokens free
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(room, (lengths[i], -1))
-        if at == len(room):
+        enough = rooms >> lengths[i]
+        if not enough:
             bins.append([i])
             free, which = length, len(bins) - 1
         else:
-            free, which = room.pop(at)
+            free = lengths[i] + (enough & -enough).bit_length() - 1  # the least that suffices
+            which = heappop(with_room[free])
             bins[which].append(i)
-        insort(room, (free - lengths[i], which))
+            if not with_room[free]:
+                rooms &= ~(1 << free)
+        free -= lengths[i]
+        heappush(with_room[free], which)
+        rooms |= 1 << free
     return bins
 
 
@@ -87,6 +111,16 @@ def _joined(examples: Sequence[Encoded | Pack]) -> Pack:
         joined.labels.extend(labels)
         joined.lengths.extend(lengths)
     return joined
+
+
+class Joined:
+    """Two sequences as one, without a copy of either."""
+
+    def __init__(self, first: Sequence[Encoded | Pack], second: Sequence[Encoded | Pack]):
+        self.first, self.second = first, second
+
+    def __getitem__(self, place: int) -> Encoded | Pack:
+        return self.first[place] if place < len(self.first) else self.second[place - len(self.first)]
 
 
 class Collator:

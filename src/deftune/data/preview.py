@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deftune.data.encoding import Encoded, EncodedRows
+from deftune.data.encoding import EncodedRows
+from deftune.data.examples import IGNORE_INDEX, Encoded
 from deftune.data.terminal import visible
-from deftune.objectives.stats import IGNORE_INDEX
 
 SUPERVISED, CONTEXT, SPECIAL = "bold green", "dim", "magenta"
 MARKS = ("⟦", "⟧")  # around supervised text where there is no colour to tell it
@@ -24,7 +24,7 @@ def render_preview(encoded: EncodedRows, tokenizer: Any, console: Console, *, nu
     for line in encoded.facts():
         facts.add_row(Text(visible(line)))
     console.print(facts)
-    console.print(Text(render_histogram([len(example.input_ids) for example in encoded.examples])))
+    console.print(Text(render_histogram(encoded.examples.sizes)))
     marked = console.no_color or console.color_system is None
     legend = (
         f"supervised text is inside {MARKS[0]} {MARKS[1]}" if marked else "supervised text is bright, the rest is dim"

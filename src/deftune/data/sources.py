@@ -37,31 +37,45 @@ def read_source(
     ``split`` chooses a folder's files by their names, and the hub's split (train unless said). ``limit`` is a number of
     good rows. ``bad`` says what becomes of the others: by default the first one raises `RowError`.
     """
+    return list(iterate_source(path_or_id, format=format, split=split, limit=limit, bad=bad))
+
+
+def iterate_source(
+    path_or_id: str | Path,
+    *,
+    format: str = "auto",
+    split: str | None = None,
+    limit: int | None = None,
+    bad: BadRows | None = None,
+) -> Iterator[Row]:
+    """What `read_source` returns, one row at a time."""
     source, bad = str(path_or_id), BadRows() if bad is None else bad
     if limit is not None and limit < 1:
         raise ValueError(f"limit: at least 1 row, got {limit}; leave it out to read all")
     chosen = None if format == "auto" else format
     if chosen is not None:
         known_format(chosen)
-    rows: list[Row] = []
+    count = 0
     for name, records in _parts(source, split, limit, bad):
-        good, skipped = len(rows), len(bad.rows)
+        good, skipped = count, len(bad.rows)
         for where, record in records:
             try:
                 chosen = chosen or detect(record)
-                rows.append(_row(record, chosen, where, source))
+                row = _row(record, chosen, where, source)
             except Ambiguous as fault:  # about the source, not the row
                 raise RowError(where, fault) from None
             except Fault as fault:
                 bad.add(where, fault, raw_text(record))
-            if len(rows) == limit:
+                continue
+            count += 1
+            yield row
+            if count == limit:
                 break
-        if len(rows) == good:
+        if count == good:
             raise RowError(name, _nothing_good(bad.rows[skipped:]))
-        if len(rows) == limit:
+        if count == limit:
             break
-    log.info("%s: %d rows, format %s%s", source, len(rows), chosen, f"; {bad.summary()}" if bad.rows else "")
-    return rows
+    log.info("%s: %d rows, format %s%s", source, count, chosen, f"; {bad.summary()}" if bad.rows else "")
 
 
 def read_fields(path_or_id: str | Path, *, split: str | None = None, bad: BadRows | None = None) -> Iterator[Record]:
@@ -187,6 +201,13 @@ def mix(
     ``total`` unless given is the most that the smallest source allows without repeating a row. A source gives each of
     its rows once before any twice, and twice only with ``repeat=True``, each pass in a new order.
     """
+    return [sources[index][0][place] for index, place in mix_places(sources, total=total, seed=seed, repeat=repeat)]
+
+
+def mix_places(
+    sources: Sequence[tuple[Sequence[Row], float]], *, total: int | None = None, seed: int, repeat: bool = False
+) -> Iterator[tuple[int, int]]:
+    """What `mix` returns, as (source, place of the row in it)."""
     if not sources:
         raise ValueError("mix: no sources; give at least one (rows, weight)")
     for index, (rows, weight) in enumerate(sources):
@@ -201,18 +222,19 @@ def mix(
     if total < 1:
         raise ValueError(f"mix: total is at least 1, got {total}")
     counts = _shares(weights, total)
-    picked: list[list[Row]] = []
+    picked: list[list[int]] = []
     for index, ((rows, _), count) in enumerate(zip(sources, counts)):
         if count > len(rows) and not repeat:
             raise ValueError(
                 f"mix: {_named(sources, index)} has {len(rows)} rows and {count} of {total} are needed; "
                 f"lower the total or its weight, or pass repeat=True"
             )
-        passes = [_shuffled(rows, f"{seed}/{index}/{turn}") for turn in range(math.ceil(count / len(rows)))]
-        picked.append([row for rows in passes for row in rows][:count])
+        places = range(len(rows))
+        passes = [_shuffled(places, f"{seed}/{index}/{turn}") for turn in range(math.ceil(count / len(rows)))]
+        picked.append([place for places in passes for place in places][:count])
     order = _shuffled([index for index, count in enumerate(counts) for _ in range(count)], f"{seed}/order")
-    queues = [iter(rows) for rows in picked]
-    return [next(queues[index]) for index in order]
+    queues = [iter(places) for places in picked]
+    return ((index, next(queues[index])) for index in order)
 
 
 def _named(sources: Sequence[tuple[Sequence[Row], float]], index: int) -> str:
@@ -245,14 +267,20 @@ def split_rows(rows: Sequence[Row], holdout: float, seed: int) -> tuple[list[Row
     A whole number holds out that many rows (a few more if the last prompt has several), a fraction about that share.
     The side follows from the prompt's hash and the seed alone, so that with a fraction new rows move no old ones.
     """
+    train, held = split_places(rows, holdout, seed)
+    return [rows[place] for place in train], [rows[place] for place in held]
+
+
+def split_places(rows: Sequence[Row], holdout: float, seed: int) -> tuple[list[int], list[int]]:
+    """What `split_rows` returns, as places in ``rows``."""
     fraction = isinstance(holdout, float)
     if not 0 < holdout < (1 if fraction else len(rows)):
         bound = "between 0 and 1" if fraction else f"from 1 to {len(rows) - 1}"
         raise ValueError(f"holdout: a number of rows or a fraction, {bound} for {len(rows)} rows, got {holdout}")
     places = [_place(row, seed) for row in rows]
     limit = holdout if fraction else sorted(places)[int(holdout) - 1]
-    held = [row for row, place in zip(rows, places) if place <= limit]
-    train = [row for row, place in zip(rows, places) if place > limit]
+    held = [index for index, place in enumerate(places) if place <= limit]
+    train = [index for index, place in enumerate(places) if place > limit]
     if not held or not train:
         empty = "held out" if not held else "left to train on"
         raise ValueError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -46,4 +49,45 @@ class StepDisplay:
 
     def stop(self) -> None:
         if self.console.is_terminal:
+            self.progress.stop()
+
+
+class RowProgress:
+    """A bar over the rows of a long preparation in a terminal; elsewhere a line to ``notice`` now and then."""
+
+    EVERY = 10.0  # seconds between two lines
+
+    def __init__(self, title: str, total: int | None, notice: Callable[[str], None], *, shown: bool = True):
+        self.title, self.total, self.notice, self.shown = title, total, notice, shown
+        console = Console(stderr=True)
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=console, transient=True,
+        )  # fmt: skip
+        self.is_terminal = console.is_terminal
+        self.started = self.told = self.drawn = time.monotonic()
+        self.task: Any = None
+
+    def update(self, done: int) -> None:
+        now = time.monotonic()
+        if not self.shown or now - self.drawn < 0.2:
+            return
+        self.drawn = now
+        if self.is_terminal:
+            if self.task is None:  # not for what takes a moment
+                self.task = self.progress.add_task(self.title, total=self.total)
+                self.progress.start()
+            self.progress.update(self.task, completed=done)
+        elif now - self.told >= self.EVERY:
+            of = f" of {self.total:,} ({done / self.total:.0%})" if self.total else ""
+            self.notice(f"{self.title}: {done:,}{of}, {now - self.started:.0f} s")
+            self.told = now
+
+    def __enter__(self) -> RowProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.task is not None:
             self.progress.stop()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deftune.training.checkpoints import CheckpointError, UnreadableError, sealed_folder, sha256, verify
+from deftune.training.checkpoints import CheckpointError, UnreadableError, disk_error, sealed_folder, sha256, verify
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,18 @@ def _convert(gguf: Path, folder: Path, notice: Callable[[str], None]) -> Path:
     import torch
     import transformers
 
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"model: {gguf}: is no GGUF file (it does not begin with GGUF); download it again")
     notice(f"dequantising {gguf.name} into {folder} (once)")
     options: dict[str, Any] = {"gguf_file": gguf.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), **options)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), **options)
+    except Exception as error:  # struct.error, IndexError, KeyError, ...: a wrong number in it can lead anywhere
+        raise ValueError(
+            f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
+            f"architecture that transformers does not know: download it again, or pass the folder of the original model"
+        ) from error
     if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
     model = read_weights(str(gguf.parent), name=str(gguf), dtype=torch.float32, **options)
@@ -187,9 +196,18 @@ def _convert(gguf: Path, folder: Path, notice: Callable[[str], None]) -> Path:
             del config.quantization_config
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.parent / f".{folder.name}-{os.getpid()}"
-    with sealed_folder(staging, folder, source=sha256(gguf)) as place:
-        model.save_pretrained(place)
-        tokenizer.save_pretrained(place)
+    try:
+        with sealed_folder(staging, folder, source=sha256(gguf)) as place:
+            model.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+    except Exception as error:  # safetensors has a class of its own for a full disk
+        if not (reason := disk_error(error)):
+            raise
+        needed = sum(4 * parameter.numel() for parameter in model.parameters()) / 2**30
+        raise ValueError(
+            f"model: {folder}: could not be written ({reason}); it takes {needed:.1f} GiB: free some space, or set "
+            f"DEFTUNE_CACHE to a folder on another disk. Nothing of it was kept"
+        ) from error
     return folder
 
 

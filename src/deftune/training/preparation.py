@@ -6,22 +6,25 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deftune.data.encoding import EncodedRows, Encoder, encode_rows
+from deftune.data.encoding import EncodedRows, Encoder
 from deftune.data.packing import pack
+from deftune.data.parallel import encode_packed
 from deftune.data.regimes import generate
-from deftune.data.rows import BadRows, Row
-from deftune.data.sources import mix, read_source, split_rows
+from deftune.data.rows import BadRows, PackedRows, Row
+from deftune.data.sources import iterate_source, mix_places, split_places
 from deftune.data.templates import set_template
 from deftune.objectives import objective as parse_objective
 from deftune.training.config import ConfigError, Data, RunConfig, Source
+from deftune.training.display import RowProgress
+from deftune.training.encoded_cache import encode_cached
 from deftune.training.model_names import shown_model
-from deftune.training.models import load_tokenizer, resolve_model
+from deftune.training.models import cache_folder, load_tokenizer, resolve_model
 from deftune.training.trackers import check_trackers
 
 MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
@@ -37,7 +40,7 @@ class Prepared:
     train: EncodedRows
     eval: EncodedRows | None
     bad: BadRows
-    sequences: list[Any]  # what a micro-batch is made of: rows, or packs of them
+    sequences: Sequence[Any]  # what a micro-batch is made of: rows, or packs of them
 
     @property
     def steps(self) -> int:
@@ -88,22 +91,31 @@ def check_config(config: RunConfig) -> None:
         )
 
 
-def read_rows(sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None]) -> list[Row]:
+def read_rows(sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None]) -> PackedRows:
     """The rows of the sources, mixed by their weights."""
-    read: list[tuple[list[Row], float]] = []
+    read: list[tuple[PackedRows, float]] = []
     for source in sources:
         if source.generate is not None:
             assert source.limit is not None
-            rows = generate(source.generate, split=source.split or "train", size=source.limit)
+            rows = PackedRows(generate(source.generate, split=source.split or "train", size=source.limit))
             notice(f"{source.generate}: {len(rows):,} rows generated")
         else:
             assert source.path is not None
-            rows = read_source(source.path, format=source.format, split=source.split, limit=source.limit, bad=bad)
+            found = iterate_source(source.path, format=source.format, split=source.split, limit=source.limit, bad=bad)
+            rows = PackedRows(_counted(found, f"reading {source.path}", notice), bad)
             notice(f"{source.path}: {len(rows):,} rows")
         read.append((rows, source.weight))
     if len(read) == 1 and config.data.total is None:
         return read[0][0]
-    return mix(read, total=config.data.total, seed=config.train.seed)
+    places = mix_places(read, total=config.data.total, seed=config.train.seed)
+    return PackedRows.gather((read[index][0], place) for index, place in places)
+
+
+def _counted(rows: Iterable[Row], title: str, notice: Callable[[str], None]) -> Iterator[Row]:
+    with RowProgress(title, None, notice, shown=is_main()) as progress:
+        for number, row in enumerate(rows, 1):
+            yield row
+            progress.update(number)
 
 
 def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
@@ -112,23 +124,59 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
     rows = read_rows(data.train, config, bad, notice)
-    held = read_rows(data.eval, config, bad, notice) if data.eval else []
+    held = read_rows(data.eval, config, bad, notice) if data.eval else PackedRows()
     if data.holdout:
-        rows, held = split_rows(rows, data.holdout, config.train.seed)
+        sides = split_places(rows, data.holdout, config.train.seed)
+        rows, held = (PackedRows.gather((rows, place) for place in side) for side in sides)
         notice(f"{len(held):,} rows held out")
     source = resolve_model(config.model.name, notice, revision=config.model.revision)
     options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     tokenizer = load_tokenizer(source, **options)
     encoder = make_encoder(data, tokenizer)
     set_template(tokenizer, data.template)  # saved with the model
-    train = encode_rows(rows, encoder, skip_bad_rows=data.skip_bad_rows)
-    evaluation = encode_rows(held, encoder, skip_bad_rows=data.skip_bad_rows) if held else None
-    sequences: list[Any] = pack(train.examples, data.max_length) if data.packing else list(train.examples)
+    train = encode(rows, encoder, bad, notice)
+    evaluation = encode(held, encoder, bad, notice) if held else None
+    del rows, held
+    for encoded in (train, *([evaluation] if evaluation else [])):
+        check_embedding(encoded, tokenizer, source, **options)
+    sequences: Sequence[Any] = pack(train.examples, data.max_length) if data.packing else train.examples
     prepared = Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
     late = [step for step in config.train.save_at if step > prepared.steps]
     if late and sequences:
         raise ConfigError(f"train.save_at: step {late[0]} never comes, the run has {prepared.steps}; leave it out")
     return prepared
+
+
+def encode(rows: PackedRows, encoder: Encoder, bad: BadRows, notice: Callable[[str], None]) -> EncodedRows:
+    """The rows' tokens and masks: from the cache, or made by several processes with a bar or a line now and then."""
+
+    def make() -> EncodedRows:
+        with RowProgress("encoding rows", len(rows), notice, shown=is_main()) as progress:
+            return encode_packed(rows, encoder, bad=bad, progress=progress.update)
+
+    return encode_cached(rows, encoder, cache_folder() / "encoded", bad=bad, encode=make, notice=notice)
+
+
+def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options: Any) -> None:
+    """A token without a row in the model's embedding is an IndexError on a CPU and a device assert on a GPU."""
+    import transformers
+
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(source, **options)
+        size = config.get_text_config().vocab_size
+    except Exception as error:  # a config.json of any shape: each class of config checks in its own way
+        raise ValueError(f"model: cannot read the config of {source}: {str(error).splitlines()[:1]}") from error
+    if tokenizer.pad_token_id >= size:
+        found: tuple[int, str] | None = (tokenizer.pad_token_id, "the padding token")
+    else:
+        found = encoded.examples.first_above(size)
+    if found:
+        token = tokenizer.convert_ids_to_tokens(found[0])
+        raise ValueError(
+            f"model: the tokenizer of {source} has {len(tokenizer):,} tokens and the model's embedding {size:,}: token "
+            f"{found[0]} ({token!r}, {found[1]}) has no embedding; use the tokenizer that the model was trained with, "
+            f"or enlarge the embedding with resize_token_embeddings({len(tokenizer)}) and save the model"
+        )
 
 
 def make_encoder(data: Data, tokenizer: Any) -> Encoder:
@@ -164,7 +212,7 @@ def facts(prepared: Prepared) -> list[str]:
             f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"
         )
     if prepared.bad.skip and prepared.bad.rows:
-        lines.append(prepared.bad.summary())
+        lines.append(f"{prepared.bad.summary()}; bad_rows.jsonl in the run's folder lists each with its reason")
     return lines
 
 

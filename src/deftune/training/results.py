@@ -198,12 +198,13 @@ def reply(
     """The model's answer to a conversation, piece by piece as it is made; temperature 0 is greedy."""
     from transformers import TextIteratorStreamer
 
+    from deftune.data.rendering import Template
     from deftune.data.templates import resolve_template
 
-    inputs = tokenizer.apply_chat_template(
-        messages, chat_template=resolve_template(tokenizer, template), add_generation_prompt=True,
-        return_tensors="pt", return_dict=True,
-    ).to(model.device)  # fmt: skip
+    text = Template(resolve_template(tokenizer, template)).render(
+        messages, add_generation_prompt=True, variables=tokenizer.special_tokens_map
+    )
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:

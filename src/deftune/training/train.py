@@ -18,7 +18,7 @@ from rich.console import Console
 
 from deftune.data.encoding import end_tokens_of
 from deftune.data.files import write_atomic
-from deftune.data.packing import Collator
+from deftune.data.packing import Collator, Joined
 from deftune.data.terminal import line_printer
 from deftune.training import checkpoints
 from deftune.training.card import name_base_model, render_card
@@ -125,7 +125,7 @@ class Batches:
     """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
     them."""
 
-    def __init__(self, sequences: list[Any], collator: Collator):
+    def __init__(self, sequences: Joined, collator: Collator):
         self.sequences, self.collator = sequences, collator
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ def make_trainer(
         model,
         arguments,
         objective=config.objective,
-        data_collator=Batches([*prepared.sequences, *evaluated], collator),
+        data_collator=Batches(Joined(prepared.sequences, evaluated), collator),
         train_dataset=make_dataset(range(total)),
         eval_dataset=make_dataset(range(total, total + len(evaluated))) if evaluated else None,
         processing_class=prepared.tokenizer,

@@ -1,0 +1,146 @@
+"""Many rows encoded by several processes; the result is that of one, token for token and in the same order."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle  # between a process and its own children; nothing is stored
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from deftune.data.encoding import EncodedRows, Encoder, checked
+from deftune.data.encoding_worker import encode_texts
+from deftune.data.rows import BadRows, PackedRows
+
+SMALL_BYTES = 4 * 2**20  # of rows: up to here starting processes costs more than they save
+CHUNK_BYTES = 2**18  # of rows in one message: a fraction of a second of work
+MAX_WORKERS = 16
+_START = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from deftune.data.encoding_worker import main; main()"
+)
+
+
+def default_workers() -> int:
+    """As many as this process has cores, shared with the other ranks of a machine; or $DEFTUNE_DATA_WORKERS."""
+    if asked := os.environ.get("DEFTUNE_DATA_WORKERS"):
+        if not asked.isdecimal() or not 1 <= int(asked) <= 10 * MAX_WORKERS:
+            raise ValueError(f"DEFTUNE_DATA_WORKERS: a number from 1 to {10 * MAX_WORKERS}, got {asked!r}")
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def encode_packed(
+    rows: PackedRows,
+    encoder: Encoder,
+    *,
+    bad: BadRows,
+    workers: int | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> EncodedRows:
+    """What `encode_rows` returns. ``workers``: processes; by default none for a few MiB of rows, else one a core."""
+    if workers is None:
+        workers = default_workers() if rows.num_bytes > SMALL_BYTES else 1
+    result = EncodedRows(max_length=encoder.max_length)
+    chunks = _chunks(rows.texts)
+    if workers > 1 and len(chunks) > 1:
+        with _pool(encoder, min(workers, len(chunks))) as submit:
+            # a few chunks ahead of the processes: their results are merged as they come
+            ahead: list[Future[EncodedRows]] = []
+            for number, chunk in enumerate(chunks):
+                ahead.append(submit(chunk))
+                while len(ahead) > 2 * workers or (ahead and number == len(chunks) - 1):
+                    _merge(result, ahead.pop(0).result(), bad, progress)
+    else:
+        for chunk in chunks:
+            _merge(result, encode_texts(chunk, encoder), bad, progress)
+    return checked(result, encoder, bad)
+
+
+def _merge(result: EncodedRows, part: EncodedRows, bad: BadRows, progress: Callable[[int], None]) -> None:
+    if part.refused and not bad.skip:
+        raise part.refused[0]
+    result.extend(part)
+    progress(result.num_rows)
+
+
+def _chunks(texts: list[bytes]) -> list[list[bytes]]:
+    chunks: list[list[bytes]] = []
+    size = CHUNK_BYTES
+    for text in texts:
+        if size >= CHUNK_BYTES:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(text)
+        size += len(text)
+    return chunks
+
+
+@contextmanager
+def _pool(encoder: Encoder, workers: int) -> Generator[Callable[[list[bytes]], Future[EncodedRows]]]:
+    """``submit(chunk)``: each of the processes is written to and read from by a thread at a time.
+
+    They are started as programs of their own, not forked: no thread's lock is copied in a locked state, and no open
+    file of this process (a run's lock for one) is open in them.
+    """
+    setting = pickle.dumps(encoder, protocol=pickle.HIGHEST_PROTOCOL)
+    command = [sys.executable, "-P", "-c", _START, json.dumps(sys.path)]
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[bytes]] = []
+    idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+    threads = ThreadPoolExecutor(workers)
+
+    def work(chunk: list[bytes]) -> EncodedRows:
+        process = idle.get()
+        try:
+            return _ask(process, chunk)
+        finally:
+            idle.put(process)
+
+    try:
+        for _ in range(workers):
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(setting)
+            idle.put(process)
+        yield lambda chunk: threads.submit(work, chunk)
+    finally:
+        for process in processes:
+            process.kill()
+        threads.shutdown(wait=True, cancel_futures=True)  # a thread that waits for an answer gets the end of its file
+        for process in processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    _close(pipe)
+
+
+def _close(pipe: Any) -> None:
+    try:
+        pipe.close()
+    except BrokenPipeError:
+        pass  # what was not written yet has no reader
+
+
+def _ask(process: subprocess.Popen[bytes], chunk: list[bytes]) -> EncodedRows:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        pickle.dump(chunk, process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+        process.stdin.flush()
+        answer: Any = pickle.load(process.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        code = process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        raise ValueError(
+            f"a process that encodes rows {how}; the machine may be out of memory: run it again with fewer at once "
+            f"(DEFTUNE_DATA_WORKERS=1)"
+        ) from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

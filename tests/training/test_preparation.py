@@ -1,0 +1,141 @@
+"""What a run is made of: every bad row is written down, the fingerprint is that of the tokens, tokens fit the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+import yaml
+
+import tiny
+from deftune.cli import main
+from deftune.data import parallel
+from deftune.data.encoding import encode_rows
+from deftune.data.packing import pack
+from deftune.data.sources import read_source, split_rows
+from deftune.training.preparation import check_embedding, facts, fingerprint, make_encoder, prepare
+
+
+def silent(_: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("parallel_too", [False, True])
+def test_the_fingerprint_is_that_of_the_rows_encoded_one_by_one(
+    make_config, tmp_path, chat_file, monkeypatch, packing, parallel_too
+):
+    """Runs that were begun by an earlier version are resumed: the digest must not change."""
+    if parallel_too:
+        monkeypatch.setattr(parallel, "SMALL_BYTES", 0)
+        monkeypatch.setattr(parallel, "CHUNK_BYTES", 2000)
+        monkeypatch.setenv("DEFTUNE_DATA_WORKERS", "2")
+    config = make_config(tmp_path / "run", {"data.packing": packing, "data.holdout": 0.25})
+    prepared = prepare(config, silent)
+    encoder = make_encoder(config.data, prepared.tokenizer)
+    train, held = (encode_rows(side, encoder) for side in split_rows(read_source(chat_file), 0.25, 1))
+    sequences = list(pack(list(train.examples), 128)) if packing else list(train.examples)
+    digest = hashlib.sha256()
+    for sequence in [*sequences, *held.examples]:
+        digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
+    assert fingerprint(prepared) == digest.hexdigest()
+    assert prepared.train.facts() == train.facts()
+
+
+@pytest.fixture
+def mixed_file(tmp_path, chat_file) -> Path:
+    """Good rows, and seven bad ones: one that cannot be read and six that the encoder refuses."""
+    path = tmp_path / "mixed.jsonl"
+    refused = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a <|im_end|> b"}]}
+    first = {"messages": [{"role": "assistant", "content": "I begin."}]}
+    lines = [*chat_file.read_text().splitlines(), "{oops", json.dumps(first), *[json.dumps(refused)] * 5]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def bad_rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_bad_rows(rows: list[dict[str, str]], data: Path) -> None:
+    assert [row["where"] for row in rows] == [f"{data}:{line}" for line in range(61, 68)]
+    assert rows[0]["reason"].startswith("not JSON") and rows[0]["raw"] == "{oops\n"
+    assert "the chat template fails on these messages (roles: none)" in rows[1]["reason"]
+    for row in rows[2:]:
+        assert "the text spells the end-of-turn token <|im_end|>" in row["reason"]
+        assert json.loads(row["raw"])["messages"][1]["content"] == "a <|im_end|> b"
+
+
+def test_train_writes_every_bad_row(make_config, tmp_path, mixed_file):
+    from deftune.training.train import train_run
+
+    more = {"data.train": [{"path": str(mixed_file)}], "data.skip_bad_rows": True, "train.max_steps": 1}
+    train_run(make_config(tmp_path / "run", more))
+    check_bad_rows(bad_rows(tmp_path / "run" / "bad_rows.jsonl"), mixed_file)
+
+
+def test_dry_run_counts_every_bad_row(make_config, tmp_path, mixed_file):
+    config = make_config(tmp_path / "run", {"data.train": [{"path": str(mixed_file)}], "data.skip_bad_rows": True})
+    assert (
+        "7 rows skipped: 6 mask not verified, 1 not JSON; bad_rows.jsonl in the run's folder lists each with its reason"
+        in facts(prepare(config, silent))
+    )
+
+
+def test_preview_writes_every_bad_row(tmp_path, mixed_file, tiny_model, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["data", "preview", str(mixed_file), "--model", str(tiny_model)]
+    assert main([*command, "--limit", "60", "--skip-bad-rows"]) == 0 and not (tmp_path / "bad_rows.jsonl").exists()
+    assert main(command) == 2
+    capsys.readouterr()
+    assert main([*command, "--skip-bad-rows"]) == 0
+    assert "7 rows skipped: 6 mask not verified, 1 not JSON; see bad_rows.jsonl" in capsys.readouterr().err
+    check_bad_rows(bad_rows(tmp_path / "bad_rows.jsonl"), mixed_file)
+
+
+def test_a_token_without_an_embedding_is_refused(make_config, tmp_path, tiny_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    small = tmp_path / "small"
+    tiny.make_model(tokenizer, vocab_size=200).save_pretrained(small)
+    tokenizer.save_pretrained(small)
+    with pytest.raises(ValueError) as raised:
+        prepare(make_config(tmp_path / "run", {"model.name": str(small)}), silent)
+    text = str(raised.value)
+    assert f"the tokenizer of {small} has {len(tokenizer)} tokens and the model's embedding 200: token " in text
+    assert "chat.jsonl:1) has no embedding" in text and f"resize_token_embeddings({len(tokenizer)})" in text
+
+
+def test_tokens_that_no_row_uses_need_no_embedding(make_config, tmp_path, tiny_model):
+    """Gemma 3 has one more than its embedding, for images."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(folder)
+    prepared = prepare(make_config(tmp_path / "run", {"model.name": str(folder)}), silent)
+    assert len(prepared.tokenizer) == size + 1
+    prepared.tokenizer.pad_token = "<image>"
+    with pytest.raises(ValueError, match=r"token \d+ \('<image>', the padding token\) has no embedding"):
+        check_embedding(prepared.train, prepared.tokenizer, str(folder))
+
+
+def test_a_second_start_takes_the_encoded_rows_from_the_cache(make_config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DEFTUNE_DATA_CACHE_GB", "1")
+    config = make_config(tmp_path / "run", {"data.holdout": 0.25})
+    said: list[str] = []
+    first = prepare(config, silent)
+    second = prepare(config, said.append)
+    assert sum("rows were encoded before" in text for text in said) == 2
+    assert fingerprint(first) == fingerprint(second) and facts(first) == facts(second)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    assert main(["train", str(path), "--dry-run"]) == 0
+    assert "rows were encoded before" in capsys.readouterr().out
+    assert main(["train", str(path), "--dry-run", "--no-cache"]) == 0
+    assert "rows were encoded before" not in capsys.readouterr().out
