@@ -47,8 +47,8 @@ def hostile_answers(size: Size, more: list[str] | None = None) -> Figure:
     left = len(children() - before)
     forced = sum(verdict.how in ("timeout", "crash") for verdict in verdicts)
     text = (
-        f"{len(answers)} hostile answers: {int(canary.exists())} side effects, {len(credited)} credited, {forced} ended "
-        f"by force, {left} processes left"
+        f"{len(answers)} hostile answers: {int(canary.exists())} side effects, {len(credited)} credited, {forced} "
+        f"ended by force, {left} processes left"
     )
     return Figure(text, not canary.exists() and not credited and not left, tuple(credited))
 

@@ -282,14 +282,14 @@ def texts() -> Iterator[tuple[str, Attack]]:
         yield f"code as an objective or override {number}", attack
     for number, deep in enumerate(["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000]):
 
-        def attack(target: Target, deep: str = deep) -> None:
+        def nested(target: Target, deep: str = deep) -> None:
             for name in ("rows.jsonl", "rows.json", "deep.yaml"):
                 (target.folder / name).write_text(deep)
             quiet_command("data", "preview", target.folder / "rows.jsonl", "--model", target.bench.model)
             quiet_command("data", "preview", target.folder / "rows.json", "--model", target.bench.model)
             quiet_command("train", target.folder / "deep.yaml")
 
-        yield f"deep JSON and YAML {number}", attack
+        yield f"deep JSON and YAML {number}", nested
 
 
 # --- paths and links --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The scoreboard's 28 rows: what is tested, what peers promise or where they broke, what deftune promises.
 
-A row's check measures a figure (`check.Figure`). `deftune selftest` runs the small sizes of the checks that need nothing
-but an installation; `pytest -m reliability` runs the full sizes and the tests that stand behind a row.
+A row's check measures a figure (`check.Figure`). `deftune selftest` runs the small sizes of the checks that need
+nothing but an installation; `pytest -m reliability` runs the full sizes and the tests that stand behind a row.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ROWS = [
     Row(4, "bfloat16 gradients of hidden states and head; head accumulated over 1 to 1,024 chunks (GPU)",
         "CCE torch + 1e-2, Liger 5e-2 (#512, #827)", "torch eager's error + 1 ulp; flat over the chunks",
         ("losses.bfloat16",)),
-    Row(5, "confident token (margin +10, +20): the true class's gradient", "Liger 4 x torch's error", "1 x torch's error",
-        ("losses.confident",)),
+    Row(5, "confident token (margin +10, +20): the true class's gradient", "Liger 4 x torch's error",
+        "1 x torch's error", ("losses.confident",)),
     Row(6, "log p = -80, -1e4, -inf; logits + 1e4; -inf columns; a NaN logit", "torchtitan stops",
         "finite gates and gradients; offset moves 1e-6; the NaN's token is named", ("losses.extremes",)),
     Row(7, "micro-batch, step or rank without a supervised token; T = 0; V = 1", "NaN: TRL #6668, NeMo #3796",
@@ -73,8 +73,8 @@ ROWS = [
         "file:line and reason, all; --skip-bad-rows writes them out", ("files.bad_rows",)),
     Row(22, "12 or more real chat templates without {% generation %}", "all-zero masks (marin #7237)",
         "right mask with its end supervised, or an error", ("files.templates",)),
-    Row(23, "packing: no target crosses a boundary; answers cut off are named", "verl #5797 leaked", "10^4 random cases",
-        ("files.packs",)),
+    Row(23, "packing: no target crosses a boundary; answers cut off are named", "verl #5797 leaked",
+        "10^4 random cases", ("files.packs",)),
     Row(24, "properties (hypothesis) of objectives, data, sampler, config, specs", "0 of 20 repositories",
         "25 or more properties"),
     Row(25, "random input for five parsers: rows, configs, specs, answers, manifests", "safetensors only", "0 uncaught",

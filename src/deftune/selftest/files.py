@@ -150,7 +150,7 @@ MARKERS = (
 
 
 def templates(size: Size) -> Figure:
-    """Row 22: the templates that the installed TRL carries: exactly the answers are supervised with an end, or an error."""
+    """Row 22: the installed TRL's templates: exactly the answers are supervised, with their end, or an error."""
     found = importlib.util.find_spec("trl")
     if found is None or found.origin is None:
         raise NotHere("needs trl, for its collection of chat templates")

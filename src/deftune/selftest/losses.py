@@ -317,7 +317,7 @@ def extremes(size: Size) -> Figure:
     except ValueError as error:
         if "4" not in str(error):
             misses.append(f"NaN: {error}")
-    text = f"{len(specs)} objectives: {len(misses)} not finite; offset 1e4 moves nothing by more than {worst:.1e}; NaN named"
+    text = f"{len(specs)} objectives: {len(misses)} misses; an offset of 1e4 moves {worst:.1e} at most; NaN named"
     return Figure(text, not misses and worst <= 1e-6, tuple(misses))
 
 
@@ -365,7 +365,7 @@ def kernels_again(size: Size) -> Figure:
 
 
 def accumulation(size: Size) -> Figure:
-    """Row 11: a step's gradient does not depend on its micro-batches; a part without the step's statistics is refused."""
+    """Row 11: a step's gradient does not depend on its micro-batches; a part without its step is refused."""
     hidden, weight, targets = head_sample(32 * 6, 16, 50)
     hidden, targets = 3 * hidden.view(32, 6, 16), targets.view(32, 6)
     lengths = torch.arange(32) * 5 % 7  # ragged: 0 to 6 supervised tokens a row

@@ -92,7 +92,7 @@ class Started:
         else:
             self.process.kill()
         self.process.join()
-        return self.process.exitcode == -signal.SIGKILL
+        return self.ended() == -signal.SIGKILL
 
 
 def start(

@@ -303,7 +303,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def refused(folder: Path, options: dict[str, Any]) -> bool:
     """Whether the trainer refuses an option that it could not honour."""
-    from trl import SFTConfig
+    from trl.trainer.sft_config import SFTConfig
 
     from deftune.training.trainer import DeftSFTTrainer
 
