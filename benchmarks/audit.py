@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
@@ -75,16 +76,23 @@ def help_without_torch() -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def vulnerabilities() -> str:
+def vulnerabilities(packages: list[str]) -> str:
+    """Known vulnerabilities of ``packages``; a package that pip-audit passes over is not counted as sound."""
     if shutil.which("pip-audit") is None:
-        return "pip-audit is not installed: vulnerabilities not looked up"
-    done = subprocess.run(["pip-audit", "--format", "json"], capture_output=True, text=True, timeout=600)
+        return "vulnerabilities not looked up: pip-audit is not installed"
+    command = ["pip-audit", "--format", "json", "--path", sysconfig.get_path("purelib")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     try:
-        found = [p for p in json.loads(done.stdout)["dependencies"] if p.get("vulns")]
+        found = [p for p in json.loads(done.stdout)["dependencies"] if p["name"] in packages]
     except (ValueError, KeyError):
-        return "pip-audit could not reach its database: vulnerabilities not looked up"
-    named = ", ".join(f"{p['name']} {p['version']}" for p in found)
-    return f"{len(found)} packages with known vulnerabilities{': ' + named if named else ''}"
+        return "vulnerabilities not looked up: pip-audit did not reach its database"
+    audited = [p for p in found if "skip_reason" not in p]
+    if not audited:
+        return f"vulnerabilities not looked up: pip-audit found none of the {len(packages)} packages in its database"
+    hurt = [f"{p['name']} {p['version']}" for p in audited if p["vulns"]]
+    return (
+        f"{len(hurt)} of {len(audited)} audited packages have known vulnerabilities{': ' * bool(hurt)}{', '.join(hurt)}"
+    )
 
 
 def main() -> int:
@@ -98,11 +106,11 @@ def main() -> int:
     licences = {name: licence(name) for name in sorted(seen)}
     for name, version in sorted(seen.items()):
         print(f"{name:28}{version:14}{licences[name]}")
-    alone, light, known = imports_with_torch_only(list(seen)), help_without_torch(), vulnerabilities()
+    alone, light, known = imports_with_torch_only(list(seen)), help_without_torch(), vulnerabilities(list(seen))
     copyleft = [n for n, text in licences.items() if re.search(r"\bA?GPL|GNU (Affero )?General Public", text)]
     figure = (
-        f"{len(seen)} packages behind deftune[eval]; copyleft: {', '.join(copyleft) or 'none'}; `import deftune` and the "
-        f"losses {'need torch only' if alone else 'FAIL with torch only'}; `--help` "
+        f"{len(seen)} packages behind deftune[eval]; copyleft: {', '.join(copyleft) or 'none'}; `import deftune` and "
+        f"its losses {'need torch only' if alone else 'FAIL with torch only'}; `--help` "
         f"{'without' if light else 'WITH'} torch; {known}"
     )
     print(figure)
