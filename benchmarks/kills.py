@@ -270,12 +270,14 @@ def main() -> int:
     same, lost = sum(t.same for t in tallies.values()), max(t.most_lost for t in tallies.values())
     saving = sum(t.while_saving for t in tallies.values())
     problems = [problem for t in tallies.values() for problem in t.problems]
-    figure = (
-        f"{kills} kills ({saving} within a save), {same} of {runs} runs end bitwise the same, {lost} step lost at most"
-    )
+    for kind in kinds:
+        if kind.interval and kind.name in tallies and tallies[kind.name].most_lost > kind.interval:
+            lost_there = tallies[kind.name].most_lost
+            problems.append(f"{kind.name}: {lost_there} steps lost, a checkpoint every {kind.interval} was asked for")
+    figure = f"{kills} kills ({saving} within a save): {same} of {runs} runs bitwise the same, {lost} step lost at most"
     print(figure, *problems, sep="\n  ")
     if args.out:
-        details = {name: vars(tally) for name, tally in tallies.items()}
+        details = {"misses": problems, **{name: vars(tally) for name, tally in tallies.items()}}
         write_records(args.out, [Record.of(
             15, "kills at random moments", figure, not problems, time.time() - begun,
             f"python benchmarks/kills.py --kills {args.kills}", details,
