@@ -54,6 +54,7 @@ def make_model(tokenizer: Any, cls: Any = transformers.LlamaForCausalLM, *, gain
 
 
 def save_model(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast, **more: Any) -> Path:
+    transformers.utils.logging.disable_progress_bar()  # pyright: ignore[reportPrivateImportUsage]
     make_model(tokenizer, **more).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
