@@ -17,6 +17,7 @@ import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from deftune.selftest.records import Record, write_records
 
@@ -42,8 +43,8 @@ def requirements(package: str, extras: frozenset[str], seen: dict[str, str]) -> 
 
 
 def licence(package: str) -> str:
-    about = metadata.metadata(package)
-    named = about.get("License-Expression") or ""
+    about: Any = metadata.metadata(package)
+    named: str = about.get("License-Expression") or ""
     if not named:
         classes = [c.rsplit("::", 1)[1].strip() for c in about.get_all("Classifier") or [] if c.startswith("License")]
         named = ", ".join(classes) or next(iter((about.get("License") or "").splitlines()), "")

@@ -142,5 +142,5 @@ def test_row(row, tmp_path, request):
         details = {"misses": misses} if misses else {}
         command = f"pytest -m reliability -k 'row {row.number}'"
         seconds = time.monotonic() - begun
-        write_records(Path(file), [Record.of(row.number, "full", text, holds, seconds, command, details)])
+        write_records(Path(file), [Record.of(row.number, "scoreboard", text, holds, seconds, command, details)])
     assert holds, "\n".join([text, *misses[:50]])

@@ -124,8 +124,7 @@ def run_rows(numbers: Iterable[int], full: bool, show: Callable[[Row, str, float
         misses = [" ".join(miss.split())[:300] for miss in figure.misses]
         show(row, "\n".join([text, *(f"  - {miss}" for miss in misses[:20])]), seconds)
         details = {"misses": misses} if misses else {}
-        test = "selftest, full" if full else "selftest"
-        records.append(Record.of(row.number, test, figure.text, figure.holds, seconds, command, details))
+        records.append(Record.of(row.number, "scoreboard", figure.text, figure.holds, seconds, command, details))
     return records
 
 

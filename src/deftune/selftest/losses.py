@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-import deftune
-from deftune.kernels import linear_loss, raise_pending, token_loss
-from deftune.objectives import IGNORE_INDEX, OBJECTIVES, Context, Focus, Objective, TokenStats, Weight
+from deftune.kernels import linear_loss, raise_pending, token_loss, token_stats
+from deftune.objectives import IGNORE_INDEX, OBJECTIVES, Context, Focus, Objective, TokenStats, Weight, step_stats
+from deftune.objectives import objective as parse_objective
 from deftune.objectives.base import deformed_gate, deformed_loss
 from deftune.objectives.stats import from_columns
 from deftune.selftest.check import Figure, NotHere, Size
@@ -75,7 +75,7 @@ def loss_and_gate(size: Size) -> Figure:
     worst = 0.0
     for vocab_size in (7, 1000, *([152064] if size.full else [])):
         logits, targets = sample(64, vocab_size, dtype=torch.float32)
-        got = deftune.token_stats(logits.to(device()), targets.to(device())).log_p.double().cpu()
+        got = token_stats(logits.to(device()), targets.to(device())).log_p.double().cpu()
         want = torch.log_softmax(logits.double(), -1).gather(-1, targets[:, None])[:, 0]
         worst = max(worst, ((got - want).abs() / (1 + logits.abs().amax(-1))).max().item())
     text = f"loss {loss_off:.1e}, gate {gate_off:.1e} x (1 + |a log p|) over {len(a):,} points; log p {worst:.1e}"
@@ -85,9 +85,9 @@ def loss_and_gate(size: Size) -> Figure:
 def gradients(size: Size) -> Figure:
     """Row 2: gate x error in closed form; difference quotients of the value with its focus or weight frozen."""
     logits, targets = sample(size(12, 60), 6)
-    stats, closed, quotient, tried = deftune.token_stats(logits, targets), 0.0, 0.0, 0
+    stats, closed, quotient, tried = token_stats(logits, targets), 0.0, 0.0, 0
     for spec in SPECS + MODIFIED:
-        objective = deftune.objective(spec)
+        objective = parse_objective(spec)
         _, got = gradient(logits, targets, objective, reduction="sum")
         want = objective.gate(stats, CONTEXT)[:, None] * error_vectors(logits, targets)
         closed = max(closed, (got - want).abs().max().item())
@@ -146,8 +146,8 @@ def by_hand(
     hidden, weight = hidden.double(), weight.double()
     kept = targets != IGNORE_INDEX
     logits = hidden[kept] @ weight.T
-    stats = deftune.token_stats(logits, targets[kept])
-    objective = deftune.objective(spec)
+    stats = token_stats(logits, targets[kept])
+    objective = parse_objective(spec)
     values = objective.loss(stats, CONTEXT).double()
     scale = upstream.double()[kept] if upstream is not None else torch.full_like(values, 1 / len(values))
     rows = (scale * objective.gate(stats, CONTEXT))[:, None] * error_vectors(logits, targets[kept])
@@ -254,7 +254,7 @@ def beyond_int32(size: Size) -> Figure:
     token_loss(few, targets[part], "deft", reduction="sum").backward()
     assert logits.grad is not None and few.grad is not None
     same_tokens = torch.equal(logits.grad[part], few.grad)
-    whole, some = deftune.token_stats(logits.detach(), targets), deftune.token_stats(few.detach(), targets[part])
+    whole, some = token_stats(logits.detach(), targets), token_stats(few.detach(), targets[part])
     same_stats = torch.equal(whole.log_p[part], some.log_p) and torch.equal(whole.entropy[part], some.entropy)
     raise_pending()
     found = {"linear_loss": same_fused, "token_loss": same_tokens, "statistics": same_stats}
@@ -295,7 +295,7 @@ def extremes(size: Size) -> Figure:
         targets=torch.zeros(4, dtype=torch.long), top_log_p=top,
     )  # fmt: skip
     for spec in specs:
-        objective = deftune.objective(spec)
+        objective = parse_objective(spec)
         gate, value = objective.gate(stats, CONTEXT), objective.loss(stats, CONTEXT)
         if not (gate.isfinite().all() and not value.isnan().any()):
             misses.append(f"{spec}: gate {gate.tolist()}, value {value.tolist()}")
@@ -342,7 +342,7 @@ def nothing_supervised(size: Size) -> Figure:
         if loss.item() != 0 or grad.any():
             misses.append(f"one class, {spec}")
     try:
-        deftune.step_stats("clip", [deftune.token_stats(torch.randn(2, 3), torch.full((2,), IGNORE_INDEX))])
+        step_stats("clip", [token_stats(torch.randn(2, 3), torch.full((2,), IGNORE_INDEX))])
         misses.append("an empty step is no error")
     except ValueError:
         pass
@@ -374,7 +374,7 @@ def accumulation(size: Size) -> Figure:
     worst64, worst32 = 0.0, 0.0
     misses: list[str] = []
     for spec in SPECS + MODIFIED:
-        objective = deftune.objective(spec)
+        objective = parse_objective(spec)
         for dtype in (torch.float64, torch.float32):
             h, w = hidden.to(dtype), weight.to(dtype)
             whole, wanted = step_in_parts(h, w, targets, objective, 32, count)
@@ -402,8 +402,8 @@ def step_in_parts(
     parts = [(hidden[i : i + rows], targets[i : i + rows]) for i in range(0, len(hidden), rows)]
     context = CONTEXT
     if objective.kind != "local":
-        before = [deftune.token_stats(h @ weight.T, t) for h, t in parts]
-        context = replace(CONTEXT, step=deftune.step_stats(objective, before, context=CONTEXT))
+        before = [token_stats(h @ weight.T, t) for h, t in parts]
+        context = replace(CONTEXT, step=step_stats(objective, before, context=CONTEXT))
     total = 0.0
     for h, t in parts:
         loss = linear_loss(h, head, t, objective, num_items=count, context=context)

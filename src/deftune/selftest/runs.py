@@ -16,7 +16,9 @@ import torch
 import yaml
 from rich.console import Console
 
-import deftune
+from deftune.kernels import token_stats
+from deftune.objectives import TokenStats
+from deftune.objectives import objective as parse_objective
 from deftune.selftest import tiny
 from deftune.selftest.check import Figure, Size, counted
 from deftune.selftest.process import Started, start
@@ -246,13 +248,13 @@ def loss_of_all_rows(bench: Bench, spec: str) -> float:
 
     tokenizer, model = load_tokenizer(str(bench.model)), load_model(str(bench.model)).double()
     encoded = encode_rows(read_source(bench.data), Encoder(tokenizer, max_length=128)).examples
-    stats: list[deftune.TokenStats] = []
+    stats: list[TokenStats] = []
     with torch.no_grad():
         for example in encoded:
             logits = model(torch.tensor([example.input_ids])).logits[0, :-1]
-            stats.append(deftune.token_stats(logits, torch.tensor(example.labels[1:])))
-    objective = deftune.objective(spec)
-    return float(objective.loss(deftune.TokenStats.cat(stats)).mean())
+            stats.append(token_stats(logits, torch.tensor(example.labels[1:])))
+    objective = parse_objective(spec)
+    return float(objective.loss(TokenStats.cat(stats)).mean())
 
 
 def kept_or_refused(bench: Bench) -> dict[str, bool]:
