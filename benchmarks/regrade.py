@@ -71,7 +71,7 @@ def grade_folder(folder: str, number: int, workers: int) -> None:
 
 def verdicts(folder: Path) -> list[tuple[str, int, bool]]:
     records = [json.loads(line) for line in (folder / "graded.jsonl").read_text().splitlines()]
-    return sorted((record["id"], record["sample"], bool(record["correct"])) for record in records)
+    return sorted((record["id"], record["sample"], record["score"] == 1) for record in records)
 
 
 def main() -> int:
