@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from waiting import wait_for
-
 from deftune.selftest import process
 from deftune.selftest.process import FORKS, Started
+from waiting import wait_for
 
 
 def start(
