@@ -264,7 +264,7 @@ def kept_or_refused(bench: Bench) -> dict[str, bool]:
     def try_run(name: str, changes: Mapping[str, Any]) -> Path | None:
         try:
             return bench.train(name, changes)
-        except ConfigError:
+        except ValueError:  # refused
             return None
 
     steps = {"train.max_steps": 4, "train.save_steps": 1, "train.keep": 9}
