@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shutil
 import sys
@@ -224,11 +225,12 @@ def kill_until_done(kind: Kind, folder: Path, seconds: list[float], draw: random
             break
 
 
-def torture(kind: Kind, kills: int, folder: Path, seed: int) -> Tally:
+def torture(kind: Kind, kills: int, folder: Path, seed: int, until: float) -> Tally:
+    """Runs of a kind until there are enough kills, or until the clock says ``until``."""
     reference, seconds = undisturbed(kind, folder / "reference")
     print(f"{kind.name}: {sum(seconds):.1f} s undisturbed", flush=True)
     tally, draw = Tally(), random.Random(seed)
-    while tally.kills < kills:
+    while tally.kills < kills and time.monotonic() < until:
         place = folder / f"run-{tally.runs}"
         tally.runs += 1
         try:
@@ -250,6 +252,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--kind", help="only kinds with this in their name")
+    parser.add_argument("--minutes", type=float, help="stop after this time, with the kills so far")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it (default: a temporary one)")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -265,7 +268,10 @@ def main() -> int:
         share = kind.share / whole if whole else 1.0
         wanted = round(args.kills * share) if share else (3 if args.kills >= 100 else 0)
         if wanted:
-            tallies[kind.name] = torture(kind, wanted, folder / f"kind-{number}", args.seed + number)
+            # each kind has its share of the time, too
+            minutes = math.inf if args.minutes is None else args.minutes * max(share, 0.05)
+            until = time.monotonic() + 60 * minutes
+            tallies[kind.name] = torture(kind, wanted, folder / f"kind-{number}", args.seed + number, until)
     kills, runs = sum(t.kills for t in tallies.values()), sum(t.runs for t in tallies.values())
     same, lost = sum(t.same for t in tallies.values()), max(t.most_lost for t in tallies.values())
     saving = sum(t.while_saving for t in tallies.values())
