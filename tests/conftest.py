@@ -35,6 +35,10 @@ HEAVY = {
 NOT_FAST = ("heavy", "slow", "reliability", "gpu")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--scoreboard", metavar="FILE", help="with -m reliability: add the figures to this JSON file")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import deftune
 
-ROOMS = ["objectives", "kernels", "data", "training", "evaluation", "analysis", "cli"]
+ROOMS = ["objectives", "kernels", "data", "training", "evaluation", "analysis", "selftest", "cli"]
 CORE = ROOMS[:2]
 HOME = Path(deftune.__file__).parent
 MODULES = sorted(path for path in HOME.rglob("*.py") if path.relative_to(HOME).name != "_version.py")

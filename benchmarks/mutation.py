@@ -1,0 +1,270 @@
+"""Mutation test: change one operator or constant of the code at a time; a test must fail each time.
+
+    nice python benchmarks/mutation.py objectives                 # every mutant; about an hour of one core
+    nice python benchmarks/mutation.py grading --count 200        # a sample of 200, the same one every time
+    python benchmarks/mutation.py objectives --list               # what would be changed
+
+A mutant is killed when a test fails or runs out of time; it survives when all tests of its group pass. Survivors are
+listed with their line: each one is a test to write, or a change that changes nothing (say so in EQUIVALENT).
+torch and pytest are imported once; every mutant is a fork that replaces one module before the tests import it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.machinery
+import importlib.util
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are changed, and the tests that must notice, quickest first."""
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+    cpu_seconds: int
+
+
+GROUPS = {
+    "objectives": Group(
+        ("objectives/base.py", "objectives/family.py", "objectives/modifiers.py", "objectives/stats.py",
+         "objectives/step.py", "objectives/catalogue.py", "objectives/grammar.py", "kernels/reduction.py"),
+        ("objectives/test_objectives.py", "objectives/test_grammar.py", "objectives/test_step_ranks.py",
+         "kernels/test_token_loss.py", "kernels/test_token_stats.py"),
+        900,
+    ),
+    "grading": Group(
+        ("evaluation/extraction.py", "evaluation/grading.py", "evaluation/grading_worker.py"),
+        ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
+        1800,
+    ),
+}  # fmt: skip
+
+# (module, line's text, what it became): changes that change no result, each with its reason.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Pow: ast.Mult, ast.Mod: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "expm1": "exp", "log1p": "log"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed module. ``before`` and ``after`` are the changed expression."""
+
+    module: str
+    line: int
+    before: str
+    after: str
+    tree: ast.Module
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {self.before} -> {self.after}"
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """The node with one thing in it changed, for every such thing."""
+    if isinstance(node, ast.Compare):
+        for place, operator in enumerate(node.ops):
+            changed = copy.deepcopy(node)
+            changed.ops[place] = COMPARISONS[type(operator)]()
+            yield changed
+    elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        changed = copy.deepcopy(node)
+        changed.op = ARITHMETIC[type(node.op)]()
+        yield changed
+    elif isinstance(node, ast.BoolOp):
+        changed = copy.deepcopy(node)
+        changed.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield changed
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+        yield copy.deepcopy(node.operand)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.IfExp) and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+        yield ast.IfExp(copy.deepcopy(node.test), copy.deepcopy(node.orelse), copy.deepcopy(node.body))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "detach":
+        yield copy.deepcopy(node.func.value)
+    elif isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
+        yield ast.Name(NAMES[node.id], ast.Load())
+    elif isinstance(node, ast.Attribute) and node.attr in NAMES and isinstance(node.ctx, ast.Load):
+        yield ast.Attribute(copy.deepcopy(node.value), NAMES[node.attr], ast.Load())
+
+
+def fields_to_change(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
+    """(field, index, child), leaving out annotations, decorators, error texts and imports."""
+    skipped = {"annotation", "returns", "decorator_list", "type_comment"}
+    for name, value in ast.iter_fields(node):
+        if name in skipped or isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert):
+            continue
+        if isinstance(value, ast.AST):
+            yield name, None, value
+        elif isinstance(value, list):
+            for place, item in enumerate(value):  # pyright: ignore[reportUnknownVariableType]
+                if isinstance(item, ast.AST):
+                    yield name, place, item
+
+
+def mutants_of(module: str) -> list[Mutant]:
+    tree = ast.parse((SOURCE / "deftune" / module).read_text())
+    found: list[Mutant] = []
+
+    def visit(node: ast.AST) -> None:
+        for name, place, child in fields_to_change(node):
+            for changed in changes(child):
+                ast.copy_location(changed, child)
+                put(node, name, place, changed)
+                mutated = ast.fix_missing_locations(copy.deepcopy(tree))
+                put(node, name, place, child)
+                line = getattr(child, "lineno", 0)
+                found.append(Mutant(module, line, ast.unparse(child), ast.unparse(changed), mutated))
+            visit(child)
+
+    visit(tree)
+    return found
+
+
+def put(node: ast.AST, name: str, place: int | None, value: ast.AST) -> None:
+    if place is None:
+        setattr(node, name, value)
+    else:
+        getattr(node, name)[place] = value
+
+
+class Replaced(importlib.machinery.SourceFileLoader):
+    """Loads a module from a changed tree."""
+
+    def __init__(self, name: str, path: str, tree: ast.Module):
+        super().__init__(name, path)
+        self.tree = tree
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.tree, self.path, "exec"), module.__dict__)
+
+
+class Finder:
+    """Finds the mutated module before Python finds the file's."""
+
+    def __init__(self, mutant: Mutant):
+        self.name = "deftune." + mutant.module.removesuffix(".py").replace("/", ".")
+        self.path, self.tree = str(SOURCE / "deftune" / mutant.module), mutant.tree
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        return importlib.util.spec_from_file_location(name, self.path, loader=Replaced(name, self.path, self.tree))
+
+
+def survives(mutant: Mutant | None, group: Group, output: str) -> bool:
+    """Whether all tests pass with the mutant in place; None is the code as it is."""
+    return all(passes(mutant, name, group.cpu_seconds, output) for name in group.tests)
+
+
+def passes(mutant: Mutant | None, test: str, cpu_seconds: int, output: str) -> bool:
+    """One file of tests, in a fork."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+            handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(handle, 1)
+            os.dup2(handle, 2)
+            if mutant is not None:
+                sys.meta_path.insert(0, Finder(mutant))  # pyright: ignore[reportArgumentType]
+            import pytest
+
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line"]
+            code = int(pytest.main([*options, str(ROOT / "tests" / test)]))
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("--count", type=int, help="a sample of this many mutants (default: all)")
+    parser.add_argument("--module", help="only mutants of this module, e.g. objectives/base.py")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    args = parser.parse_args()
+    out = args.out.resolve() if args.out else None
+    group = GROUPS[args.group]
+    mutants = [m for module in group.modules if args.module in (None, module) for m in mutants_of(module)]
+    if args.count is not None and args.count < len(mutants):
+        chosen = sorted(random.Random(0).sample(range(len(mutants)), args.count))
+        mutants = [mutants[place] for place in chosen]
+    if args.list:
+        print("\n".join(map(str, mutants)), f"\n{len(mutants)} mutants")
+        return 0
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir(tempfile.mkdtemp())  # hypothesis and the tests may write here
+    import hypothesis
+    import mpmath
+    import pytest
+    import torch
+
+    assert mpmath and pytest  # imported for the forks
+    torch.set_num_threads(1)
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a counterexample need not be the smallest
+    hypothesis.settings.register_profile("mutation", phases=phases, database=None, deadline=None)
+    hypothesis.settings.load_profile("mutation")
+    sys.path.insert(0, str(SOURCE))
+    assert not any(name.split(".")[0] == "deftune" for name in sys.modules)
+
+    start = time.time()
+    output = str(Path.cwd() / "output.txt")
+    if not survives(None, group, output):
+        print(Path(output).read_text()[-3000:], "\nthe tests fail on the code as it is", file=sys.stderr)
+        return 2
+    survivors: list[Mutant] = []
+    for number, mutant in enumerate(mutants, 1):
+        survived = survives(mutant, group, output)
+        print(f"[{number}/{len(mutants)}] {'SURVIVED' if survived else 'killed'} {mutant}", flush=True)
+        if survived:
+            survivors.append(mutant)
+    killed = len(mutants) - len(survivors)
+    print(f"{killed} of {len(mutants)} killed in {time.time() - start:.0f} s")
+    for mutant in survivors:
+        print(f"  survived: {mutant}")
+    if out:
+        from deftune.selftest.records import Record, write_records
+
+        lines = [str(mutant) for mutant in survivors]
+        record = Record.of(
+            row=26, test=f"mutants of {args.group}", command=f"python benchmarks/mutation.py {args.group}",
+            figure=f"{args.group}: {killed} of {len(mutants)} mutants killed", passed=not survivors,
+            seconds=time.time() - start, details={"survivors": lines},
+        )  # fmt: skip
+        write_records(out, [record])
+    return 0 if not survivors else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
