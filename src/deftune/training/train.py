@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,7 +125,7 @@ class Batches:
     """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
     them."""
 
-    def __init__(self, sequences: Joined, collator: Collator):
+    def __init__(self, sequences: Joined | Sequence[Any], collator: Collator):
         self.sequences, self.collator = sequences, collator
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
