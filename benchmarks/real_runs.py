@@ -8,10 +8,10 @@ DATA holds gsm8k/train.jsonl.gz, math/train.jsonl.gz and medquad/train.jsonl.gz.
 or packed, with full fine-tuning or LoRA. In each cell
 
 1. `deftune` trains --steps steps with --objective: every step must be recorded, with a finite loss and gradient;
-2. `deftune` and TRL's own SFTTrainer train the first --compare steps with NLL on the same batches. In float32 no step's
-   loss may differ from TRL's by more than --tolerance, relative. In bfloat16 the first step's may not, where the weights
-   are the same. From then on the weights differ: TRL's gradients come from bfloat16 logits, deftune's from float32
-   sums, and such differences grow; the largest one is stated.
+2. `deftune` and TRL's own SFTTrainer train the first --compare steps with NLL on the same batches. In float32 no
+   step's loss may differ from TRL's by more than --tolerance, relative. In bfloat16 the first step's may not, where the
+   weights are the same. From then on the weights differ: TRL's gradients come from bfloat16 logits, deftune's from
+   float32 sums, and such differences grow; the largest one is stated.
 
 All runs start from the same weights. Cells that the results file already holds are not run again. The exit code is 1
 if any cell failed. Needs deftune[train].
@@ -167,8 +167,8 @@ def render(paths: list[Path]) -> str:
         "",
         *dict.fromkeys(cell["machine"] for cell in cells),
         "",
-        "Relative difference of the NLL from TRL's: float32, all compared steps; bfloat16, the first step (same weights) and "
-        "the largest of all.",
+        "Relative difference of the NLL from TRL's: float32, all compared steps; bfloat16, the first step (same "
+        "weights) and the largest of all.",
         "",
         "| model | data | | | steps | loss, first and last 10 steps | float32 | bf16, first step | bf16, largest | |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -194,3 +194,18 @@ def test_a_full_cache_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, tiny
     text = str(raised.value)
     assert "could not be written (No space left on device); it takes 0.0 GiB" in text and "DEFTUNE_CACHE" in text
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path, said):
+    """transformers does not read it: Gemma's NLL is 4.8 instead of 2.2 without the token."""
+    gguf_package = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    writer = gguf_package.GGUFWriter(path, "gemma3")
+    if said is not None:
+        writer.add_add_bos_token(said)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert models.asks_for_bos(path) is bool(said)
