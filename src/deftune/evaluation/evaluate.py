@@ -162,7 +162,9 @@ def grade(result: Result, settings: Settings, tasks: Tasks, *, workers: int = 2)
                     graded.append({**answer, "prompt": item.messages[-1]["content"], "gold": item.gold})
                     # an error is no answer, whatever came before it: it scores 0 and is counted as an error
                     asked.append((task.kind, item, "" if answer["finish"] == "error" else answer["text"]))
-    for record, score in zip(graded, score_answers(asked, choice_rule=settings.rule, workers=workers)):
+    finishes = [record["finish"] for record in graded]  # a text that was cut off is not graded by its last number
+    scores = score_answers(asked, choice_rule=settings.rule, workers=workers, finishes=finishes)
+    for record, score in zip(graded, scores):
         record |= score
     write_atomic(result.graded, "".join(json.dumps(record) + "\n" for record in graded))
     return graded

@@ -35,8 +35,12 @@ def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | N
                 [Prompt(item.id, list(item.messages)) for item in items], samples=1, temperature=0.0, top_p=1.0,
                 max_new_tokens=source.max_new_tokens or task.max_new_tokens, seed=0,
             )  # fmt: skip
-            texts = {output.id: output.text for output in outputs}
-            graded = score_answers([(task.kind, item, texts[item.id]) for item in items])
+            answers = {output.id: output for output in outputs}
+            texts = {name: "" if answer.finish == "error" else answer.text for name, answer in answers.items()}
+            graded = score_answers(
+                [(task.kind, item, texts[item.id]) for item in items],
+                finishes=[answers[item.id].finish for item in items],
+            )
             scores[task.name] = sum(float(record["score"]) for record in graded) / len(graded)
         return scores
 
