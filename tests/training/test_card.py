@@ -32,7 +32,9 @@ def config(**changes) -> RunConfig:
 
 
 def test_a_card_has_no_local_path_and_names_what_is_known(tmp_path):
-    card = card_text(config(), ["train: 5 rows"], Run(tmp_path / "mine"))
+    dropped = "train: dropped, over 96 tokens: /home/me/secret/train.jsonl:8, /home/me/secret/train.jsonl:11"
+    card = card_text(config(), ["train: 5 rows", dropped], Run(tmp_path / "mine"))
+    assert "- train: dropped, over 96 tokens: train.jsonl:8, train.jsonl:11\n" in card
     assert front(card) == {
         "library_name": "transformers", "pipeline_tag": "text-generation",
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "base_model_relation": "finetune",

@@ -311,9 +311,10 @@ def steps(root: Path) -> list[int]:
         (9, 1, [1, 2, 3, 4, 5]),
         (2, None, [4, 5]),
         (1, None, [5]),
-        (2, 2, [2, 4, 5]),  # the best one is not counted
+        (2, 2, [2, 4, 5]),  # the best one stays besides
         (1, 2, [2, 5]),  # the newest is what a resume needs
-        (3, 5, [2, 3, 4, 5]),
+        (3, 5, [3, 4, 5]),
+        (1, 5, [5]),
         (2, 77, [4, 5]),  # a best one that is gone takes no room
     ],
 )

@@ -263,16 +263,17 @@ def remove(folder: Path) -> None:
 def rotate(root: Path, keep: int | None, best: int | None, newest: int, pinned: Collection[int] = ()) -> None:
     """Remove the oldest checkpoints beyond the ``keep`` newest, of which ``newest`` was just written.
 
-    The ``best`` one and those of the ``pinned`` steps stay too, and are not counted. A checkpoint of a later step than
+    Those of the ``pinned`` steps stay and are not counted; the ``best`` one stays, however old it is. A checkpoint of a later step than
     ``newest`` was passed over when the run was resumed: it stays until the run has come past its step. Without a whole
     ``newest`` nothing is removed.
     """
     if keep is None or not _is_complete(root / f"{PREFIX}{newest}"):
         return
     found = [folder for folder in checkpoints(root) if (step_of(folder) or 0) <= newest]
-    staying = {best, *pinned}
-    spare = [folder for folder in found if step_of(folder) not in staying]
-    for folder in spare[: max(0, len(spare) - keep)]:
+    counted = [folder for folder in found if step_of(folder) not in pinned]
+    for folder in counted[:-keep]:
+        if step_of(folder) == best:
+            continue
         with contextlib.suppress(OSError):  # tried again after the next one is written
             remove(folder)
 

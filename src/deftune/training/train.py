@@ -398,6 +398,8 @@ class Kept:
     def __str__(self) -> str:
         if self.by == "none":
             return f"the weights of step {self.kept}, the last"
+        if self.value == self.last:
+            return f"the weights of step {self.kept}: best {self.by} {self.value:.4g}"
         return f"the weights of step {self.kept}: best {self.by} {self.value:.4g} (last step: {self.last:.4g})"
 
 
