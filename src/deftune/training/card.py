@@ -56,9 +56,8 @@ def card_text(
     source = f" (from `{hub}`)" if hub and hub != base else ""
     if is_local(config.model.name):  # what a run recorded before names were shown without their folders
         lines = [line.replace(config.model.name, base) for line in lines]
-    for source in [*config.data.train, *config.data.eval]:  # dropped rows are named by their file
-        if source.path and is_local(source.path):
-            lines = [line.replace(source.path, shown_path(source.path)) for line in lines]
+    for path in [data.path for data in [*config.data.train, *config.data.eval] if data.path and is_local(data.path)]:
+        lines = [line.replace(path, shown_path(path)) for line in lines]  # dropped rows are named by their file
     parts = [
         f"---\n{yaml.safe_dump(front_matter_of(config, adapter), sort_keys=False, allow_unicode=True)}---",
         f"# {run.folder.resolve().name}",

@@ -263,9 +263,9 @@ def remove(folder: Path) -> None:
 def rotate(root: Path, keep: int | None, best: int | None, newest: int, pinned: Collection[int] = ()) -> None:
     """Remove the oldest checkpoints beyond the ``keep`` newest, of which ``newest`` was just written.
 
-    Those of the ``pinned`` steps stay and are not counted; the ``best`` one stays, however old it is. A checkpoint of a later step than
-    ``newest`` was passed over when the run was resumed: it stays until the run has come past its step. Without a whole
-    ``newest`` nothing is removed.
+    Those of the ``pinned`` steps stay and are not counted; the ``best`` one stays, however old it is. A checkpoint of
+    a later step than ``newest`` was passed over when the run was resumed: it stays until the run has come past its
+    step. Without a whole ``newest`` nothing is removed.
     """
     if keep is None or not _is_complete(root / f"{PREFIX}{newest}"):
         return
