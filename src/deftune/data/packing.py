@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Literal, get_args, overload
 
 import torch
@@ -65,22 +65,16 @@ def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd")
 
 def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[list[int]]:
     bins: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(length + 1)]  # bins by the tokens free in them, a heap each
-    rooms = 0  # bit r: some bin has r tokens free
+    room: list[tuple[int, int]] = []  # (tokens free, bin), ascending
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        enough = rooms >> lengths[i]
-        if not enough:
+        at = bisect_left(room, (lengths[i], -1))
+        if at == len(room):
             bins.append([i])
             free, which = length, len(bins) - 1
         else:
-            free = lengths[i] + (enough & -enough).bit_length() - 1  # the least that suffices
-            which = heappop(with_room[free])
+            free, which = room.pop(at)
             bins[which].append(i)
-            if not with_room[free]:
-                rooms &= ~(1 << free)
-        free -= lengths[i]
-        heappush(with_room[free], which)
-        rooms |= 1 << free
+        insort(room, (free - lengths[i], which))
     return bins
 
 

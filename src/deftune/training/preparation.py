@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -219,6 +220,6 @@ def facts(prepared: Prepared) -> list[str]:
 def fingerprint(prepared: Prepared) -> str:
     """Of the token ids and masks: a resumed run must see the same."""
     digest = hashlib.sha256()
-    for sequence in [*prepared.sequences, *(prepared.eval.examples if prepared.eval else [])]:
+    for sequence in itertools.chain(prepared.sequences, prepared.eval.examples if prepared.eval else ()):
         digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
     return digest.hexdigest()
