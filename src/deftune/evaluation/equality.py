@@ -100,11 +100,12 @@ class Comparison:
         return CLOSE if distance <= max(self.relative * size, self.absolute) else DIFFERENT
 
     def _by_math_verify(self, gold: Any, answer: Any) -> int:
-        if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
+        word = _spells(gold, answer) or _spells(answer, gold)
+        if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr) and not word:
             gold, answer = _plain(gold), _plain(answer)
         if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):
             return DIFFERENT  # 1/0 and the like: nothing can be said about their values
-        if _values_differ(gold, answer):  # first: it takes a fraction of the time
+        if not word and _values_differ(gold, answer):  # first: it takes a fraction of the time
             return DIFFERENT
         return EQUAL if self.verify(gold, answer) else DIFFERENT
 
@@ -328,8 +329,6 @@ def _values_differ(gold: Any, answer: Any) -> bool:
     """Whether two expressions have different values somewhere; False where they cannot be evaluated."""
     if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
         return False
-    if isinstance(gold, sympy.Symbol) or isinstance(answer, sympy.Symbol):
-        return False  # a word, which the other may spell as a product of letters
     tight, loose = sympy.Rational(1, 10**12), DECIMAL_DISTANCE[1]
     allowed = loose if _has_decimal(gold) or _has_decimal(answer) else tight
     names = sorted(gold.free_symbols | answer.free_symbols, key=str)
@@ -344,6 +343,14 @@ def _values_differ(gold: Any, answer: Any) -> bool:
     except Exception:
         return False  # sympy could not evaluate one side; math-verify's verdict stands
     return False
+
+
+def _spells(word: Any, product: Any) -> bool:
+    """Whether a product of letters may spell a word; `_plain` would sort the letters."""
+    letters = product.args if isinstance(product, sympy.Mul) else ()
+    return isinstance(word, sympy.Symbol) and bool(letters) and all(
+        isinstance(letter, sympy.Symbol) or letter == sympy.E for letter in letters
+    )  # fmt: skip
 
 
 def _constant_factor(ours: Any, theirs: Any) -> bool:

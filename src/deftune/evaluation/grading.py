@@ -175,7 +175,7 @@ _AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\w.])")
 _LONE_POINT = re.compile(r"(?<=[0-9])\.(?=[/)\s]|$)")
 _NUMPY = re.compile(r"\bnp\.(arcsin|arccos|arctan|sin|cos|tan|sqrt|exp|log|pi)\b")
-_NAME = r"([A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|psi|omega|rho|sigma|tau|xi|eta|mu)\b)\s*((?:_\{\w+\}|_\w)?)"
+_NAME = r"([A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|psi|omega|rho|sigma|tau|xi|eta|mu)\b)\s*+((?:_\{\w+\}|_\w)?)"
 _BY_TIME = re.compile(rf"\\frac\s*\{{\s*d\s*{_NAME}\s*\}}\s*\{{\s*d\s*t\s*\}}")
 _TWICE_BY_TIME = re.compile(
     rf"\\frac\s*\{{\s*d\s*\^\s*\{{?\s*2\s*\}}?\s*{_NAME}\s*\}}\s*\{{\s*d\s*t\s*\^\s*\{{?\s*2\s*\}}?\s*\}}"
@@ -223,7 +223,7 @@ _NOT_VARIABLES = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])"
 )
 _PERCENT = re.compile(
-    r"\s*(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
+    r"\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
 )
 _ABOUT = re.compile(r"\s*(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
 _IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
@@ -266,8 +266,11 @@ def _prepare(gold: str, answer: str, rule: Rule) -> _Pair:
         value, unit = split_unit(gold, words=False)  # the m of 6m is a variable
     named, said = _has_variables(value), drop_unit(answer, rule.unit)
     theirs, other = split_unit(said, words=not named)
-    percents = [side for side, text in (("gold", value), ("answer", theirs)) if _PERCENT.search(text)]
-    value, theirs = (_PERCENT.sub("", text).strip() for text in (value, theirs))
+    percents: list[str] = []
+    if percent := _PERCENT.search(value, max(0, len(value) - 32)):
+        value, percents = value[: percent.start()].strip(), ["gold"]
+    if percent := _PERCENT.search(theirs, max(0, len(theirs) - 32)):
+        theirs, percents = theirs[: percent.start()].strip(), [*percents, "answer"]
     unit = unit or rule.unit
     differ = f"the units differ: {unit} and {other}" if units_differ(unit, other) else ""
     return _Pair(value, theirs, percents[0] if len(percents) == 1 else "", differ)
