@@ -45,8 +45,8 @@ GROUPS = {
     "objectives": Group(
         ("objectives/base.py", "objectives/family.py", "objectives/modifiers.py", "objectives/stats.py",
          "objectives/step.py", "objectives/catalogue.py", "objectives/grammar.py", "kernels/reduction.py"),
-        ("objectives/test_objectives.py", "objectives/test_grammar.py", "objectives/test_step_ranks.py",
-         "kernels/test_token_loss.py", "kernels/test_token_stats.py"),
+        ("objectives/test_objectives.py", "objectives/test_grammar.py", "kernels/test_token_stats.py",
+         "kernels/test_token_loss.py", "objectives/test_step_ranks.py"),
         900,
     ),
     "grading": Group(

@@ -87,15 +87,19 @@ def main() -> int:
     labels = write_samples(folder / "whole", tasks)
     shutil.copytree(folder / "whole", folder / "killed")
     grade(Result(folder / "whole"), settings_of(tasks), tasks, workers=args.workers)
-    took = time.monotonic() - begun
+    whole_seconds = took = time.monotonic() - begun
     print(f"{len(labels):,} answers graded in {took:.0f} s", flush=True)
     draw, kills = random.Random(0), 0
     while True:
         process = multiprocessing.Process(target=grade_folder, args=(str(folder / "killed"), number, args.workers))
         process.start()
-        process.join(draw.uniform(0, took) if kills < args.kills else None)
+        process.join(draw.uniform(0, took / 2) if kills < args.kills else None)
         if process.exitcode is not None:
-            break
+            if kills == args.kills or process.exitcode:
+                break
+            took /= 2  # it ended before the kill: sooner next time, from the start
+            (folder / "killed" / "graded.jsonl").unlink()
+            continue
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
         kills += 1
@@ -108,6 +112,7 @@ def main() -> int:
         what
         for what, holds in {
             f"exit code {process.exitcode}": process.exitcode == 0,
+            f"{kills} of {args.kills} kills": kills == args.kills,
             f"{len(whole)} of {len(labels)} answers graded": len(whole) == len(labels),
             "other grades after the kills": whole == killed,
             f"{wrong} wrong grades": wrong == 0,
@@ -116,7 +121,7 @@ def main() -> int:
     ]
     figure = (
         f"{len(labels):,} answers, {kills} kills: {'the same grades' if whole == killed else 'OTHER grades'}, "
-        f"{wrong} of them wrong; {took:.0f} s undisturbed with {args.workers} workers"
+        f"{wrong} of them wrong; {whole_seconds:.0f} s undisturbed with {args.workers} workers"
     )
     print(figure, *problems, sep="\n  ")
     shutil.rmtree(folder)

@@ -22,7 +22,8 @@ HEAD = """# What must hold
 Every row is a promise, what the most trusted peers promise or where they broke, and what was measured here.
 `deftune selftest` measures the small sizes on your machine; `pytest -m reliability` the full ones. This page is written
 by `python benchmarks/scoreboard.py` from the figures in `benchmarks/results/reliability*.json`; each has the letter of
-its machine and its date. A figure that breaks its promise is marked **FAILS**.
+its machine and its date. A figure that breaks its promise is marked **FAILS**; "small size" is a figure of `deftune
+selftest`, which tries fewer cases than the promise speaks of.
 
 """
 

@@ -49,9 +49,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def state() -> dict[str, object]:
-    """What one test could change under another."""
+    """What one test could change under another; torch's compiler leaves its own variables in the environment."""
     return {
-        **{f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        **{
+            f"${name}": os.environ[name]
+            for name in os.environ
+            if "PYTEST_CURRENT" not in name and "INDUCTOR" not in name
+        },
         "working directory": os.getcwd(),
         "default dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),

@@ -23,8 +23,8 @@ def test_the_rows_are_numbered_and_their_checks_exist():
             assert callable(getattr(importlib.import_module(f"deftune.selftest.{module}"), function)), name
 
 
-def record(row, figure, passed=True, machine="A machine", test="scoreboard", **details):
-    return Record(row, test, figure, passed, 1.0, "a command", "2026-01-02", machine, details)
+def record(row, figure, passed=True, machine="A machine", test="scoreboard", command="a command", **details):
+    return Record(row, test, figure, passed, 1.0, command, "2026-01-02", machine, details)
 
 
 def test_a_newer_figure_of_a_row_replaces_the_older(tmp_path):
@@ -36,12 +36,12 @@ def test_a_newer_figure_of_a_row_replaces_the_older(tmp_path):
 
 def test_the_page_has_every_row_each_figure_its_machine_and_what_fails():
     page = render_markdown([
-        record(1, "1e-7 | x"), record(3, "cpu", machine="B"), record(3, "gpu", machine="C"),
+        record(1, "1e-7 | x", command="deftune selftest"), record(3, "cpu", machine="B"), record(3, "gpu", machine="C"),
         record(18, "2 of 40", passed=False, misses=["a `tag`"]), record(None, "flat", test="soak"),
     ])  # fmt: skip
     lines = page.splitlines()
     assert sum(bool(re.match(r"\| \d+ \|", line)) for line in lines) == 28
-    assert "1e-7 \\| x (A, 2026-01-02)" in page
+    assert "1e-7 \\| x (A, 2026-01-02, small size)" in page
     assert "cpu (B, 2026-01-02)<br>gpu (C, 2026-01-02)" in page
     assert "**FAILS**: 2 of 40" in page and "  - `a 'tag'`" in lines
     assert next(line for line in lines if line.startswith("| 8 |")).endswith("| not measured |")

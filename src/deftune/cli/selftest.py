@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from deftune.selftest.board import NUMBERS, Row, run_rows
+    from deftune.selftest.board import NUMBERS, SMALL, Row, run_rows
     from deftune.selftest.records import machine, write_records
 
     if unknown := sorted(set(args.row or []) - set(NUMBERS)):
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(f"    {line}" for line in text.splitlines()) + took + "\n", flush=True)
 
     print(f"{machine()}\n")
-    command = "deftune selftest" + (" --full" if args.full else "")
+    command = SMALL + (" --full" if args.full else "")
     records = run_rows(args.row or NUMBERS, args.full, show, command)
     failed = [record for record in records if not record.passed]
     print(
