@@ -5,6 +5,7 @@ import multiprocessing
 from dataclasses import replace
 
 import pytest
+from result_holder import hold
 
 from deftune.evaluation.comparison import compare
 from deftune.evaluation.evaluate import FIRST_ERRORS, Settings, answered, ask, describe_errors, grade, summarize
@@ -12,7 +13,7 @@ from deftune.evaluation.generation import Output, SamplerError
 from deftune.evaluation.items import Item
 from deftune.evaluation.results import Result, describe_data, misfit
 from deftune.evaluation.suites import task_named
-from waiting import HANG_SECONDS
+from waiting import wait_for
 
 TASK = task_named("gsm8k")
 
@@ -189,19 +190,14 @@ def test_another_server_goes_on_only_if_told(tmp_path):
         result.check(extra, TASKS, change_endpoint=True)
 
 
-def hold(folder, entered, leave):
-    with Result(folder).writing(SETTINGS, TASKS):
-        entered.set()
-        leave.wait(HANG_SECONDS)
-
-
 def test_a_second_process_is_refused(tmp_path):
     context = multiprocessing.get_context("spawn")
     entered, leave = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "r", entered, leave))
+    process = context.Process(target=hold, args=(tmp_path / "r", SETTINGS, TASKS, entered, leave))
     process.start()
     try:
-        assert entered.wait(HANG_SECONDS)
+        wait_for(lambda: entered.is_set() or not process.is_alive())
+        assert entered.is_set()
         with pytest.raises(ValueError, match=r"r: another process is writing this result; wait until it ends, or"):
             run(tmp_path / "r")
     finally:
