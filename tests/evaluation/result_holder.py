@@ -4,7 +4,7 @@ from deftune.evaluation.results import Result
 from waiting import HANG_SECONDS
 
 
-def hold(folder, settings, tasks, entered, leave):
-    with Result(folder).writing(settings, tasks):
+def hold(folder, settings, entered, leave):
+    with Result(folder).writing(settings):
         entered.set()
         leave.wait(HANG_SECONDS)

@@ -193,7 +193,7 @@ def test_another_server_goes_on_only_if_told(tmp_path):
 def test_a_second_process_is_refused(tmp_path):
     context = multiprocessing.get_context("spawn")
     entered, leave = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "r", SETTINGS, TASKS, entered, leave))
+    process = context.Process(target=hold, args=(tmp_path / "r", SETTINGS, entered, leave))
     process.start()
     try:
         wait_for(lambda: entered.is_set() or not process.is_alive())

@@ -68,7 +68,7 @@ def minerva_pairs(data, keep):
         wrong, right = list(wrong_answers(item.gold)), list(right_answers(item.gold))
         number = as_decimal(item.gold)
         if "=" not in item.gold and (number is None or abs(number) > 1e-4):
-            wrong, right = wrong[n % keep :: keep], right[n % keep :: keep]
+            wrong, right = wrong[n % keep :: keep] or wrong[:1], right[n % keep :: keep] or right[:1]
         pairs += [(item, answer, False) for answer in wrong + WRONG_IN_MINERVA.get(n, [])]
         pairs += [(item, answer, True) for answer in right]
     return pairs

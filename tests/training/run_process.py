@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.selftest import process
-from deftune.selftest.process import FORKS, Started
+from deftune.selftest.process import Started, fork
 from waiting import wait_for
 
 
@@ -55,8 +55,7 @@ def run_ranks(ranks: int, script: Path, *arguments: object, output: Path) -> Non
     for rank in range(ranks):
         text = output.with_name(f"{output.name}-{rank}")
         variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = FORKS.Process(target=rank_main, args=(str(script), [*map(str, arguments)], str(text), variables))
-        process.start()
+        process = fork(rank_main, (str(script), [*map(str, arguments)], str(text), variables))
         started.append(Started(process, text))
     try:
         wait_for(lambda: any(s.process.exitcode for s in started) or all(s.process.exitcode == 0 for s in started))

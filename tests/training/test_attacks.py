@@ -567,20 +567,31 @@ def test_what_the_run_asks_for_is_said(scene, command, capsys):
 
 
 def test_nothing_that_executes_is_in_the_package():
-    """No pickle, eval, exec, yaml.load or torch.load; no shell."""
+    """No eval, exec, yaml.load or torch.load; no shell; no pickle but in the pipes between a process and its workers.
+
+    The attacks of `deftune selftest` write pickles, and read none.
+    """
     import ast
 
     import deftune
 
     calls = {"eval", "exec", "compile", "__import__", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load",
              "os.system", "os.popen", "pickle.load", "pickle.loads"}  # fmt: skip
-    for path in Path(deftune.__file__).parent.rglob("*.py"):
+    home = Path(deftune.__file__).parent
+    pipes = {("data/parallel.py", "process.stdout"), ("data/encoding_worker.py", "source")}
+    pickling = {name for name, _ in pipes} | {"selftest/attacks.py"}
+    for path in home.rglob("*.py"):
+        name = path.relative_to(home).as_posix()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-                assert not {"pickle", "marshal", "shelve", "dill"} & set(names), path
+                forbidden = {"marshal", "shelve", "dill"} | (set() if name in pickling else {"pickle"})
+                assert not forbidden & set(names), path
             elif isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in calls, f"{path}:{node.lineno}"
+                called, first = ast.unparse(node.func), ast.unparse(node.args[0]) if node.args else ""
+                if called == "pickle.load" and (name, first) in pipes:
+                    continue
+                assert called not in calls, f"{path}:{node.lineno}"
                 assert not any(keyword.arg == "shell" for keyword in node.keywords), f"{path}:{node.lineno}"
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,16 +59,15 @@ def launch_training(how: str, config: Path) -> None:
 def test_a_run_leaves_its_process_group(monkeypatch):
     """Whatever ends inside one has threads left, and may abort after all its work."""
 
-    def train_run(config):
+    def train_run(config, **_):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return Outcome("finished", 1, None)
 
     monkeypatch.setattr(train, "train_run", train_run)
-    monkeypatch.setattr(cli_train, "read_config", lambda *_: None)
-    assert (
-        cli_train.run_train(argparse.Namespace(set=[], skip_bad_rows=False, no_cache=False, dry_run=False, config=None))
-        == 0
-    )
+    model, data = SimpleNamespace(trust_remote_code=False), SimpleNamespace(tasks=[])
+    monkeypatch.setattr(cli_train, "read_config", lambda *_: SimpleNamespace(model=model, data=data))
+    flags = dict.fromkeys(("skip_bad_rows", "no_cache", "dry_run", "trust_remote_code", "restart"), False)
+    assert cli_train.run_train(argparse.Namespace(set=[], config=None, **flags)) == 0
     assert not dist.is_initialized()
     train.leave_ranks()  # alone: nothing to leave
 

@@ -53,7 +53,7 @@ class PackedRows(Sequence[Row]):
 
     >>> rows = PackedRows([Row(({"role": "user", "content": "Hello"},), None, "a.jsonl:1", "a.jsonl")])
     >>> rows[0].messages, rows.num_bytes
-    (({'role': 'user', 'content': 'Hello'},), 69)
+    (({'role': 'user', 'content': 'Hello'},), 70)
     """
 
     def __init__(self, rows: Iterable[Row] = (), bad: BadRows | None = None):

@@ -147,8 +147,9 @@ _CHANGES_NUMBER = frozenset(
     "and or plus minus times over to pi sqrt squared cubed hundred thousand million billion trillion percent".split()
 )
 _TALK = frozenset("because since as so which where for given after when".split())
-_ANOTHER_NUMBER = re.compile(r"\b(?:and|or)\b[^,;(]*[0-9]", re.IGNORECASE)
-_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![^{}]*\})")
+_AND = re.compile(r"\b(?:and|or)\b", re.IGNORECASE)
+_DIGIT = re.compile(r"[0-9]")
+_WORD_OR_BRACE = re.compile(r"[{}]|(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MATHS_FIRST = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _SENTENCE_END = re.compile(r"[.;!?](?=\s|$)")
 
@@ -206,7 +207,7 @@ def _phrase(text: str, start: int) -> str:
     formula = _MATHS_FIRST.match(line)
     if formula:
         content = next(group for group in formula.groups() if group is not None).strip()
-        if not (line.startswith("$") and _PROSE.search(content)):  # "$59, which is $2 more" has no formula
+        if not (line.startswith("$") and _prose_words(content)):  # "$59, which is $2 more" has no formula
             return content
     end = _SENTENCE_END.search(line)
     phrase = (line[: end.start()] if end else line).strip().strip("*").strip()
@@ -214,9 +215,26 @@ def _phrase(text: str, start: int) -> str:
         return ""
     if number := _BEGINS_WITH_NUMBER.match(phrase):
         phrase = _number_of(number.group(), phrase[number.end() :]) or phrase
-    elif len(_PROSE.findall(phrase)) > 2 and (last := _last(_LAST_NUMBER, phrase)):  # "the volume of the box is 120"
+    elif _prose_words(phrase) > 2 and (last := _last(_LAST_NUMBER, phrase)):  # "the volume of the box is 120"
         phrase = last.group()
     return phrase.replace("$", "").strip()
+
+
+def _prose_words(text: str) -> int:
+    """Words outside braces. Read backwards: a lookahead for the next brace at every word would be quadratic."""
+    count, inside = 0, False
+    for token in reversed(_WORD_OR_BRACE.findall(text)):
+        if token in "{}":
+            inside = token == "}"
+        else:
+            count += not inside
+    return count
+
+
+def _names_another_number(text: str) -> bool:
+    """Whether a number follows an "and" or "or"."""
+    first = _AND.search(text)
+    return first is not None and _DIGIT.search(text, first.end()) is not None
 
 
 def _number_of(number: str, rest: str) -> str:
@@ -225,7 +243,7 @@ def _number_of(number: str, rest: str) -> str:
     if words and words.group(1).lower() in _TALK:
         return number
     if words:
-        if words.group(1).lower() in _CHANGES_NUMBER or _ANOTHER_NUMBER.search(words.group()):
+        if words.group(1).lower() in _CHANGES_NUMBER or _names_another_number(words.group()):
             return ""
         rest = rest[words.end() :]
     return number if re.match(r"\s*(?:\Z|[,;(]\s*(?!and\b|or\b)[A-Za-z]|(?<=\s)\()", rest) else ""

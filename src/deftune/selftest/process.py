@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# for the server that is forked: an allocator or a pool of threads of its own does not survive it
-os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# of the server that is forked: an allocator or a pool of threads of its own does not survive it
+SERVER_VARIABLES = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     ["deftune.cli", "deftune.training.train", "deftune.training.trainer", "peft", "deftune.analysis.grid_run"]
@@ -95,6 +94,20 @@ class Started:
         return self.ended() == -signal.SIGKILL
 
 
+def fork(target: Any, args: tuple[Any, ...]) -> Any:
+    """A process forked from the server, which the first call starts; this process's variables stay as they are."""
+    process = FORKS.Process(target=target, args=args)
+    before = {name: os.environ.get(name) for name in SERVER_VARIABLES}
+    os.environ.update({name: value for name, value in SERVER_VARIABLES.items() if before[name] is None})
+    try:
+        process.start()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+    return process
+
+
 def start(
     *arguments: Any,
     output: Path,
@@ -105,6 +118,4 @@ def start(
 ) -> Started:
     """`deftune ARGUMENTS` begun. ``kill_at``: which change below the ``watched`` folder is its last."""
     details = (str(output), str(watched), kill_at, str(count_in) if count_in else None, file_limit)
-    process = FORKS.Process(target=run_command, args=([*map(str, arguments)], *details))
-    process.start()
-    return Started(process, output)
+    return Started(fork(run_command, ([*map(str, arguments)], *details)), output)
