@@ -17,6 +17,7 @@ from deftune.data import parallel
 from deftune.data.encoding import encode_rows
 from deftune.data.packing import pack
 from deftune.data.sources import read_source, split_rows
+from deftune.training import display
 from deftune.training.preparation import check_embedding, facts, fingerprint, make_encoder, prepare
 
 
@@ -139,3 +140,21 @@ def test_a_second_start_takes_the_encoded_rows_from_the_cache(make_config, tmp_p
     assert "rows were encoded before" in capsys.readouterr().out
     assert main(["train", str(path), "--dry-run", "--no-cache"]) == 0
     assert "rows were encoded before" not in capsys.readouterr().out
+
+
+def test_a_long_preparation_says_something_every_ten_seconds(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: clock[0])
+    said: list[str] = []
+    with display.RowProgress("encoding rows", 40, said.append) as progress:
+        for row in range(40):
+            clock[0] += 1
+            progress.update(row + 1)
+    assert said == [
+        "encoding rows: 10 of 40 (25%), 10 s", "encoding rows: 20 of 40 (50%), 20 s",
+        "encoding rows: 30 of 40 (75%), 30 s", "encoding rows: 40 of 40 (100%), 40 s",
+    ]  # fmt: skip
+    with display.RowProgress("reading a.jsonl", None, said.append, shown=False) as progress:
+        clock[0] += 100
+        progress.update(1)
+    assert len(said) == 4
