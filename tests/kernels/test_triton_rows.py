@@ -23,6 +23,6 @@ def test_kernels_in_the_interpreter(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS[:2])
+@pytest.mark.parametrize("name", CHECKS)
 def test_the_whole_grid_in_the_interpreter(name):
     run_checks("kernels", name, "slow")

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from examples import HEADS, Example, error, small_blocks  # noqa: F401  (small_blocks applies to every check)
+from examples import HEADS, Example, error, small_blocks  # noqa: F401 (small_blocks)
 from torch import Tensor
 
 from deftune import IGNORE_INDEX, token_stats

@@ -4,10 +4,11 @@ import math
 import threading
 import weakref
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
-from examples import assert_both, both, error, sample, small_blocks  # noqa: F401  (small_blocks applies to every check)
+from examples import assert_both, both, error, sample, small_blocks, some_of  # noqa: F401 (small_blocks)
 
 import deftune
 from battery import CONTEXT
@@ -18,6 +19,8 @@ from deftune.kernels.chunks import balanced
 from deftune.kernels.compiled import linear_loss_op
 from deftune.kernels.triton_backend import TritonBackend
 from tolerances import assert_near, tolerance
+
+WRITTEN = ["nll", "deft", "eaft(k=5)", "deft | eos(nll)", "top(0.2) | floor(0.1)"]
 
 
 class Stand:
@@ -45,8 +48,9 @@ def programs(monkeypatch):
     replay.clear()
 
 
-@pytest.mark.parametrize("rows", [16, 48])
-@pytest.mark.parametrize("objective", ["nll", "deft", "eaft(k=5)", "deft | eos(nll)", "top(0.2) | floor(0.1)"], ids=str)
+@pytest.mark.parametrize(
+    "objective, rows", some_of([*product(WRITTEN, [16, 48])], [("deft", 16), ("top(0.2) | floor(0.1)", 48)])
+)
 def test_a_program_as_it_is_written(monkeypatch, programs, objective, rows):
     """Rows taken, fewer than the program's in the last chunk or in the only one.
 
@@ -64,12 +68,15 @@ def test_a_program_as_it_is_written(monkeypatch, programs, objective, rows):
     assert {program.rows for program in programs()} == {rows}
 
 
-def test_calls_of_many_sizes_one_after_the_other(programs):
+@pytest.mark.parametrize(
+    "sizes", [(3, 3, 3, 24, 24, 3, 1), pytest.param((10, 10, 10, 40, 40, 10, 1), marks=pytest.mark.slow)]
+)
+def test_calls_of_many_sizes_one_after_the_other(programs, sizes):
     """A room that is too small is made anew, with programs of its own; a smaller call leaves the rest of it alone."""
     hidden, weight, targets = sample(40, width=8)
     weight.requires_grad_()
     objective = "eaft(k=5)"
-    for tokens in (10, 10, 10, 40, 40, 10, 1):
+    for tokens in sizes:
         inputs = [hidden[:tokens].clone().requires_grad_(), weight]
         loss, stats = linear_loss_with_stats(*inputs, targets[:tokens], objective, backend="triton")
         reference = [x.detach().double().requires_grad_() for x in inputs]
@@ -266,7 +273,7 @@ def test_targets_that_had_to_be_copied(monkeypatch, programs, form):
 
 def test_a_program_that_was_half_made(monkeypatch, programs):
     """No memory for the last of its tensors: the next call makes them all."""
-    hidden, weight, targets = sample(30, width=8)
+    hidden, weight, targets = sample(10, width=8)
     weight.requires_grad_()
     with monkeypatch.context() as patch:
         patch.setattr(triton_rows, "aligned", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))

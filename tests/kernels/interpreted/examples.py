@@ -28,7 +28,7 @@ HEADS = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Tiles of 16 rows x 16 classes x 16 channels: small sizes have several of them, and ragged last ones."""
+    """In files that import it: tiles of 16 rows x 16 classes x 16 channels; small sizes have several, ragged too."""
     for name in ("BLOCK_M_FLOAT32", "BLOCK_N", "BLOCK_K_FLOAT32"):
         monkeypatch.setattr(triton_rows, name, 16)
 
@@ -73,6 +73,12 @@ class Example:
         backend = TritonBackend(self.head, torch.float32, Supervised(self.x, self.index, self.y))
         columns = torch.full((5, len(self.x)), math.nan, dtype=torch.float64)
         return backend, backend.measure(slice(0, len(self.x)), columns, True, top)
+
+
+def some_of(cases: list[tuple], kept: list[tuple]) -> list:
+    """All cases for parametrize, those that are not kept marked slow: an interpreted call takes seconds."""
+    assert all(case in cases for case in kept)
+    return [case if case in kept else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
