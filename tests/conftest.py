@@ -5,11 +5,18 @@ leaves the process as it found it.
 """
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 os.environ["DEFTUNE_DATA_CACHE_GB"] = "0"  # no test finds what another one encoded; the cache's own turn it on
+# torch's compiler keeps its code on disk without the CPU's capability in the key: code compiled for AVX-512 gives wrong
+# values in a process that runs with ATEN_CPU_CAPABILITY=avx2, so each capability gets its own folder
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+    Path(tempfile.gettempdir(), f"deftune-inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}")
+)
 torch.set_num_threads(1)  # the tests are many and small, and run beside each other
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
