@@ -325,7 +325,7 @@ def main() -> None:
 
     import transformers
 
-    from deftune.training.models import load_model, load_tokenizer, resolve_model
+    from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 
     folder = resolve_model(args.model)
     cuda = torch.cuda.is_available()

@@ -27,12 +27,12 @@ from typing import Any
 
 import yaml
 
+from deftune.artifacts import checkpoints
+from deftune.artifacts.runs import Run
 from deftune.selftest import tiny
 from deftune.selftest.process import start
 from deftune.selftest.records import Record, write_records
 from deftune.selftest.runs import CLOCK, last_checkpoint, last_record
-from deftune.training import checkpoints
-from deftune.training.runs import Run
 
 Contents = dict[str, Any]
 STEPS = 12

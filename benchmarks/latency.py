@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deftune.analysis.page import write_page
-from deftune.data.regimes import GENERATORS, generate
+from deftune.data.generated import GENERATORS, generate
 from deftune.evaluation.grading import normalize_answer
+from deftune.inspection.page import write_page
 
 TABLES = Path(__file__).resolve().parents[1] / "tests" / "analysis"
 

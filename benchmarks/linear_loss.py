@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import deftune
-from deftune.kernels import replay
+from deftune.losses import replay
 
 PAPER_SHAPES = [(8192, 576, 49152), (16384, 1536, 151936), (16384, 3584, 152064), (16384, 4096, 128256)]
 CPU_SHAPES = [(2048, 576, 49152)]

@@ -20,9 +20,9 @@ import threading
 import time
 from pathlib import Path
 
+from deftune.artifacts.runs import Run
 from deftune.selftest import tiny
 from deftune.selftest.records import Record, write_records
-from deftune.training.runs import Run
 
 BYTES_PER_ROW = 1_500  # beyond what 1,000 rows take: about 50 tokens a row, ids and labels, and its place
 WORDS = "sum total plus minus apples pears trains leave arrive hour minute metre second price each".split()

@@ -44,9 +44,9 @@ class Group:
 GROUPS = {
     "objectives": Group(
         ("objectives/base.py", "objectives/family.py", "objectives/modifiers.py", "objectives/stats.py",
-         "objectives/step.py", "objectives/catalogue.py", "objectives/grammar.py", "kernels/reduction.py"),
-        ("objectives/test_objectives.py", "objectives/test_grammar.py", "kernels/test_token_stats.py",
-         "kernels/test_token_loss.py", "objectives/test_step_ranks.py"),
+         "objectives/step.py", "objectives/catalogue.py", "objectives/grammar.py", "losses/reduction.py"),
+        ("objectives/test_objectives.py", "objectives/test_grammar.py", "losses/test_token_stats.py",
+         "losses/test_token_loss.py", "objectives/test_step_ranks.py"),
         900,
     ),
     "grading": Group(

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from deftune.analysis.inspect import CONFIDENT, Inspection, inspect_table
-from deftune.analysis.noise import CORRUPTIONS, Corruption, ranking_quality, resamples
-from deftune.analysis.tokens import write_token_table
+from deftune.artifacts.results import load_result
 from deftune.data.encoding import Encoder
 from deftune.data.sources import read_fields, read_source
-from deftune.training.results import load_result
+from deftune.inspection.inspect import CONFIDENT, Inspection, inspect_table
+from deftune.inspection.noise import CORRUPTIONS, Corruption, ranking_quality, resamples
+from deftune.tokens.table import write_token_table
 from deftune.training.train import quiet
 
 BASELINES = ("mean NLL", "max NLL")

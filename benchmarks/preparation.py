@@ -48,7 +48,7 @@ def write_rows(path: Path, count: int) -> int:
 
 def prepare_once(data: Path, model: str, packing: bool) -> dict[str, Any]:
     """In this process: what `deftune train` does before it loads the model."""
-    from deftune.training.config import load_config
+    from deftune.artifacts.config import load_config
     from deftune.training.preparation import fingerprint, prepare
 
     content = {"model": {"name": model}, "data": {"train": [{"path": str(data)}], "packing": packing}}

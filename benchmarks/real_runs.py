@@ -43,7 +43,7 @@ def config_of(
     precision: str = "auto",
 ) -> Any:  # fmt: skip
     """The run of a cell: 16 rows of at most 320 tokens a step, or 4 packs of 1,024."""
-    from deftune.training.config import RunConfig
+    from deftune.artifacts.config import RunConfig
 
     rows = args.rows or (4 if packed else 16)
     return RunConfig.model_validate(
@@ -76,9 +76,9 @@ def train(prepared: Any, model: Any, steps: int, *, trl: bool) -> list[dict[str,
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
+    from deftune.artifacts.runs import Run
     from deftune.data.packing import Collator
     from deftune.training.attention import attention_kernels
-    from deftune.training.runs import Run
     from deftune.training.train import Batches, lora_config, make_arguments, make_dataset, make_trainer, quiet
 
     records: list[dict[str, float]] = []
@@ -206,7 +206,7 @@ def main() -> int:
         return 0
     if not args.models or args.data is None or args.results is None:
         parser.error("give NAME=MODEL, --data and --results")
-    from deftune.training.models import load_model, resolve_model
+    from deftune.artifacts.models import load_model, resolve_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"

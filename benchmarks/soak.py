@@ -20,9 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from deftune.artifacts.runs import Run
 from deftune.selftest import tiny
 from deftune.selftest.records import Record, write_records
-from deftune.training.runs import Run
 
 MOST_GROWTH = 0.5  # MiB per 1,000 steps
 MOST_SLOWER = 1.25  # median step of the last fifth, relative to the first after the warm-up

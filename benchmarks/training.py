@@ -53,7 +53,7 @@ def sequences(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
     import transformers
 
-    from deftune.training.models import load_model, load_tokenizer
+    from deftune.artifacts.models import load_model, load_tokenizer
 
     if args.model.endswith(".json"):
         config = transformers.AutoConfig.for_model(**json.loads(Path(args.model).read_text()))
@@ -122,7 +122,7 @@ class Entrant:
 
 def alone(contender: str, *what: Any) -> dict[str, Any]:
     """A contender's peak memory, and its losses, with nothing else on the device."""
-    from deftune.kernels import replay
+    from deftune.losses import replay
     from deftune.training.trainer import peak_gib
 
     cuda = torch.cuda.is_available()

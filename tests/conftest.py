@@ -21,23 +21,14 @@ torch.set_num_threads(1)  # the tests are many and small, and run beside each ot
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
-    "analysis": ("conflicts", "figures", "figures_scores", "grid", "inspect_page", "report"),
     "cli": ("objectives_command", "output"),
+    "comparison": ("grid", "report", "score_figures"),
     "evaluation": ("decoding", "generation", "grading", "vllm_engine"),
-    "kernels": ("triton_rows",),
+    "inspection": ("figures", "inspect_page"),
+    "losses": ("triton_rows",),
     "objectives": ("step_ranks",),
-    "training": (
-        "attacks",
-        "distributed",
-        "faults",
-        "hf",
-        "recipes",
-        "resume",
-        "runs",
-        "trackers",
-        "trainer",
-        "weights",
-    ),
+    "paper": ("conflicts", "recipes"),
+    "training": ("attacks", "distributed", "faults", "hf", "resume", "runs", "trackers", "trainer", "weights"),
 }
 NOT_FAST = ("heavy", "slow", "reliability", "gpu")
 

@@ -27,20 +27,20 @@ _HOMES = {
     "objective": "objectives",
     "step_stats": "objectives",
     "topk": "objectives",
-    "Sparse": "kernels",
-    "SparseReport": "kernels",
-    "linear_loss": "kernels",
-    "linear_loss_with_stats": "kernels",
-    "linear_token_stats": "kernels",
-    "raise_pending": "kernels",
-    "token_loss": "kernels",
-    "token_stats": "kernels",
+    "Sparse": "losses",
+    "SparseReport": "losses",
+    "linear_loss": "losses",
+    "linear_loss_with_stats": "losses",
+    "linear_token_stats": "losses",
+    "raise_pending": "losses",
+    "token_loss": "losses",
+    "token_stats": "losses",
     "DeftSFTTrainer": "training.trainer",
     "hf_loss": "training.hf",
 }
 
 if TYPE_CHECKING:
-    from deftune.kernels import (
+    from deftune.losses import (
         Sparse,
         SparseReport,
         linear_loss,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deftune.cli import doctor, main
-from deftune.kernels.torch_backend import TorchBackend
+from deftune.losses.torch_backend import TorchBackend
 
 
 def test_it_prints_the_backend_and_why(capsys: pytest.CaptureFixture[str]):

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import tiny
+from deftune.artifacts.terminal import one_line, printable, visible
 from deftune.cli import main
-from deftune.data.terminal import one_line, printable, visible
 
 EVIL = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202eabc"
 CONTROLS = {"\x1b", "\x07", "\x9b", "\u202e"}
@@ -78,7 +78,7 @@ def test_the_name_of_a_missing_file(capsys, tmp_path):
 
 def test_answers_in_chat(model, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    monkeypatch.setattr("deftune.training.results.reply", lambda *a, **k: iter(EVIL))  # a character a piece
+    monkeypatch.setattr("deftune.artifacts.results.reply", lambda *a, **k: iter(EVIL))  # a character a piece
     assert main(["chat", str(model)]) == 0
     check(capsys.readouterr().out)
 
@@ -111,7 +111,7 @@ def test_brackets_in_the_name_of_a_run(config, tmp_path, capsys, name):
     assert f"finished: {tmp_path / name / 'model'} " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["deftune.cli", "deftune.training.config"])
+@pytest.mark.parametrize("module", ["deftune.cli", "deftune.artifacts.config"])
 def test_an_interrupt_while_importing_is_no_traceback(tmp_path, module):
     """Ctrl-C in the first second: before the command line is there, and inside a command."""
     (tmp_path / "sitecustomize.py").write_text(

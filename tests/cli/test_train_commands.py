@@ -28,7 +28,7 @@ def test_init_with_a_recipe(tmp_path, capsys):
 
 
 def test_recipes_lists_all_on_lines_of_their_own(capsys):
-    assert main(["recipes"]) == 0
+    assert main(["paper", "recipes"]) == 0
     out = capsys.readouterr().out
     assert "\nstrong/llama-3.1-8b/linear " in out and "\nmulti-epoch/" in out
 
@@ -49,7 +49,7 @@ def test_what_is_missing_is_one_line_and_exit_code_2(arguments, capsys, monkeypa
 
 
 def test_every_command_has_help(capsys):
-    for command in ("train", "init", "recipes", "config", "runs", "data", "quickstart", "chat", "merge"):
+    for command in ("train", "init", "config", "runs", "data", "quickstart", "chat", "merge"):
         with pytest.raises(SystemExit) as ended:
             build_parser().parse_args([command, "--help"])
         assert ended.value.code == 0

@@ -17,9 +17,9 @@ from small_tokenizer import SPECIAL, TEXT, small_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from deftune.artifacts.templates import TEMPLATES, resolve_template
 from deftune.data.encoding import IGNORE_INDEX, Encoded, Encoder, EncodingError, encode_rows, end_tokens_of
 from deftune.data.rows import BadRows, Row
-from deftune.data.templates import TEMPLATES, resolve_template
 
 CHATML = TEMPLATES["chatml"]
 U1, A1, U2, A2 = "What is the capital of France?", "The capital is Paris.", "And of Norway?", "Oslo."

@@ -13,13 +13,13 @@ from random import Random
 import pytest
 from small_tokenizer import small_tokenizer
 
+from deftune.artifacts.templates import TEMPLATES
 from deftune.data import parallel
 from deftune.data.encoding import EncodedRows, Encoder, EncodingError, encode_rows
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
 from deftune.data.parallel import encode_packed
 from deftune.data.rendering import TemplateLimitError
 from deftune.data.rows import BadRows, PackedRows, Row, RowError
-from deftune.data.templates import TEMPLATES
 
 CHATML = TEMPLATES["chatml"]
 

@@ -10,10 +10,10 @@ import jinja2
 import pytest
 from small_tokenizer import small_tokenizer
 
+from deftune.artifacts.templates import TEMPLATES
 from deftune.data.encoding import Encoder, EncodingError
 from deftune.data.rendering import BASE_CHARACTERS, Template, TemplateLimitError
 from deftune.data.rows import BadRows, Row
-from deftune.data.templates import TEMPLATES
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

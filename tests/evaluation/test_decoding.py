@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.evaluation import slots
 from deftune.evaluation.decoding import Answer, LanguageModel
 from deftune.evaluation.generation import Prompt, SamplerError, Settings, TransformersSampler
 from deftune.evaluation.slot_decoding import SlotDecoder
-from deftune.training.models import load_model, load_tokenizer, resolve_model
 from interpreter import run_checks
 
 FAMILIES = {

@@ -146,7 +146,7 @@ def run_harness(model, folder, tasks, out, *more):
 @pytest.mark.slow
 @needs_harness
 def test_the_harness_gives_the_same_answers_and_scores(tmp_path, monkeypatch, data):
-    from deftune.training.models import resolve_model
+    from deftune.artifacts.models import resolve_model
 
     monkeypatch.chdir(tmp_path)
     some = ["--task", "gsm8k", "--task", "medqa", "--limit", "2", "--data", str(data)]

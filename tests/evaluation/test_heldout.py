@@ -22,7 +22,7 @@ from deftune.evaluation.heldout import (
 )
 from deftune.evaluation.statistics import Interval, ece, wilson_interval
 from deftune.objectives import IGNORE_INDEX
-from deftune.training.scoring import score
+from deftune.tokens.scoring import score
 
 SETTINGS = HeldoutSettings(model="m", data="d")
 
@@ -193,7 +193,7 @@ def test_compare_pairs_rows(tmp_path, model, make_model, tokenizer, encoded, enc
 
 
 def test_a_tie_counts_as_the_likeliest(model, tokenizer, encoded, encoder):
-    from deftune.kernels import token_stats
+    from deftune.losses import token_stats
 
     example = encoded.examples[0]
     stats = token_stats(torch.tensor([[1.0, 1.0, 0.0], [2.0, 0.0, 1.9]]), torch.tensor([1, 2]))

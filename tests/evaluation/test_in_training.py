@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 import tiny
+from deftune.artifacts.config import RunConfig
 from deftune.evaluation import in_training
-from deftune.training.config import RunConfig
 from deftune.training.train import train_run
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from deftune.data.regimes import generate
+from deftune.data.generated import generate
 from deftune.data.rows import RowError
 from deftune.evaluation.items import MissingData, available, find_data, read_task, render_prompt, with_data
 from deftune.evaluation.suites import MATH_PROMPT, SUITES, TASKS, coverage, size_note, suite_named, task_named

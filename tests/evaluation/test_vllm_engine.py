@@ -7,12 +7,12 @@ import pytest
 import vllm_stand_in as vllm
 
 import tiny
+from deftune.artifacts.models import resolve_model
+from deftune.artifacts.results import load_result
 from deftune.cli import main
 from deftune.evaluation import vllm_engine
 from deftune.evaluation.chance import derive_key
 from deftune.evaluation.generation import Prompt, SamplerError, TransformersSampler, VllmSampler
-from deftune.training.models import resolve_model
-from deftune.training.results import load_result
 
 ENDS = list(range(3, 300, 7))  # the generation config's: answers end at unequal lengths
 

@@ -8,7 +8,7 @@ from trl import SFTConfig
 
 import deftune
 from deftune.objectives import IGNORE_INDEX
-from deftune.training.head import shifted
+from deftune.tokens.head import shifted
 from deftune.training.trainer import DeftSFTTrainer
 
 VOCABULARY, END, PAD = 48, 46, 47

@@ -19,9 +19,9 @@ import pytest
 import yaml
 from rich.console import Console
 
+from deftune.artifacts.checkpoints import seal
+from deftune.artifacts.runs import Run
 from deftune.cli import main
-from deftune.training.checkpoints import seal
-from deftune.training.runs import Run
 from deftune.training.train import train_run
 
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from small import make_arguments, make_model, make_trainer
 
-from deftune.training.config import RunConfig
+from deftune.artifacts.config import RunConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from rich.console import Console
 
+from deftune.artifacts.config import RunConfig, Source
+from deftune.artifacts.runs import Run
 from deftune.training.card import card_text, hub_dataset, render_merged_card
-from deftune.training.config import RunConfig, Source
 from deftune.training.results import merge
-from deftune.training.runs import Run
 from deftune.training.train import train_run
 
 LOCAL = re.compile(r"(?<![\w.:/])(?:/|~/|\.\./)\w")  # the beginning of a path, not of `a/b` or `https://`

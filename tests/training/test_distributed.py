@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from small import deviation, make_model, make_rows, oracle, padded
 
 import deftune
+from deftune.artifacts.config import ConfigError, render_yaml
+from deftune.artifacts.models import load_model, resolve_model
+from deftune.artifacts.runs import Run
 from deftune.cli import train as cli_train
 from deftune.objectives import IGNORE_INDEX, Context
+from deftune.tokens.head import shifted
 from deftune.training import train
-from deftune.training.config import ConfigError, render_yaml
-from deftune.training.head import shifted
-from deftune.training.models import load_model, resolve_model
 from deftune.training.preparation import check_config
-from deftune.training.runs import Run
 from deftune.training.train import Outcome, train_run
 from tolerances import tolerance
 from waiting import HANG_SECONDS

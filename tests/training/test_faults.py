@@ -15,9 +15,9 @@ import yaml
 from run_process import Started, start
 from test_resume import check_same, rewound, train, weights
 
-from deftune.training import checkpoints
-from deftune.training.config import ConfigError, render_yaml
-from deftune.training.runs import Run, find_run
+from deftune.artifacts import checkpoints
+from deftune.artifacts.config import ConfigError, render_yaml
+from deftune.artifacts.runs import Run, find_run
 from waiting import HANG_SECONDS, wait_for
 
 

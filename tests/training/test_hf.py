@@ -23,7 +23,7 @@ from trl import SFTTrainer
 
 import deftune
 from deftune.objectives import IGNORE_INDEX, Context
-from deftune.training.head import shifted
+from deftune.tokens.head import shifted
 
 ROWS = make_rows(60)
 STEPS = 20

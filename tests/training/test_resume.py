@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deftune.training import checkpoints
-from deftune.training.config import ConfigError
-from deftune.training.runs import Run, summary
+from deftune.artifacts import checkpoints
+from deftune.artifacts.config import ConfigError
+from deftune.artifacts.runs import Run, summary
 from deftune.training.train import Outcome, train_run
 
 STEPS = 40

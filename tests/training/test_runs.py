@@ -14,9 +14,9 @@ import yaml
 from rich.console import Console
 from test_faults import last_record, write_config
 
+from deftune.artifacts import checkpoints
+from deftune.artifacts.runs import Run, git_state, is_locked, locked, open_run
 from deftune.cli import main
-from deftune.training import checkpoints
-from deftune.training.runs import Run, git_state, is_locked, locked, open_run
 from deftune.training.train import train_run
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from deftune.artifacts.config import ConfigError, render_yaml
+from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.training import preparation, train
-from deftune.training.config import ConfigError, render_yaml
-from deftune.training.runs import Run
 from deftune.training.trackers import check_trackers
 from waiting import HANG_SECONDS
 

@@ -31,8 +31,8 @@ from deftune.data.encoding import Encoded
 from deftune.data.packing import Collator, pack
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives.stats import from_columns
+from deftune.tokens.head import shifted
 from deftune.training import guard
-from deftune.training.head import shifted
 from deftune.training.recording import P_EDGES, StepRecord
 from deftune.training.train import Batches, make_dataset
 from deftune.training.trainer import DeftSFTTrainer, input_tokens

@@ -12,12 +12,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import tiny
+from deftune.artifacts import models
+from deftune.artifacts.checkpoints import seal
+from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
+from deftune.artifacts.results import load_result
+from deftune.artifacts.runs import Run
 from deftune.cli import main
-from deftune.training import models
-from deftune.training.checkpoints import seal
-from deftune.training.models import load_model, load_tokenizer, resolve_model
-from deftune.training.results import load_result
-from deftune.training.runs import Run
 from deftune.training.train import train_run
 
 NORM = "model.norm.weight"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from deftune._version import __version__
-from deftune.cli import analyze, compare, doctor, evaluate, inspect, objectives, report, results, selftest, train
+from deftune.cli import analyze, compare, doctor, evaluate, inspect, objectives, paper, report, results, selftest, train
 from deftune.cli.output import notice
 
 
@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_to(commands)
     inspect.add_to(commands)
     analyze.add_to(commands)
+    paper.add_to(commands)
     doctor.add_to(commands)
     selftest.add_to(commands)
     return parser

@@ -131,11 +131,11 @@ def run_tokens(args: argparse.Namespace) -> int:
 def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
     """A token table, as `analyze tokens` and `inspect` make it."""
     shown.show("loading the libraries")
-    from deftune.analysis.tokens import encoder_for, parse_objectives, write_token_table
-    from deftune.data.regimes import generate
+    from deftune.artifacts.results import load_result
+    from deftune.data.generated import generate
     from deftune.data.rows import BadRows
     from deftune.data.sources import read_source
-    from deftune.training.results import load_result
+    from deftune.tokens.table import encoder_for, parse_objectives, write_token_table
     from deftune.training.train import quiet
 
     if args.out.suffix != ".parquet":
@@ -222,7 +222,7 @@ def need_inputs(args: argparse.Namespace, example: str) -> None:
 
 
 def draw(args: argparse.Namespace, plot: Any, table: Any) -> int:
-    from deftune.analysis.style import save_figure
+    from deftune.inspection.style import save_figure
 
     for path in save_figure(plot(table), args.out, table):
         print(path)
@@ -231,7 +231,7 @@ def draw(args: argparse.Namespace, plot: Any, table: Any) -> int:
 
 def given_table(args: argparse.Namespace, *unused: str) -> Any:
     """The table of --table; options that only make a table are refused beside it."""
-    from deftune.analysis.style import read_table
+    from deftune.inspection.style import read_table
 
     for name in unused:
         if getattr(args, name):
@@ -249,8 +249,8 @@ def print_lines(lines: list[dict[str, Any]]) -> None:
 
 def run_conflicts(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.conflicts import NEEDED, conflict_shares, conflict_table, pair_name, plot_conflicts
-    from deftune.analysis.tokens import read_token_table
+    from deftune.paper.conflicts import NEEDED, conflict_shares, conflict_table, pair_name, plot_conflicts
+    from deftune.tokens.table import read_token_table
 
     need_inputs(args, "A.parquet B.parquet")
     if args.table is not None:
@@ -274,8 +274,8 @@ def run_conflicts(args: argparse.Namespace) -> int:
 
 def run_gradients(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.figures import gradient_map_table, plot_gradient_maps
-    from deftune.analysis.tokens import read_token_table
+    from deftune.inspection.figures import gradient_map_table, plot_gradient_maps
+    from deftune.tokens.table import read_token_table
 
     need_inputs(args, "strong=tokens.parquet")
     if args.table is not None:
@@ -288,8 +288,8 @@ def run_gradients(args: argparse.Namespace) -> int:
 
 def run_histograms(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.figures import histogram_table, plot_histograms, probability_shares
-    from deftune.analysis.tokens import read_token_table
+    from deftune.inspection.figures import histogram_table, plot_histograms, probability_shares
+    from deftune.tokens.table import read_token_table
 
     need_inputs(args, "strong/base=base.parquet strong/deft=deft.parquet")
     if args.table is not None:
@@ -303,7 +303,7 @@ def run_histograms(args: argparse.Namespace) -> int:
 
 def run_progress(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.figures import focus_anchors, plot_progress, progress_table
+    from deftune.inspection.figures import focus_anchors, plot_progress, progress_table
 
     need_inputs(args, "strong=runs/first")
     if args.table is not None:
@@ -316,7 +316,7 @@ def run_progress(args: argparse.Namespace) -> int:
 
 
 def read_scores(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from deftune.analysis.figures_scores import score_table
+    from deftune.comparison.figures import score_table
 
     named = parse_each(args.inputs, need_name=True)
     return score_table(
@@ -326,7 +326,7 @@ def read_scores(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_temperatures(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.figures_scores import plot_temperatures
+    from deftune.comparison.figures import plot_temperatures
 
     need_inputs(args, "deft=results/deft-math")
     return draw(args, plot_temperatures, read_scores(args) if args.inputs else given_table(args, "task", "metric"))
@@ -336,14 +336,14 @@ def mean_of(path: str, column: str) -> float:
     """The mean of a token table's column."""
     import numpy as np
 
-    from deftune.analysis.tokens import read_token_table
+    from deftune.tokens.table import read_token_table
 
     return float(np.mean(np.asarray(read_token_table(path, [column])[column], dtype=np.float64)))
 
 
 def run_continuum(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.figures_scores import continuum_table, plot_continuum
+    from deftune.comparison.figures import continuum_table, plot_continuum
 
     need_inputs(args, "weak/deft=results/deft-figfont")
     if args.table is not None:
@@ -355,7 +355,7 @@ def run_continuum(args: argparse.Namespace) -> int:
 
 def run_entropy(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.analysis.figures_scores import entropy_table, plot_entropy
+    from deftune.comparison.figures import entropy_table, plot_entropy
 
     need_inputs(args, "deft=results/deft-math --tokens deft=deft.parquet")
     if args.table is not None:

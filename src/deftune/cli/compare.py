@@ -1,11 +1,10 @@
-"""`deftune compare`: objectives against each other on the same data, seeds and budget; and against the paper."""
+"""`deftune compare`: objectives against each other on the same data, seeds and budget."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ FORMATS = ("markdown", "latex", "html", "json")
 
 
 def add_to(commands: Any) -> None:
-    compare = commands.add_parser(
-        "compare", help="objectives x seeds x regimes as one resumable grid; the paper's claims"
-    )
+    compare = commands.add_parser("compare", help="objectives x seeds x regimes as one resumable grid")
     actions = compare.add_subparsers(metavar="ACTION", required=True)
 
     init = actions.add_parser("init", help="write a comparison to start from")
@@ -51,16 +48,6 @@ def add_to(commands: Any) -> None:
     show.add_argument("--rank-base", action="store_true", help="let the untuned model have the marks too")
     show.set_defaults(run=run_show)
 
-    claims = actions.add_parser("claims", help="the paper's sentences about results, checked")
-    claims.add_argument("config", type=Path, nargs="?", help="a comparison: our verdicts beside the paper's")
-    claims.add_argument("--json", action="store_true")
-    claims.set_defaults(run=run_claims)
-
-    paper = actions.add_parser("paper", help="a table of the paper, marked by its own rule")
-    paper.add_argument("number", type=int, metavar="1..8")
-    paper.add_argument("--format", choices=FORMATS[:-1], default="markdown")
-    paper.set_defaults(run=run_paper)
-
 
 def need_comparison() -> None:
     """Training, answers and their grading, token tables."""
@@ -73,7 +60,7 @@ def need_comparison() -> None:
 
 def run_init(args: argparse.Namespace) -> int:
     need_comparison()
-    from deftune.analysis.grid import STARTER
+    from deftune.comparison.grid import STARTER
 
     return write_starter(args.file, STARTER, "deftune compare run")
 
@@ -96,8 +83,8 @@ def run_run(args: argparse.Namespace) -> int:
 
 
 def run_one(args: argparse.Namespace) -> int:
-    from deftune.analysis.grid import load_comparison, open_comparison
-    from deftune.analysis.grid_run import follow_starter, run_cell
+    from deftune.comparison.cells import follow_starter, run_cell
+    from deftune.comparison.grid import load_comparison, open_comparison
 
     comparison = load_comparison(args.config, args.set)
     check_trust(args, comparison)
@@ -107,9 +94,9 @@ def run_one(args: argparse.Namespace) -> int:
 
 
 def run_all(args: argparse.Namespace, shown: Progress) -> int:
-    from deftune.analysis.grid import load_comparison
-    from deftune.analysis.grid_run import Children, dry_run_grid, run_grid
-    from deftune.analysis.grid_summary import summarize_comparison
+    from deftune.comparison.cells import Children, dry_run_grid, run_grid
+    from deftune.comparison.grid import load_comparison
+    from deftune.comparison.summary import summarize_comparison
 
     comparison = load_comparison(args.config, args.set)
     check_trust(args, comparison)
@@ -146,7 +133,7 @@ def check_trust(args: argparse.Namespace, comparison: Any) -> None:
 
 def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None:
     """A bar over the cells in a terminal; in a log where each running cell stands."""
-    from deftune.analysis.grid_run import cell_progress
+    from deftune.comparison.cells import cell_progress
 
     if sys.stderr.isatty():
         cells = comparison.cells()
@@ -157,7 +144,7 @@ def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None
 
 def shown_state(cell: dict[str, Any]) -> str:
     """A cell's state; one that says "running" while no process has it was killed."""
-    from deftune.training.runs import Run, is_locked
+    from deftune.artifacts.runs import Run, is_locked
 
     if cell["state"] == "running" and not is_locked(Run(Path(cell["folder"]))):
         return "interrupted"
@@ -166,10 +153,11 @@ def shown_state(cell: dict[str, Any]) -> str:
 
 def run_show(args: argparse.Namespace) -> int:
     need_comparison()
-    from deftune.analysis.grid import load_comparison
-    from deftune.analysis.grid_show import align, cost_lines, difference_lines, score_tables, token_lines
-    from deftune.analysis.grid_summary import summarize_comparison
-    from deftune.analysis.tables import escape_markdown, render
+    from deftune.comparison.grid import load_comparison
+    from deftune.comparison.show import align, cost_lines, difference_lines, token_lines
+    from deftune.comparison.summary import summarize_comparison
+    from deftune.comparison.tables import escape_markdown, render
+    from deftune.paper.beside import tables_beside_paper
 
     comparison = load_comparison(args.config)
     summary = summarize_comparison(comparison)
@@ -177,7 +165,7 @@ def run_show(args: argparse.Namespace) -> int:
         print(json.dumps(summary, indent=1))
         return 0
     unfinished = {name: shown_state(cell) for name, cell in summary["cells"].items() if cell["state"] != "finished"}
-    tables = score_tables(summary, beside=args.beside, rank_base=args.rank_base)
+    tables = tables_beside_paper(summary, beside=args.beside, rank_base=args.rank_base)
     if args.format != "markdown":
         say(render(tables, args.format).rstrip("\n"))
         return 0
@@ -198,43 +186,4 @@ def run_show(args: argparse.Namespace) -> int:
     for name, state in unfinished.items():
         error = summary["cells"][name].get("error", "no reason recorded")
         say(escape_markdown(f"{state}: {name}" + (f": {error}" if state == "failed" else "")))
-    return 0
-
-
-def run_claims(args: argparse.Namespace) -> int:
-    from deftune.analysis.claims import claim_records
-    from deftune.analysis.claims_board import ComparisonBoard
-
-    board = None
-    if args.config is not None:
-        need_comparison()
-        from deftune.analysis.grid import load_comparison
-        from deftune.analysis.grid_summary import summarize_comparison
-
-        board = ComparisonBoard(summarize_comparison(load_comparison(args.config)))
-    records = claim_records(board)
-    if args.json:
-        print(json.dumps(records, indent=1))
-        return 0
-    for record in records:
-        print(f"{record['name']} ({record['where']})")
-        print(textwrap.fill(f'"{record["quote"]}"', 118, initial_indent="  ", subsequent_indent="  "))
-        for label, text in (
-            ("read as", f"{record['reading']} [{record['rests_on']}]"),
-            ("paper", f"{record['paper'].upper()}: {record['paper_because']}"),
-            ("ours", f"{record['ours'].upper()}: {record['ours_because']}" if record["ours"] else "not measured"),
-        ):
-            print(textwrap.fill(f"{label:8} {text}", 118, initial_indent="  ", subsequent_indent=" " * 11))
-        print()
-    counts: dict[str, int] = {}
-    for record in records:
-        counts[record["paper"]] = counts.get(record["paper"], 0) + 1
-    print(f"{len(records)} claims; by the paper's own tables: " + ", ".join(f"{n} {v}" for v, n in counts.items()))
-    return 0
-
-
-def run_paper(args: argparse.Namespace) -> int:
-    from deftune.analysis.tables import printed_tables, render
-
-    print(render(printed_tables(args.number), args.format), end="")
     return 0

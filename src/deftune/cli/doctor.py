@@ -19,8 +19,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from deftune._version import __version__
-    from deftune.kernels.backends import choose_backend, interpreted
-    from deftune.kernels.head import Head
+    from deftune.losses.backends import choose_backend, interpreted
+    from deftune.losses.head import Head
 
     print(f"deftune {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     for name in PACKAGES:
@@ -49,7 +49,7 @@ def self_test(device: Any, dtype: Any) -> str:
     """A small loss and its gradient against float64: 'works', or what is wrong."""
     import torch
 
-    from deftune.kernels import linear_loss, raise_pending
+    from deftune.losses import linear_loss, raise_pending
 
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(48, 64, generator=generator), torch.randn(300, 64, generator=generator) / 8

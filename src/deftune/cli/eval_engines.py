@@ -153,7 +153,7 @@ def load(model: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
     """(model, tokenizer), on the GPU where there is one."""
     import torch
 
-    from deftune.training.results import load_result
+    from deftune.artifacts.results import load_result
     from deftune.training.train import quiet
 
     with quiet():
@@ -191,8 +191,8 @@ def make_sampler(
 def make_vllm_sampler(args: argparse.Namespace, model: str, template: str | None, options: dict[str, Any]) -> Any:
     import tempfile
 
+    from deftune.artifacts.results import plain_model
     from deftune.evaluation.generation import VllmSampler
-    from deftune.training.results import plain_model
     from deftune.training.train import quiet
 
     # an adapter is merged into this folder, which vLLM has read when it is made

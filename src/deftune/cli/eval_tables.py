@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deftune.data.terminal import printable
+from deftune.artifacts.terminal import printable
 from deftune.evaluation.evaluate import describe_errors
 
 Record = dict[str, Any]

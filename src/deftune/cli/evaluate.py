@@ -212,8 +212,8 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
 def evaluate_suites(args: argparse.Namespace, model: str, working: Progress) -> tuple[dict[str, Any], int]:
     """(suite -> its summary, the exit code): 1 where the answers to a suite are all errors, or could not be retried."""
     working.show("reading the questions")
+    from deftune.artifacts.encodings import PROMPT_OPTIONS, encoding_of
     from deftune.cli.eval_tables import render_summary
-    from deftune.evaluation.encodings import PROMPT_OPTIONS, encoding_of
     from deftune.evaluation.evaluate import Settings, answered
     from deftune.evaluation.results import Result
 
@@ -262,7 +262,7 @@ def evaluate_suite(
     working: Progress,
 ) -> tuple[dict[str, Any], bool]:  # fmt: skip
     """(the summary, which is also written; whether it failed: no answer at all, or errors that could not be retried)"""
-    from deftune.data.files import write_atomic
+    from deftune.artifacts.files import write_atomic
     from deftune.evaluation.evaluate import answered, ask, describe_errors, grade, summarize
     from deftune.evaluation.generation import SamplerError
 
@@ -302,11 +302,11 @@ def check_effect(args: argparse.Namespace, jobs: list[tuple[Any, Any]]) -> None:
 
 
 def run_heldout(args: argparse.Namespace, model: str) -> int:
+    from deftune.artifacts.encodings import encoding_of
+    from deftune.artifacts.files import write_atomic
     from deftune.cli.eval_tables import render_summary
     from deftune.data.encoding import Encoder, encode_rows
-    from deftune.data.files import write_atomic
     from deftune.data.rows import BadRows
-    from deftune.evaluation.encodings import encoding_of
     from deftune.evaluation.heldout import HeldoutSettings, measure, read_data, summarize
     from deftune.evaluation.results import Result
     from deftune.training.train import quiet
@@ -346,8 +346,8 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
 
 
 def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
+    from deftune.artifacts.terminal import printable
     from deftune.cli.eval_tables import render_summary
-    from deftune.data.terminal import printable
     from deftune.evaluation.heldout import read_rows
     from deftune.evaluation.results import Result
 

@@ -67,7 +67,7 @@ def run_inspect(args: argparse.Namespace) -> int:
         check_arguments(args)
     with token_table(args) as path, progress() as shown:
         shown.show(f"reading {path.name}")
-        from deftune.analysis.inspect import inspect_table
+        from deftune.inspection.inspect import inspect_table
         from deftune.objectives import objective
 
         chosen = args.objectives and [str(objective(spec)) for spec in analyze.split_specs(args.objectives)]
@@ -75,7 +75,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     check_source(args, inspection.facts)
     by = args.by or inspection.default_ranking
     ranked = chosen_rows(inspection, by, args.min_score)
-    from deftune.analysis.inspect_terminal import render_inspection
+    from deftune.inspection.terminal import render_inspection
 
     render_inspection(inspection, Console(), ranked[: args.top], by=by)
     with progress() as shown:
@@ -86,14 +86,14 @@ def run_inspect(args: argparse.Namespace) -> int:
 def write_files(args: argparse.Namespace, inspection: Any, ranked: Any, by: str, shown: Progress) -> None:
     """The page and the rows that were asked for."""
     if args.html:
-        from deftune.analysis.page import write_page
+        from deftune.inspection.page import write_page
 
         shown.show(f"writing {args.html}")
         shown.print(f"{write_page(inspection, args.html)}: open it in a browser")
     if args.export or args.keep:
         shown.show("writing rows")
-        from deftune.analysis.inspect_export import write_export
         from deftune.data.rows import BadRows
+        from deftune.inspection.export import write_export
 
         bad = BadRows(skip=args.skip_bad_rows)
         records = source_fields(inspection, args.split, bad)
@@ -118,7 +118,7 @@ def chosen_rows(inspection: Any, by: str, min_score: float | None) -> Any:
 
 
 def with_reason(inspection: Any, rows: list[int]) -> list[int]:
-    from deftune.analysis.inspect import flags
+    from deftune.inspection.inspect import flags
 
     return [row for row in rows if flags(inspection, row)]
 
@@ -138,7 +138,7 @@ def exported_text(written: int, suspects: int, by: str, min_score: float | None)
 
 def check_arguments(args: argparse.Namespace) -> None:
     """What can be known to be wrong before a model is loaded."""
-    from deftune.analysis.inspect import ROW_SCORES
+    from deftune.inspection.inspect import ROW_SCORES
 
     known = [score.name for score in ROW_SCORES]
     if args.by and args.by not in known:
@@ -215,7 +215,7 @@ def check_source(args: argparse.Namespace, facts: dict[str, Any]) -> None:
 
 def source_fields(inspection: Any, split: str | None, bad: Any) -> Iterator[Any]:
     """The rows as the data has them, each with its place; generated ones as messages."""
-    from deftune.data.regimes import generate
+    from deftune.data.generated import generate
     from deftune.data.sources import read_fields
 
     data: str = inspection.facts["data"]

@@ -63,8 +63,8 @@ def run_table(args: argparse.Namespace) -> int:
 def run_show(args: argparse.Namespace) -> int:
     import torch
 
-    from deftune.analysis.gates import STATES, state_logits
-    from deftune.kernels import token_stats
+    from deftune.inspection.gates import STATES, state_logits
+    from deftune.losses import token_stats
     from deftune.objectives import Context, objective
     from deftune.objectives.catalogue import ABOUT, MODIFIERS
     from deftune.objectives.modifiers import Modifier
@@ -105,8 +105,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_plot(args: argparse.Namespace) -> int:
-    from deftune.analysis import gates
-    from deftune.analysis.style import save_figure
+    from deftune.inspection import gates
+    from deftune.inspection.style import save_figure
     from deftune.objectives import objective
 
     chosen = list(dict.fromkeys(objective(spec) for spec in args.specs or gates.DEFAULT))

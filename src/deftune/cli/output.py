@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from deftune.data.terminal import printable
+from deftune.artifacts.terminal import printable
 
 
 def say(text: str) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+from deftune.artifacts.terminal import printable
 from deftune.cli.output import say
-from deftune.data.terminal import printable
 
 QUIET_SECONDS = 20.0
 

@@ -33,12 +33,13 @@ def read_environment(path: Path) -> dict[str, Any]:
 
 def run_report(args: argparse.Namespace) -> int:
     need_comparison()
-    from deftune.analysis.grid import load_comparison
-    from deftune.analysis.grid_summary import summarize_comparison
-    from deftune.analysis.report import render_report
-    from deftune.analysis.report_figures import gradient_figures, page_figures, report_figures
-    from deftune.analysis.style import save_figure
-    from deftune.data.files import write_atomic
+    from deftune.artifacts.files import write_atomic
+    from deftune.comparison.grid import load_comparison
+    from deftune.comparison.report import render_report
+    from deftune.comparison.report_figures import gradient_figures, page_figures, report_figures
+    from deftune.comparison.summary import summarize_comparison
+    from deftune.inspection.style import save_figure
+    from deftune.paper.beside import claims_section, tables_beside_paper
 
     comparison = load_comparison(args.folder)
     summary = summarize_comparison(comparison)
@@ -47,7 +48,10 @@ def run_report(args: argparse.Namespace) -> int:
     out = args.out or Path(comparison.folder) / "report.html"
     environment = read_environment(Path(comparison.folder) / "environment.json")
     drawn = report_figures(comparison, summary)
-    page = render_report(comparison, summary, page_figures(drawn), environment, out)
+    page = render_report(
+        comparison, summary, page_figures(drawn), environment, out,
+        tables=tables_beside_paper(summary), sections={"The paper's claims": claims_section(summary)},
+    )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, page)
     say(str(out))

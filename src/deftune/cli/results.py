@@ -37,7 +37,7 @@ def run_quickstart(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
-    from deftune.training.quickstart import clean, gigabytes, quickstart
+    from deftune.comparison.quickstart import clean, gigabytes, quickstart
 
     if args.clean:
         print(f"{args.out}: {gigabytes(clean(args.out))} removed")
@@ -50,8 +50,9 @@ def run_chat(args: argparse.Namespace) -> int:
     need_training()
     if args.temperature < 0:
         raise ValueError(f"--temperature: {args.temperature:g} is below 0")
-    from deftune.data.terminal import printable
-    from deftune.training.results import load_result, reply
+    from deftune.artifacts.results import load_result
+    from deftune.artifacts.terminal import printable
+    from deftune.training.results import reply
     from deftune.training.train import quiet
 
     with quiet():
@@ -88,8 +89,8 @@ def run_chat(args: argparse.Namespace) -> int:
 
 def run_merge(args: argparse.Namespace) -> int:
     need_training()
+    from deftune.artifacts.runs import Run
     from deftune.training.results import merge
-    from deftune.training.runs import Run
     from deftune.training.train import quiet
 
     with quiet():

@@ -1,4 +1,4 @@
-"""`deftune train`, `init`, `config`, `runs`, `recipes`, `data preview`: the main job and what surrounds it."""
+"""`deftune train`, `init`, `config`, `runs`, `data preview`: the main job and what surrounds it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ def add_to(commands: Any) -> None:
 
     init = commands.add_parser("init", help="write a config to start from")
     init.add_argument("file", type=Path, nargs="?", default=Path("run.yaml"), help="default: run.yaml")
-    init.add_argument("--recipe", help="a cell of the paper's tables: `deftune recipes` lists them")
+    init.add_argument("--recipe", help="a cell of the paper's tables: `deftune paper recipes` lists them")
     init.set_defaults(run=run_init)
-
-    recipes = commands.add_parser("recipes", help="the paper's training runs, one for each cell of its tables")
-    recipes.set_defaults(run=run_recipes)
 
     config = commands.add_parser("config", help="the config's JSON schema, or a config as it resolves")
     actions = config.add_subparsers(metavar="ACTION", required=True)
@@ -82,7 +79,7 @@ def need_training() -> None:
 
 
 def read_config(path: Path, overrides: list[str]) -> Any:
-    from deftune.training.config import load_config
+    from deftune.artifacts.config import load_config
 
     if path.is_dir():  # a run, wherever it lies now
         if not (path / "config.yaml").is_file():
@@ -130,7 +127,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 def run_init(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.training.recipes import render_recipe, starter
+    from deftune.paper.recipes import render_recipe, starter
 
     return write_starter(args.file, render_recipe(args.recipe) if args.recipe else starter(), "deftune train")
 
@@ -145,21 +142,9 @@ def write_starter(path: Path, text: str, command: str) -> int:
     return 0
 
 
-def run_recipes(args: argparse.Namespace) -> int:
-    need_training()
-    from deftune.training.recipes import recipes
-
-    width = max(len(r.name) for r in recipes()) + 2
-    for r in recipes():
-        config = r.config()
-        print(f"{r.name:{width}}{r.table:10}{config['model']['name']:36}{config['objective']}")
-    print("\ndeftune init --recipe NAME writes one as a file")
-    return 0
-
-
 def run_schema(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.training.config import schema
+    from deftune.artifacts.config import schema
 
     print(json.dumps(schema(), indent=1))
     return 0
@@ -167,7 +152,7 @@ def run_schema(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.training.config import render_yaml
+    from deftune.artifacts.config import render_yaml
 
     print(render_yaml(read_config(args.config, args.set)), end="")
     return 0
@@ -175,8 +160,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_runs(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.training.model_names import shown_model
-    from deftune.training.runs import find_runs, summary
+    from deftune.artifacts.names import shown_model
+    from deftune.artifacts.runs import find_runs, summary
 
     if not args.folder.is_dir():
         raise ValueError(f"{args.folder}: no such folder")
@@ -190,7 +175,7 @@ def run_runs(args: argparse.Namespace) -> int:
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
         run["model"] = shown_model(run["model"] or "-")
-    from deftune.data.terminal import one_line
+    from deftune.artifacts.terminal import one_line
 
     cells = [
         [f"{v:.4g}" if isinstance(v, float) else one_line(str(v if v is not None else "-")) for v in r.values()]
@@ -206,14 +191,14 @@ def run_preview(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
+    from deftune.artifacts.models import load_tokenizer, resolve_model
     from deftune.data.encoding import Encoder
+    from deftune.data.generated import generate
     from deftune.data.parallel import encode_packed
     from deftune.data.preview import render_preview
-    from deftune.data.regimes import generate
     from deftune.data.rows import BadRows, PackedRows
     from deftune.data.sources import iterate_source
     from deftune.training.display import RowProgress
-    from deftune.training.models import load_tokenizer, resolve_model
     from deftune.training.train import quiet
 
     bad = BadRows(skip=args.skip_bad_rows)

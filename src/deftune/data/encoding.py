@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, get_args
 
+from deftune.artifacts.templates import resolve_template
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
 from deftune.data.rendering import Template, TemplateLimitError
 from deftune.data.rows import BadRows, Fault, Row, raw_text
-from deftune.data.templates import resolve_template
 
 Mask = Literal["assistant", "completion", "all"]
 Overlong = Literal["truncate", "drop"]

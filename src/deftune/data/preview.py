@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deftune.artifacts.terminal import visible
 from deftune.data.encoding import EncodedRows
 from deftune.data.examples import IGNORE_INDEX, Encoded
-from deftune.data.terminal import visible
 
 SUPERVISED, CONTEXT, SPECIAL = "bold green", "dim", "magenta"
 MARKS = ("⟦", "⟧")  # around supervised text where there is no colour to tell it

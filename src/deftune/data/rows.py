@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, overload
 
-from deftune.data.files import write_atomic
+from deftune.artifacts.files import write_atomic
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 2**30  # a .json file is parsed in memory; a larger one belongs in JSONL

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from deftune.data.terminal import printable
+from deftune.artifacts.terminal import printable
 from deftune.evaluation.chance import derive_key
 from deftune.evaluation.sampler import Finish, Output, Prompt, Sampler, SamplerError, Settings
 

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from deftune.data.files import write_atomic
+from deftune.artifacts.files import write_atomic
 from deftune.evaluation.generation import Prompt, Sampler, SamplerError
 from deftune.evaluation.items import Item, MissingData, find_data, read_task, with_data
 from deftune.evaluation.results import Key, Record, Result, Tasks, describe_data, drop_cut_line

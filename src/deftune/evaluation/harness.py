@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import yaml
 
-from deftune.data.files import write_atomic
+from deftune.artifacts.files import write_atomic
 from deftune.evaluation.grading import Grader, Rule
 from deftune.evaluation.items import Item
 from deftune.evaluation.scorers import score_answers

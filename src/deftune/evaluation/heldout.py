@@ -36,7 +36,7 @@ from deftune.evaluation.clustered import Value, interval_of, resample, swap_p_va
 from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
 from deftune.evaluation.statistics import Interval, equal_differences_interval, holm, wilson_interval
 from deftune.objectives.stats import TokenStats, topk
-from deftune.training.scoring import score_batches
+from deftune.tokens.scoring import score_batches
 
 VERSION = "1"
 BINS = 15
@@ -77,7 +77,7 @@ class HeldoutSettings:
 
 def read_data(settings: HeldoutSettings, bad: BadRows) -> list[Row]:
     """The rows of a file, a folder, a hub id, or ``generated:NAME``; the first ``rows`` of them."""
-    from deftune.data.regimes import generate
+    from deftune.data.generated import generate
     from deftune.data.sources import read_source
 
     kind, _, name = settings.data.partition(":")

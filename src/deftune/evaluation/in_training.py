@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deftune.evaluation.encodings import PROMPT_OPTIONS
+from deftune.artifacts.config import RunConfig, TaskSource
+from deftune.artifacts.encodings import PROMPT_OPTIONS
 from deftune.evaluation.generation import Prompt, TransformersSampler
 from deftune.evaluation.items import Item, read_task
 from deftune.evaluation.scorers import score_answers
 from deftune.evaluation.suites import Task, task_named
-from deftune.training.config import RunConfig, TaskSource
 
 
 def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | None:

@@ -140,7 +140,7 @@ def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | No
 def _records(task: Task, data_dir: str | Path | None, limit: int | None) -> Iterable[Record]:
     source = task.source
     if source.generator is not None:
-        from deftune.data.regimes import generate
+        from deftune.data.generated import generate
 
         size = min(limit or (task.size or GENERATED_SIZE), task.size or limit or GENERATED_SIZE)
         rows = generate(source.generator, split=source.split, size=size)

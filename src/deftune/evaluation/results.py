@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from deftune._version import __version__
-from deftune.data.files import write_atomic
+from deftune.artifacts.files import write_atomic
+from deftune.artifacts.runs import differences
 from deftune.evaluation.items import Item
 from deftune.evaluation.suites import Task
-from deftune.training.runs import differences
 
 Record = dict[str, Any]
 Tasks = dict[str, tuple[Task, list[Item]]]

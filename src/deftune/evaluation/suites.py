@@ -45,7 +45,7 @@ class Source:
     ``files`` are names looked for below the data folder, without their suffix, best first; "gsm8k/test" is a file
     test.* in a folder gsm8k. ``hub`` is "org/name" or "org/name:config", None where the hub is not known to have the
     set as the paper used it: it then takes a file. ``path`` is a file that is used whatever the data folder holds.
-    ``generator`` is a name for `deftune.data.regimes.generate`: no file at all.
+    ``generator`` is a name for `deftune.data.generated.generate`: no file at all.
     """
 
     files: tuple[str, ...] = ()

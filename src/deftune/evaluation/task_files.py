@@ -32,7 +32,7 @@ def load_task_file(path: str | Path) -> Task:
     ``fields.options`` is one field that holds them, or a list of fields. ``prompt`` may be left out, and ``fields``
     where the data uses the names question, gold, options and id.
     """
-    from deftune.training.config import ConfigError, read_yaml
+    from deftune.artifacts.config import ConfigError, read_yaml
 
     path = Path(path)
 

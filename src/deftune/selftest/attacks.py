@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from deftune.artifacts import checkpoints
 from deftune.selftest import tiny
 from deftune.selftest.check import Figure, Size
 from deftune.selftest.files import command
 from deftune.selftest.runs import Bench
-from deftune.training import checkpoints
 
 FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle"}  # modules that execute what they read, as pickle does
 # what may be unpickled: (file, argument) of pipes between a process and workers that it started with its own code

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts import checkpoints
+from deftune.artifacts.config import load_config
 from deftune.data.encoding import Encoded, Encoder
 from deftune.data.packing import Collator, pack
 from deftune.data.rows import BadRows, Row, RowError
@@ -24,8 +26,6 @@ from deftune.objectives import objective as parse_objective
 from deftune.selftest import tiny
 from deftune.selftest.check import Figure, NotHere, Size, counted
 from deftune.selftest.runs import Bench
-from deftune.training import checkpoints
-from deftune.training.config import load_config
 
 
 def command(*arguments: object) -> tuple[int, str]:

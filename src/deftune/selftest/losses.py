@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deftune.kernels import linear_loss, raise_pending, token_loss, token_stats
+from deftune.losses import linear_loss, raise_pending, token_loss, token_stats
 from deftune.objectives import IGNORE_INDEX, OBJECTIVES, Context, Focus, Objective, TokenStats, Weight, step_stats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.base import deformed_gate, deformed_loss

@@ -22,7 +22,7 @@ from typing import Any
 SERVER_VARIABLES = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["deftune.cli", "deftune.training.train", "deftune.training.trainer", "peft", "deftune.analysis.grid_run"]
+    ["deftune.cli", "deftune.training.train", "deftune.training.trainer", "peft", "deftune.comparison.cells"]
 )
 HANG_SECONDS = 900.0  # ends a wait that would never end, whatever the load
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")

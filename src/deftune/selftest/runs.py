@@ -16,15 +16,15 @@ import torch
 import yaml
 from rich.console import Console
 
-from deftune.kernels import token_stats
+from deftune.artifacts import checkpoints
+from deftune.artifacts.config import ConfigError, RunConfig, load_config
+from deftune.artifacts.runs import Run
+from deftune.losses import token_stats
 from deftune.objectives import TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.selftest import tiny
 from deftune.selftest.check import Figure, Size, counted
 from deftune.selftest.process import Started, start
-from deftune.training import checkpoints
-from deftune.training.config import ConfigError, RunConfig, load_config
-from deftune.training.runs import Run
 from deftune.training.train import Outcome, train_run
 
 # what a clock or the machine's load decides, in metrics and summaries
@@ -242,9 +242,9 @@ def options(size: Size) -> Figure:
 
 def loss_of_all_rows(bench: Bench, spec: str) -> float:
     """The objective's mean over every supervised token, from the model's own float64 logits."""
+    from deftune.artifacts.models import load_model, load_tokenizer
     from deftune.data.encoding import Encoder, encode_rows
     from deftune.data.sources import read_source
-    from deftune.training.models import load_model, load_tokenizer
 
     tokenizer, model = load_tokenizer(str(bench.model)), load_model(str(bench.model)).double()
     encoded = encode_rows(read_source(bench.data), Encoder(tokenizer, max_length=128)).examples

@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from deftune.data.templates import TEMPLATES
+from deftune.artifacts.templates import TEMPLATES
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
 TEXT = ("What is 12 plus 30? user assistant system The answer is",)

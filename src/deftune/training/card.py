@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from deftune.training.config import RunConfig, Source, render_yaml
-from deftune.training.model_names import HUB_ID, hub_model, is_local, model_license, shown_model, shown_path
+from deftune.artifacts.config import RunConfig, Source, render_yaml
+from deftune.artifacts.names import HUB_ID, hub_model, is_local, model_license, shown_model, shown_path
+from deftune.artifacts.runs import Run
 from deftune.training.preparation import Prepared, facts
-from deftune.training.runs import Run
 
 NUMBERS = {"train": ("loss", "nll", "p", "focus", "gate"), "eval": ("eval_loss", "eval_nll", "eval_p")}
 

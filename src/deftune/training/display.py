@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from deftune.data.terminal import line_printer
+from deftune.artifacts.terminal import line_printer
 
 SHOWN = ("loss", "nll", "p", "focus", "gate", "suppressed", "grad_norm")
 

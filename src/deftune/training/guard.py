@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deftune.kernels import raise_pending
-from deftune.kernels.pending import pending_flags
+from deftune.losses import raise_pending
+from deftune.losses.pending import pending_flags
 
 
 def tell(optimizer: Any, norm: Any) -> Tensor | None:

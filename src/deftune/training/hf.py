@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from deftune.kernels import token_loss
+from deftune.losses import token_loss
 from deftune.objectives import Context, Objective
 from deftune.objectives import objective as parse_objective
-from deftune.training.head import shifted
+from deftune.tokens.head import shifted
 
 
 def hf_loss(

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 
+from deftune.artifacts.config import ConfigError, RunConfig, Source
+from deftune.artifacts.encodings import encoder_options
+from deftune.artifacts.models import cache_folder, load_tokenizer, resolve_model
+from deftune.artifacts.names import shown_model
+from deftune.artifacts.templates import set_template
+from deftune.data.cache import encode_cached
 from deftune.data.encoding import EncodedRows, Encoder
+from deftune.data.generated import generate
 from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
-from deftune.data.regimes import generate
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_source, mix_places, split_places
-from deftune.data.templates import set_template
 from deftune.objectives import objective as parse_objective
-from deftune.training.config import ConfigError, Data, RunConfig, Source
 from deftune.training.display import RowProgress
-from deftune.training.encoded_cache import encode_cached
-from deftune.training.model_names import shown_model
-from deftune.training.models import cache_folder, load_tokenizer, resolve_model
 from deftune.training.trackers import check_trackers
 
 MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
@@ -133,7 +134,7 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     source = resolve_model(config.model.name, notice, revision=config.model.revision)
     options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
     tokenizer = load_tokenizer(source, **options)
-    encoder = make_encoder(data, tokenizer)
+    encoder = Encoder(tokenizer, **encoder_options(data))
     set_template(tokenizer, data.template)  # saved with the model
     train = encode(rows, encoder, bad, notice)
     evaluation = encode(held, encoder, bad, notice) if held else None
@@ -178,14 +179,6 @@ def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options
             f"{found[0]} ({token!r}, {found[1]}) has no embedding; use the tokenizer that the model was trained with, "
             f"or enlarge the embedding with resize_token_embeddings({len(tokenizer)}) and save the model"
         )
-
-
-def make_encoder(data: Data, tokenizer: Any) -> Encoder:
-    """What turns a row into tokens and a mask, as the config says."""
-    return Encoder(
-        tokenizer, template=data.template, mask=data.mask, max_length=data.max_length, overlong=data.overlong,
-        end_tokens=data.end_tokens, template_options=data.template_options, bos=data.bos,
-    )  # fmt: skip
 
 
 def facts(prepared: Prepared) -> list[str]:

@@ -1,10 +1,8 @@
-"""What to do with a finished run: load it, talk to it, merge its adapter."""
+"""What to do with a finished run: merge its adapter, and let its model answer."""
 
 from __future__ import annotations
 
-import json
 import os
-import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from threading import Thread
@@ -12,164 +10,12 @@ from typing import Any
 
 import torch
 
-from deftune.data.templates import set_template
+from deftune.artifacts.checkpoints import sealed_folder
+from deftune.artifacts.results import is_adapter, load_result, result_folder
+from deftune.artifacts.runs import Run
+from deftune.artifacts.templates import resolve_template
+from deftune.data.rendering import Template
 from deftune.training.card import render_merged_card
-from deftune.training.checkpoints import PREFIX, CheckpointError, checkpoints, sealed_folder, step_of, verify
-from deftune.training.models import cannot_load, check_loaded, first_line, load_model, load_tokenizer, resolve_model
-from deftune.training.runs import Run
-
-
-def load_result(
-    name: str, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
-) -> tuple[Any, Any]:
-    """(model, tokenizer) of a run's folder, or of anything `deftune train` takes as a model.
-
-    ``RUN:200`` is the run's checkpoint of step 200, ``RUN:0`` the model that it began with. Code of a model's
-    repository runs only with ``trust_remote_code``, whatever the run's own config says: the folder may be somebody
-    else's.
-    """
-    source, tokenizer, options, adapter = locate(name, notice, trust_remote_code=trust_remote_code)
-    model = load_model(source, **options)
-    return (model if adapter is None else load_adapter(model, adapter)), tokenizer
-
-
-# what `deftune train` sets in an adapter's config, and what peft notes there
-ADAPTER_KEYS = {"r", "lora_alpha", "lora_dropout", "target_modules", "task_type", "inference_mode", "peft_version",
-                "base_model_name_or_path", "revision"}  # fmt: skip
-
-
-def check_adapter(path: Path) -> None:
-    """Refuse a LoRA config that `deftune train` does not write: peft imports the module that some of its keys name."""
-    from peft import LoraConfig
-
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({first_line(error)})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: is not a JSON object")
-    usual: dict[str, Any] = LoraConfig().to_dict()
-    for key, value in content.items():  # pyright: ignore[reportUnknownVariableType]
-        if key not in ADAPTER_KEYS and value != usual.get(key) and value not in (None, False, {}, []):
-            raise ValueError(f"{path}: {key}: {value!r} is not what `deftune train` writes; the adapter is not loaded")
-
-
-def load_adapter(model: Any, folder: Path) -> Any:
-    """``model`` with the LoRA adapter of a folder, all of whose weights are from its file.
-
-    Raises:
-        ValueError: the adapter cannot be read, or does not fit the model.
-    """
-    from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
-
-    check_adapter(folder / "adapter_config.json")
-    path = folder / "adapter_model.safetensors"
-    if not path.is_file():
-        raise ValueError(f"{folder}: has no {path.name}; an adapter is read from safetensors only")
-    try:
-        with safe_open(path, "pt") as file:
-            found = set(file.keys())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below, with their names
-            adapted = PeftModel.from_pretrained(model, str(folder))
-    except Exception as error:  # the adapter comes from anywhere, and peft says many things about one that is wrong
-        raise cannot_load(str(folder), error) from error
-    # save_embedding_layers: otherwise peft looks the base model up on the hub
-    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    check_loaded(str(folder), "adapter_config.json", missing=wanted - found, unexpected=found - wanted)
-    return adapted
-
-
-def locate(
-    name: str, notice: Callable[[str], None], *, trust_remote_code: bool = False
-) -> tuple[str, Any, dict[str, Any], Path | None]:
-    """(what from_pretrained takes, the tokenizer, from_pretrained's options, the folder of a LoRA adapter or None)."""
-    run, step = parse_result(name)
-    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if run is None:
-        source = resolve_model(name, notice)
-        return source, load_tokenizer(source, **trust), trust, None
-    config = run.read_config()
-    if config.model.trust_remote_code and not trust_remote_code:
-        notice(
-            f"{name}: the run was trained with the code of {config.model.name}, which is not run; read that code, and "
-            f"pass --trust-remote-code if you trust it"
-        )
-    options: dict[str, Any] = {"revision": config.model.revision, **trust}
-    if step == 0:
-        source = resolve_model(config.model.name, notice, revision=config.model.revision)
-        tokenizer = load_tokenizer(source, **options)
-        set_template(tokenizer, config.data.template)
-        return source, tokenizer, options, None
-    folder = result_folder(run) if step is None else checkpoint_folder(run, step)
-    tokenizer = load_tokenizer(str(folder), **trust)
-    if not is_adapter(folder):
-        return str(folder), tokenizer, trust, None
-    source = resolve_model(config.model.name, notice, revision=config.model.revision)
-    return source, tokenizer, options, folder
-
-
-def plain_model(
-    name: str, place: Path, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
-) -> tuple[str, Any, dict[str, Any]]:
-    """(what from_pretrained takes, the tokenizer, its options), without an adapter: one is merged, into ``place``."""
-    source, tokenizer, options, adapter = locate(name, notice, trust_remote_code=trust_remote_code)
-    if adapter is None:
-        return source, tokenizer, options
-    notice(f"adding the adapter of {name} into its model's weights, in {place}")
-    merged = load_adapter(load_model(source, **options), adapter).merge_and_unload(safe_merge=True)
-    merged.save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    return str(place), tokenizer, {"trust_remote_code": trust_remote_code}
-
-
-def parse_result(name: str) -> tuple[Run | None, int | None]:
-    """(run, step) of ``RUN``, ``RUN:200`` or ``RUN:checkpoint-200``; (None, None) for what is no run.
-
-    >>> parse_result("smollm2")
-    (None, None)
-    """
-    folder, colon, step = name.rpartition(":")
-    number = step.removeprefix(PREFIX)
-    if colon and Run(Path(folder)).config.is_file():
-        if not number.isdecimal():
-            raise ValueError(f"{name}: {step!r} is no step; write RUN:200")
-        return Run(Path(folder)), int(number)
-    run = Run(Path(name))
-    return (run, None) if run.config.is_file() else (None, None)
-
-
-def checkpoint_folder(run: Run, step: int) -> Path:
-    """Where a run's checkpoint of a step lies, verified."""
-    folder = run.checkpoints / f"{PREFIX}{step}"
-    if not folder.is_dir():
-        kept = ", ".join(str(step_of(path)) for path in checkpoints(run.checkpoints)) or "none"
-        raise ValueError(
-            f"{run.folder}: has no checkpoint of step {step} (it has {kept}, and 0 is the model it began with); "
-            f"train.save_steps and train.keep say which are kept"
-        )
-    return verified(folder)
-
-
-def result_folder(run: Run) -> Path:
-    """Where a finished run's model lies, verified."""
-    if not run.model.is_dir():
-        state = run.status()["state"]
-        raise ValueError(f"{run.folder}: has no model yet (the run is {state}); `deftune train {run.folder}` goes on")
-    return verified(run.model)
-
-
-def verified(folder: Path) -> Path:
-    try:
-        verify(folder)
-    except CheckpointError as error:
-        raise ValueError(f"{error}; it is not loaded") from error
-    return folder
-
-
-def is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
 
 
 def merge(
@@ -197,9 +43,6 @@ def reply(
 ) -> Generator[str]:  # fmt: skip
     """The model's answer to a conversation, piece by piece as it is made; temperature 0 is greedy."""
     from transformers import TextIteratorStreamer
-
-    from deftune.data.rendering import Template
-    from deftune.data.templates import resolve_template
 
     text = Template(resolve_template(tokenizer, template)).render(
         messages, add_generation_prompt=True, variables=tokenizer.special_tokens_map

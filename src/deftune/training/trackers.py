@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deftune.training.config import ConfigError
-from deftune.training.runs import Run
+from deftune.artifacts.config import ConfigError
+from deftune.artifacts.runs import Run
 
 TENSORBOARD_FOLDER = "TENSORBOARD_LOGGING_DIR"  # transformers has no argument for it any more
 

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from deftune.artifacts import checkpoints
+from deftune.artifacts.config import RunConfig
+from deftune.artifacts.files import write_atomic
+from deftune.artifacts.models import first_line, load_model
+from deftune.artifacts.runs import Run, cut_metrics, find_run, locked, open_run
+from deftune.artifacts.terminal import line_printer
 from deftune.data.encoding import end_tokens_of
-from deftune.data.files import write_atomic
 from deftune.data.packing import Collator, Joined
-from deftune.data.terminal import line_printer
-from deftune.training import checkpoints
+from deftune.tokens.head import check_packing
 from deftune.training.card import name_base_model, render_card
-from deftune.training.config import RunConfig
 from deftune.training.display import StepDisplay
-from deftune.training.head import check_packing
-from deftune.training.models import first_line, load_model
 from deftune.training.preparation import Prepared, facts, fingerprint, is_main, prepare, world_size
-from deftune.training.runs import Run, cut_metrics, find_run, locked, open_run
 from deftune.training.trackers import tracker_name, tracking
 
 ScoreTasks = Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> {task: score}

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
+from deftune.artifacts import checkpoints
 from deftune.data.encoding import end_tokens_of
-from deftune.kernels import raise_pending
+from deftune.losses import raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
-from deftune.training import checkpoints
+from deftune.tokens.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, check_packing, shifted
 from deftune.training.attention import attention_kernels, kernels_of
 from deftune.training.guard import UnseenNorm, forget, tell
-from deftune.training.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, check_packing, shifted
 from deftune.training.nonfinite import diagnose
 from deftune.training.recording import StepRecord, scalars
 

@@ -1,0 +1,1 @@
+"""Other training stacks: one small file each."""

@@ -1,1 +1,0 @@
-"""What an objective does, as tables and figures."""

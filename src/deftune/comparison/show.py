@@ -1,0 +1,116 @@
+"""A comparison's summary as tables, for the terminal, a paper and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from deftune.artifacts.names import shown_model
+from deftune.comparison.summary import BEST
+from deftune.comparison.tables import AVERAGE, ResultTable, Score
+
+Record = Mapping[str, Any]
+
+
+def score_tables(summary: Record, *, rank_base: bool = False) -> list[ResultTable]:
+    """A table for every regime, suite and view of a comparison's summary."""
+    return [
+        view_table(regime, about["model"], evaluation, view, rank_base)
+        for regime, about, evaluation, view in views(summary)
+    ]
+
+
+def views(summary: Record) -> Iterator[tuple[str, Record, Record, Record]]:
+    """(regime's name, the regime, evaluation, view) of every table of a summary."""
+    for regime, about in summary["regimes"].items():
+        for evaluation in about["evaluations"]:
+            for view in evaluation["views"]:
+                yield regime, about, evaluation, view
+
+
+def view_table(regime: str, model: str, evaluation: Record, view: Record, rank_base: bool) -> ResultTable:
+    rows: dict[str, dict[str, Score]] = {}
+    for objective, row in view["rows"].items():
+        rows[objective] = {
+            column: Score(100 * cell["value"], percent(cell["low"]), percent(cell["high"]), cell["items"], row["seeds"])
+            for column, cell in row["columns"].items()
+        }
+    averaged = evaluation["averaged"]
+    columns = (*evaluation["columns"], *([AVERAGE] if len(averaged) > 1 else []))
+    return ResultTable(
+        f"{regime}: {shown_model(model)}, {evaluation['title']}, {view_title(view['name'])}", columns, rows,
+        rank_base=rank_base, notes=tuple(view_notes(evaluation, view)),
+    )  # fmt: skip
+
+
+def percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def view_title(name: str) -> str:
+    return "each at its best temperature" if name == BEST else name
+
+
+def view_notes(evaluation: Record, view: Record) -> list[str]:
+    notes = [f"{task}: {note}." for task, note in evaluation["notes"].items()]
+    if evaluation["missing"]:
+        notes.append(f"Without {', '.join(evaluation['missing'])}: no data.")
+    if (averaged := evaluation["averaged"]) and len(averaged) > 1:
+        notes.append(f"The average is over {', '.join(averaged)}.")
+    chosen = {name: list(dict.fromkeys(setting_text(*o) for o in row["chosen"])) for name, row in view["rows"].items()}
+    if view["name"] == BEST or any(len(settings) > 1 for settings in chosen.values()):
+        texts = [f"{name} {' and '.join(settings)}" for name, settings in chosen.items()]
+        notes.append(f"Each half of the items at what was best on the other half: {'; '.join(texts)}.")
+    seeds = {name: row["by_seed"] for name, row in view["rows"].items() if row["by_seed"]}
+    if seeds:
+        texts = [f"{name} {', '.join(f'{100 * value:.2f}' for value in row.values())}" for name, row in seeds.items()]
+        names = ", ".join(dict.fromkeys(seed for row in seeds.values() for seed in row))
+        notes.append(f"By seed ({names}), {'average' if len(averaged) > 1 else averaged[0]}: {'; '.join(texts)}.")
+    return notes
+
+
+def setting_text(temperature: float, rate: float | None) -> str:
+    return f"T={temperature:g}" + ("" if rate is None else f", lr {rate:g}")
+
+
+def difference_lines(evaluation: Record, view: Record) -> list[list[str]]:
+    """a - b in points, with interval and Holm's p: rows of text, the header first."""
+    lines = [["", "a - b", "points", "95% interval", "p", "p (Holm)"]]
+    for record in view["differences"]:
+        low, high = record["low"], record["high"]
+        interval = "" if low is None or high is None else f"[{100 * low:+.2f}, {100 * high:+.2f}]"
+        column = evaluation["averaged"][0] if record["column"] == AVERAGE and len(evaluation["averaged"]) == 1 else (
+            record["column"]
+        )  # fmt: skip
+        lines.append([column, f"{record['a']} - {record['b']}", f"{100 * record['difference']:+.2f}", interval,
+                      f"{record['p']:.3g}", f"{record['p_holm']:.3g}"])  # fmt: skip
+    return lines
+
+
+def token_lines(records: Sequence[Record]) -> list[list[str]]:
+    """Held-out tokens: means with intervals."""
+    lines = [["objective", "lr", "seeds", "tokens", "NLL", "mean p", "sum P^2", "entropy", "p < 0.001", "p > 0.5"]]
+    for record in records:
+        cells = [
+            f"{record[name]['mean']:.3f} [{record[name]['low']:.3f}, {record[name]['high']:.3f}]"
+            for name in ("nll", "p", "concentration", "entropy")
+        ]
+        rate = "" if record["learning_rate"] is None else f"{record['learning_rate']:g}"
+        shares = [f"{record[name]:.1%}" for name in ("share_below_1e-3", "share_above_half")]
+        lines.append([record["objective"], rate, str(record["seeds"]), f"{record['tokens']:,}", *cells, *shares])
+    return lines
+
+
+def cost_lines(cost: Mapping[str, Record]) -> list[list[str]]:
+    """What training took, a cell on average."""
+    lines = [["objective", "cells", "seconds", "tokens", "tokens/s", "peak GiB"]]
+    for objective, record in cost.items():
+        lines.append([objective, str(record["cells"]), f"{record['seconds']:.1f}", f"{record['tokens']:,.0f}",
+                      f"{record['tokens_per_second']:,.0f}", f"{record['memory_gib']:.2f}"])  # fmt: skip
+    return lines
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in lines)

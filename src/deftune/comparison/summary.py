@@ -1,0 +1,389 @@
+"""What a comparison says: scores with intervals, paired differences, token statistics, cost.
+
+**Choosing without flattering.** Items are split in two halves by a hash of their names. An objective's learning rate
+(and, in the view "best", its temperature) is the one with the best average on one half; the other half's items are
+scored at it, and the other way round. No item is scored at a setting that it helped to choose. Every objective chooses
+from the same settings.
+
+**What the unit is.** An item's score is its mean over samples and seeds. Intervals and p-values are over items, for the
+seeds that were run; how much seeds matter is shown beside them, seed by seed. Differences are paired by item and use
+the seeds that both have. p-values are Holm's, over all pairs of objectives for one column of one view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deftune.artifacts.files import write_atomic
+from deftune.artifacts.runs import Run
+from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation
+from deftune.comparison.tables import AVERAGE
+from deftune.evaluation.evaluate import Result
+from deftune.evaluation.statistics import estimate, half_of, holm, macro_average, paired, score_interval
+from deftune.evaluation.suites import task_named
+from deftune.tokens.scoring import bootstrap
+from deftune.tokens.table import read_token_table
+
+Record = dict[str, Any]
+Items = dict[str, float]
+BEST = "best"
+PERMUTATIONS = 10_000
+TOKEN_COLUMNS = ("nll", "p", "concentration", "entropy")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting that an objective may be shown at; the untuned model has no learning rate."""
+
+    temperature: float
+    learning_rate: float | None
+
+
+class Scores:
+    """Item scores of one objective: (seed, option) -> column -> item -> mean over samples.
+
+    A column is a task, or a task's similarity where there is one; that is then what settings are chosen by.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int | None, Option], dict[str, Items]] = {}
+
+    def add(self, cell: Cell, graded: Iterable[Record]) -> None:
+        sums: dict[tuple[Option, str], dict[str, list[float]]] = {}
+        for record in graded:
+            option = Option(float(record["temperature"]), cell.learning_rate)
+            columns = {record["task"]: record["score"]}
+            if "similarity" in record:
+                columns[f"{record['task']} similarity"] = record["similarity"]
+            for column, value in columns.items():
+                sums.setdefault((option, column), {}).setdefault(record["id"], []).append(float(value))
+        for (option, column), items in sums.items():
+            means = {item: math.fsum(values) / len(values) for item, values in items.items()}
+            self.values.setdefault((cell.seed, option), {})[column] = means
+
+    @property
+    def seeds(self) -> list[int | None]:
+        return list(dict.fromkeys(seed for seed, _ in self.values))
+
+    def options(self, seeds: Sequence[int | None], temperature: float | None) -> list[Option]:
+        """What all these seeds have, at one temperature or at any; lowest first."""
+        found = dict.fromkeys(option for _, option in self.values)
+        return sorted(
+            (o for o in found if temperature in (None, o.temperature) and all((s, o) in self.values for s in seeds)),
+            key=lambda option: (option.temperature, option.learning_rate or 0.0),
+        )
+
+    def items(self, seeds: Sequence[int | None], option: Option) -> dict[str, Items]:
+        """Column -> item -> mean over seeds."""
+        parts = [self.values[seed, option] for seed in seeds]
+        return {
+            column: {item: math.fsum(part[column][item] for part in parts) / len(parts) for item in items}
+            for column, items in parts[0].items()
+        }
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An objective in a view: its items' scores, and what each half's items were scored at."""
+
+    items: dict[str, Items]
+    chosen: tuple[Option, Option]
+    seeds: tuple[int | None, ...]
+
+
+def show(scores: Scores, averaged: Sequence[str], temperature: float | None, seeds: Sequence[int | None]) -> Shown:
+    """Each item at the option that is best on the other half; at the only one where there is one."""
+    options = scores.options(seeds, temperature)
+    if not options:
+        raise ValueError(f"no option that seeds {list(seeds)} all have")
+    found = {option: scores.items(seeds, option) for option in options}
+    columns = found[options[0]]
+    if len(options) == 1:
+        return Shown(columns, (options[0], options[0]), tuple(seeds))
+
+    def merit(option: Option, half: int) -> float:
+        means: list[float] = []
+        for column in averaged:
+            values = [value for item, value in found[option][column].items() if half_of(item) == half]
+            means += [math.fsum(values) / len(values)] if values else []
+        return math.fsum(means) / len(means) if means else 0.0
+
+    best = tuple(max(options, key=lambda option: merit(option, half)) for half in (0, 1))  # the lowest of equals
+    chosen = best[1], best[0]
+    items = {
+        column: {item: found[chosen[half_of(item)]][column][item] for item in values}
+        for column, values in columns.items()
+    }
+    return Shown(items, chosen, tuple(seeds))
+
+
+def known(value: float) -> float | None:
+    """None for NaN, which JSON does not have: a single item leaves an error unknown."""
+    return None if math.isnan(value) else value
+
+
+def column_record(shown: Shown, column: str) -> Record:
+    values = list(shown.items[column].values())
+    interval, found = score_interval([[value] for value in values]), estimate(values)
+    return {
+        "value": found.mean, "low": interval.low, "high": interval.high,
+        "standard_error": known(found.standard_error), "items": len(values),
+    }  # fmt: skip
+
+
+def average_record(shown: Shown, averaged: Sequence[str]) -> Record:
+    found = macro_average([estimate(list(shown.items[column].values())) for column in averaged])
+    low, high = (found.mean + sign * 1.96 * found.standard_error for sign in (-1, 1))
+    return {
+        "value": found.mean, "low": known(low), "high": known(high), "standard_error": known(found.standard_error),
+        "items": None,
+    }  # fmt: skip
+
+
+def difference_record(a: Shown, b: Shown, columns: Sequence[str]) -> Record:
+    """a - b over some columns, each counting once: the mean of their paired differences.
+
+    Its p-value is the sign-flip test's on the items' differences, weighted so that they add up to it.
+    """
+    parts = [[a.items[c][item] - b.items[c][item] for item in a.items[c]] for c in columns]
+    total = sum(len(part) for part in parts)
+    weighted = [[total * d / (len(part) * len(parts))] for part in parts for d in part]
+    found = macro_average([estimate(part) for part in parts])
+    p = paired(weighted, [[0.0]] * total, permutations=PERMUTATIONS, resamples=100).p_value
+    low, high = (found.mean + sign * 1.96 * found.standard_error for sign in (-1, 1))
+    return {"difference": found.mean, "standard_error": known(found.standard_error), "low": known(low),
+            "high": known(high), "p": p, "items": total}  # fmt: skip
+
+
+def averaged_columns(evaluation: Evaluation, columns: Sequence[str]) -> list[str]:
+    """The columns that count in the average: the suite's, or all tasks'; similarity where a task has one."""
+    suite = evaluation.whole_suite
+    tasks = [c for c in columns if not c.endswith(" similarity")]
+    own = [task for task in tasks if suite is None or task in suite.averaged or task in evaluation.tasks]
+    return [f"{task} similarity" if f"{task} similarity" in columns else task for task in own]
+
+
+def summarize_evaluation(comparison: Comparison, regime: str, evaluation: Evaluation) -> Record:
+    """One suite of a regime: views (each temperature, and the best), their rows and paired differences."""
+    scores: dict[str, Scores] = {}
+    notes: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for cell in comparison.cells():
+        folder = cell.folder / f"eval-{evaluation.title}"
+        if cell.regime == regime and cell.state()["state"] == "finished":
+            with readable(folder / "summary.json", cell):
+                summary = Result(folder).summary()
+                notes |= {str(row["task"]): str(row["note"]) for row in summary["rows"] if row["note"]}
+                missing |= {str(task): str(why) for task, why in summary["missing"].items()}
+            with readable(folder / "graded.jsonl", cell):
+                scores.setdefault(cell.objective, Scores()).add(cell, Result(folder).read_graded())
+    order = [name for name in (BASE, *comparison.objectives) if name in scores]
+    if not order:
+        return {"title": evaluation.title, "views": [], "notes": notes, "missing": missing}
+    columns = list(next(iter(scores[order[0]].values.values())))
+    averaged = averaged_columns(evaluation, columns)
+    sweep = evaluation.sweep()
+    views: list[tuple[str, float | None]] = [(f"T={t:g}", t) for t in sweep]
+    if len(sweep) > 1:
+        views.append((BEST, None))
+    return {
+        "title": evaluation.title, "suite": evaluation.suite, "columns": columns, "averaged": averaged,
+        "kinds": {column: kind_of(evaluation, column) for column in columns}, "samples": evaluation.samples_each(),
+        "notes": notes, "missing": missing,
+        "views": [view_record(name, t, order, scores, columns, averaged) for name, t in views],
+    }  # fmt: skip
+
+
+@contextmanager
+def readable(path: Path, cell: Cell) -> Generator[None]:
+    """A file of another shape than the one that was written is named, with what makes it anew."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, ValueError) and str(path.parent) in str(error):
+            raise  # named already
+        raise ValueError(
+            f"{path}: is damaged ({type(error).__name__}: {error}); remove it and {cell.folder / 'cell.json'}, and "
+            f"`deftune compare run {cell.comparison.folder}` makes it anew"
+        ) from error
+
+
+def kind_of(evaluation: Evaluation, column: str) -> str:
+    name = column.removesuffix(" similarity")
+    own = {task.name: task.kind for task, _ in evaluation.wanted()}
+    return own[name] if name in own else task_named(name).kind
+
+
+def view_record(
+    name: str, temperature: float | None, order: Sequence[str], scores: Mapping[str, Scores], columns: Sequence[str],
+    averaged: Sequence[str],
+) -> Record:  # fmt: skip
+    shown = {objective: show(scores[objective], averaged, temperature, scores[objective].seeds) for objective in order}
+    rows: dict[str, Record] = {}
+    for objective, mine in shown.items():
+        cells = {column: column_record(mine, column) for column in columns}
+        if averaged:
+            cells[AVERAGE] = average_record(mine, averaged)
+        by_seed: dict[str, float] = {}
+        if averaged and len(mine.seeds) > 1:
+            for seed in mine.seeds:
+                alone = show(scores[objective], averaged, temperature, [seed])
+                by_seed[str(seed)] = average_record(alone, averaged)["value"]
+        rows[objective] = {
+            "columns": cells, "seeds": len(mine.seeds), "by_seed": by_seed,
+            "chosen": [[option.temperature, option.learning_rate] for option in mine.chosen],
+        }  # fmt: skip
+    differences: list[Record] = []
+    for column in ([AVERAGE] if averaged else []) + [c for c in columns if c not in averaged or len(averaged) > 1]:
+        over = averaged if column == AVERAGE else [column]
+        part = [pair_record(a, b, scores, averaged, over, temperature, column) for a, b in combinations(order[::-1], 2)]
+        part = [record for record in part if record]
+        for record, adjusted in zip(part, holm([record["p"] for record in part])):
+            record["p_holm"] = adjusted
+        differences += part
+    return {"name": name, "temperature": temperature, "rows": rows, "differences": differences}
+
+
+def pair_record(
+    a: str, b: str, scores: Mapping[str, Scores], averaged: Sequence[str], over: Sequence[str],
+    temperature: float | None, column: str,
+) -> Record:  # fmt: skip
+    """a - b on the seeds that both have; {} where they have none in common."""
+    sides: list[Shown] = []
+    common = [seed for seed in scores[a].seeds if seed in scores[b].seeds]
+    for objective in (a, b):
+        seeds = scores[objective].seeds if BASE in (a, b) else common
+        if not seeds:
+            return {}
+        sides.append(show(scores[objective], averaged, temperature, seeds))
+    return {"a": a, "b": b, "column": column, **difference_record(sides[0], sides[1], over)}
+
+
+# --- tokens and cost --------------------------------------------------------------------------------------------------
+
+
+def token_record(cells: Sequence[Cell]) -> Record:
+    """Means over held-out tokens with intervals over rows; a token's numbers are means over the cells' seeds."""
+    tables = [
+        read_token_table(cell.folder / "tokens.parquet", ["row", "log_p", "p", "concentration", "entropy"])
+        for cell in cells
+    ]
+
+    def column(table: Any, name: str) -> torch.Tensor:
+        return torch.from_numpy(table[name].to_numpy().copy())  # Arrow's own memory is read-only
+
+    rows = column(tables[0], "row")
+    columns = {
+        name: torch.stack([column(table, name).double() for table in tables]).mean(0)
+        for name in ("log_p", "p", "concentration", "entropy")
+    }
+    columns["nll"] = -columns.pop("log_p")
+    record: Record = {"tokens": len(rows), "rows": int(rows.unique().numel()), "seeds": len(cells)}
+    for name in TOKEN_COLUMNS:
+        found = bootstrap(columns[name], rows)
+        record[name] = {"mean": found.mean, "low": found.low, "high": found.high}
+    p = torch.cat([column(table, "p") for table in tables])
+    record["share_below_1e-3"] = float((p < 1e-3).double().mean())
+    record["share_above_half"] = float((p > 0.5).double().mean())
+    return record
+
+
+def summarize_tokens(comparison: Comparison, regime: str) -> list[Record]:
+    """A line per objective and learning rate."""
+    groups: dict[tuple[str, float | None], list[Cell]] = {}
+    for cell in comparison.cells():
+        if cell.regime == regime and cell.state()["state"] == "finished":
+            groups.setdefault((cell.objective, cell.learning_rate), []).append(cell)
+    order = [BASE, *comparison.objectives]
+    return [
+        {"objective": objective, "learning_rate": rate, **token_record(cells)}
+        for (objective, rate), cells in sorted(groups.items(), key=lambda g: (order.index(g[0][0]), g[0][1] or 0.0))
+    ]
+
+
+def summarize_cost(comparison: Comparison, regime: str) -> dict[str, Record]:
+    """Means over an objective's finished cells; the peak is the largest."""
+    found: dict[str, Record] = {}
+    for objective in comparison.objectives:
+        costs = [
+            cell.state().get("cost")
+            for cell in comparison.cells()
+            if (cell.regime, cell.objective) == (regime, objective) and cell.state()["state"] == "finished"
+        ]
+        costs = [cost for cost in costs if cost]
+        if costs:
+            seconds, tokens = (math.fsum(cost[key] for cost in costs) for key in ("seconds", "tokens"))
+            found[objective] = {
+                "cells": len(costs), "seconds": seconds / len(costs), "tokens": tokens / len(costs),
+                "tokens_per_second": tokens / seconds if seconds else 0.0,
+                "memory_gib": max(cost["memory_gib"] for cost in costs),
+            }  # fmt: skip
+    return found
+
+
+def focus_record(comparison: Comparison, regime: str) -> list[float] | None:
+    """DEFT's mean focus at the first step, after four, and at the last, over its cells; None where it was not run."""
+    found: list[list[float]] = []
+    for cell in comparison.cells():
+        if (cell.regime, cell.objective) == (regime, "deft") and cell.state()["state"] == "finished":
+            records = [record for record in Run(cell.folder / "run").read_metrics() if record.get("kind") == "train"]
+            values = [float(r["focus"]) for r in records if isinstance(r.get("focus"), int | float)]
+            if values:
+                found.append([values[0], values[min(4, len(values) - 1)], values[-1]])
+    return [math.fsum(column) / len(column) for column in zip(*found)] if found else None
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+def cell_states(comparison: Comparison) -> dict[str, Record]:
+    return {cell.name: {"folder": str(cell.folder), **cell.state()} for cell in comparison.cells()}
+
+
+def summarize_comparison(comparison: Comparison) -> Record:
+    """Everything, unrounded, from the finished cells; kept in `comparison.json` until a cell changes."""
+    path = Path(comparison.folder) / "comparison.json"
+    cells = cell_states(comparison)
+    if (before := read_summary(path)) and before["cells"] == json.loads(json.dumps(cells)):
+        return before
+    regimes: dict[str, Record] = {}
+    for name, regime in comparison.regimes.items():
+        model = next(cell for cell in comparison.cells() if cell.regime == name).config.model.name
+        regimes[name] = {
+            "model": model,
+            "evaluations": [summarize_evaluation(comparison, name, evaluation) for evaluation in regime.evaluate],
+            "tokens": summarize_tokens(comparison, name) if regime.tokens else [],
+            "cost": summarize_cost(comparison, name),
+            "focus": focus_record(comparison, name),
+        }
+    summary: Record = {
+        "config": json.loads(comparison.model_dump_json()),
+        "cells": cells,
+        "regimes": regimes,
+    }
+    write_atomic(path, json.dumps({**summary, "sha256": digest_of(summary)}, indent=1, allow_nan=False))
+    return summary
+
+
+def digest_of(summary: Record) -> str:
+    return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
+
+
+def read_summary(path: Path) -> Record | None:
+    """The summary that was kept; None where there is none, or one that something else has changed."""
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        digest = summary.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return summary if digest == digest_of(summary) else None

@@ -1,0 +1,177 @@
+"""Encoded rows kept on disk, so that a resumed run, another objective or another rank need not encode them again.
+
+An entry is a folder named by the sha256 of all that its tokens depend on: the rows and their places, the tokenizer, the
+template, the encoder's options, and the version of the encoding. It holds the arrays as safetensors, the rest as JSON,
+and a manifest with their checksums, which are compared on every read. Nothing in it is ever executed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deftune.artifacts.checkpoints import MANIFEST, CheckpointError, disk_error, remove, sealed_folder, verify
+from deftune.data.encoding import EncodedRows, Encoder, EncodingError, checked
+from deftune.data.examples import Examples
+from deftune.data.rows import BadRows, PackedRows
+
+SIZE_VARIABLE = "DEFTUNE_DATA_CACHE_GB"
+DEFAULT_GIGABYTES = 20.0
+_DTYPES = {"I32": "<i4", "U8": "<u1"}
+_LISTS = ("fully_truncated", "overlong", "fully_masked")
+
+
+def cache_bytes() -> int:
+    """How much the cache may hold: $DEFTUNE_DATA_CACHE_GB; 0 turns the cache off."""
+    text = os.environ.get(SIZE_VARIABLE) or str(DEFAULT_GIGABYTES)
+    try:
+        gigabytes = float(text)
+        if not 0 <= gigabytes < 1e9:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{SIZE_VARIABLE}: a number of gigabytes, 0 for no cache, got {text!r}") from None
+    return int(gigabytes * 1e9)
+
+
+def encode_cached(
+    rows: PackedRows,
+    encoder: Encoder,
+    folder: Path,
+    *,
+    bad: BadRows,
+    encode: Callable[[], EncodedRows],
+    notice: Callable[[str], None] = lambda _: None,
+) -> EncodedRows:
+    """What ``encode()`` returns, from the cache in ``folder`` if it is there, else made and kept there.
+
+    Of several processes that want the same rows one encodes them; the others wait for it and read its result.
+    """
+    limit = cache_bytes()
+    if not limit or encoder.depends_on_the_date:
+        return encode()
+    key = hashlib.sha256(f"{encoder.identity()}\n{rows.digest()}".encode("utf-8", "surrogatepass")).hexdigest()
+    entry = folder / key
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f".lock-{key[0]}", notice):
+            if found := _read(entry, notice):
+                notice(f"{found.num_rows:,} rows were encoded before: taken from {entry}")
+                return checked(found, encoder, bad)
+            result = encode()
+            _write(entry, result, notice)
+            _make_room(folder, limit, keep=entry)
+            return result
+    except OSError as error:
+        if error.filename is None or not str(error.filename).startswith(str(folder)):
+            raise
+        notice(f"encoded rows cannot be kept in {folder} ({error.strerror}); {SIZE_VARIABLE}=0 turns this off")
+        return encode()
+
+
+@contextmanager
+def _locked(path: Path, notice: Callable[[str], None]) -> Generator[None]:
+    """One process at a time; the lock goes with the process that holds it, however it ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        told = float("-inf")
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() - told > 15:
+                    notice("another process is encoding rows: waiting for it")
+                    told = time.monotonic()
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> None:
+    """A cache that cannot be written costs time, not the run."""
+    from safetensors.numpy import save_file
+
+    about: dict[str, Any] = {
+        "max_length": result.max_length, "num_rows": result.num_rows, "num_ended": result.num_ended,
+        "sources": result.examples.sources, "refused": [[e.where, e.problem, e.raw] for e in result.refused],
+        **{name: getattr(result, name) for name in _LISTS},
+    }  # fmt: skip
+    try:
+        with sealed_folder(entry.with_name(f".{entry.name}-{os.getpid()}"), entry) as place:
+            save_file(result.examples.columns, place / "examples.safetensors")
+            (place / "rows.json").write_text(json.dumps(about), encoding="utf-8")
+    except Exception as error:  # safetensors has a class of its own for a full disk
+        reason = disk_error(error)
+        if not reason:
+            raise
+        notice(f"{entry.parent}: the encoded rows could not be kept ({reason}); {SIZE_VARIABLE}=0 turns this off")
+
+
+def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
+    """An entry that is as it was written; None if there is none, or if it is damaged."""
+    if not entry.is_dir():
+        return None
+    try:
+        verify(entry)
+        about: dict[str, Any] = json.loads((entry / "rows.json").read_text(encoding="utf-8"))
+        result = EncodedRows(
+            examples=Examples.of_columns(_map_file(entry / "examples.safetensors"), about["sources"]),
+            max_length=about["max_length"], num_rows=about["num_rows"], num_ended=about["num_ended"],
+            refused=[EncodingError(*fields) for fields in about["refused"]],
+            **{name: about[name] for name in _LISTS},
+        )  # fmt: skip
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+        notice(f"encoding again, the cached rows are damaged: {error}")
+        return None
+    with suppress(OSError):
+        os.utime(entry / MANIFEST)  # the last to be removed now
+    return result
+
+
+def _map_file(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a safetensors file, read when they are needed; the ranks of a machine share the memory."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        start, stop = about["data_offsets"]
+        dtype = np.dtype(_DTYPES[about["dtype"]])
+        if stop == start:  # an empty file cannot be mapped
+            arrays[name] = np.zeros(0, dtype=dtype)
+        else:
+            shape = ((stop - start) // dtype.itemsize,)
+            arrays[name] = np.memmap(path, dtype=dtype, mode="r", offset=8 + size + start, shape=shape)
+    return arrays
+
+
+def _make_room(folder: Path, limit: int, *, keep: Path) -> None:
+    """Remove the entries that were not used for the longest time, until the rest is within ``limit`` bytes."""
+    used: list[tuple[float, int, Path]] = []
+    for entry in folder.iterdir():
+        if entry.name.startswith(".") or not entry.is_dir() or entry.is_symlink():
+            continue
+        with suppress(OSError):
+            size = sum(file.stat().st_size for file in entry.iterdir())
+            used.append(((entry / MANIFEST).stat().st_mtime, size, entry))
+    total = sum(size for _, size, _ in used)
+    for _, size, entry in sorted(used):
+        if total <= limit:
+            break
+        if entry != keep or size > limit:
+            with suppress(OSError):
+                remove(entry)
+                total -= size

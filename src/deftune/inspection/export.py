@@ -1,0 +1,85 @@
+"""Rows out of an inspection, in the form they came in: the suspicious ones with reasons, and all the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from deftune.artifacts.files import whole_file
+from deftune.data.rows import Record
+from deftune.inspection.inspect import Inspection, reasons
+
+KEY = "deftune_inspect"
+"""The field that an exported row has beside its own; formats ignore it, so that the file can be read back as data."""
+
+
+class Exported(NamedTuple):
+    """How many rows were written; of the kept ones, how many the inspection did not cover."""
+
+    flagged: int
+    kept: int
+    not_inspected: int
+
+
+def finding(inspection: Inspection, row: int, rank: int, by: str) -> dict[str, Any]:
+    """What is known against a row, as JSON has it: its place in the ranking ``by``, and the reason for that first."""
+    scores = {name: float(values[row]) for name, values in inspection.scores.items()}
+    return {
+        "where": inspection.rows[row]["where"],
+        "rank": rank,
+        "by": by,
+        "reasons": reasons(inspection, row, by),
+        "scores": {name: None if np.isnan(value) else round(value, 6) for name, value in scores.items()},
+    }
+
+
+def write_export(
+    inspection: Inspection, flagged: Sequence[int], records: Iterable[Record], *, by: str, export: Path | None,
+    keep: Path | None,
+) -> Exported:  # fmt: skip
+    """Write the ``flagged`` rows to ``export``, in their order, and all other ``records`` to ``keep``, in theirs.
+
+    Each flagged row comes with its rank by the score ``by`` among all rows, and the reasons.
+
+    ``records`` are the source's rows with their places; rows that were not inspected (over ``--rows``, or dropped)
+    are among those kept: nothing is lost. A flagged row that the source no longer has is an error. The files are JSONL
+    and appear whole or not at all.
+    """
+    ranks = {row: place for place, row in enumerate(inspection.ranked_rows(by).tolist(), 1)}
+    wanted = {inspection.rows[row]["where"]: place for place, row in enumerate(flagged)}
+    inspected = {line["where"] for line in inspection.rows}
+    found: dict[int, dict[str, Any]] = {}
+    kept = not_inspected = 0
+    with contextlib.ExitStack() as files:
+        to_keep = files.enter_context(jsonl_file(keep)) if keep else None
+        for where, fields in records:
+            if where in wanted:
+                found[wanted[where]] = fields
+            elif to_keep:
+                write_line(to_keep, fields)
+                kept += 1
+                not_inspected += where not in inspected
+        if missing := [where for where, place in wanted.items() if place not in found]:
+            raise ValueError(f"{missing[0]}: is no longer in the data; write the token table again")
+        if export:
+            sink = files.enter_context(jsonl_file(export))
+            for place, row in enumerate(flagged):
+                write_line(sink, {**found[place], KEY: finding(inspection, int(row), ranks[int(row)], by)})
+    return Exported(len(found), kept, not_inspected)
+
+
+def write_line(sink: BinaryIO, fields: dict[str, Any]) -> None:
+    sink.write(json.dumps(fields, ensure_ascii=False, default=str).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def jsonl_file(path: Path) -> Generator[BinaryIO]:
+    """A file to write lines into, there when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as sink:
+        yield sink

@@ -1,0 +1,375 @@
+r"""A dataset through a model's eyes: which tokens contradict what the model is sure of, and which rows they spoil.
+
+Token by token, with p the target's probability and q that of the likeliest other token:
+
+    conflict = 1 - p^(sum P^2)              in [0, 1]: near 1 where the model is sure, of something else
+    margin   = max(0, log q - log p)        in nats: how much rather the model would have written the other token
+
+``conflict`` is 1 - gate of DEFT: the part of NLL's push that DEFT takes away. An undecided model (small sum P^2) leaves
+it near 0 however small p is, so it separates *confident conflicts* from what is merely hard. For any other objective
+the same reading holds of its own gate. It saturates, so it cannot order the strongest cases; ``margin`` does.
+
+A row is scored by where its conflicts sit (`row_scores`). What each score is worth for finding wrong labels was
+measured: benchmarks/noise.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from deftune.evaluation.extraction import extract_final
+from deftune.tokens.table import read_rows_table, read_token_table, table_facts, table_objectives
+
+CONFIDENT = 0.9
+"""A token is a confident conflict from this conflict on: DEFT leaves it less than a tenth of NLL's push."""
+
+MOSTLY = 0.5
+"""A row's signal is mostly noise where confident conflicts hold at least this share of its NLL."""
+
+SHORT_ANSWER = 12  # tokens: an answer of one short line is all answer
+
+
+class Score(NamedTuple):
+    """A number per row: its name, how a reader is told of it, and what it means."""
+
+    name: str
+    label: str
+    about: str
+
+
+ROW_SCORES = (
+    Score("answer", "answer margin", "Nats by which the model prefers another token where the row states its answer"),
+    Score("conflict", "conflict", "Mean over tokens of q log(q/p): how surely and how much the model disagrees"),
+    Score("noise", "loss on conflicts", "Share of the row's NLL that sits on confident conflicts"),
+    Score("mean_nll", "mean NLL", "Mean of -log p: the row's loss"),
+    Score("max_nll", "max NLL", "The largest -log p of its tokens"),
+    Score("mean_p", "mean p", "Mean probability of its tokens"),
+)
+
+
+def conflict(log_p: np.ndarray, concentration: np.ndarray) -> np.ndarray:
+    """How surely the model expects another token: 1 - p^(sum P^2), which is 1 - gate of DEFT.
+
+    A sure model that is contradicted, an undecided one, a sure one that is right:
+
+    >>> conflict(np.log([0.001, 0.001, 0.99]), np.array([0.95, 0.01, 0.98])).round(3)
+    array([0.999, 0.067, 0.01 ])
+    """
+    return -np.expm1(concentration * log_p)
+
+
+def margin(log_p: np.ndarray, other_log_p: np.ndarray) -> np.ndarray:
+    """Nats by which the model prefers another token, 0 where it prefers none: max(0, log q - log p).
+
+    >>> margin(np.log([0.01, 0.9]), np.log([0.9, 0.05])).round(2)
+    array([4.5, 0. ])
+    """
+    return np.maximum(0.0, other_log_p - log_p)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A token table, its rows, and the scores of both.
+
+    Tokens stand in the rows' order; row i has the tokens ``start[i]`` to ``start[i + 1]``. ``texts`` are the distinct
+    pieces of text, ``text[t]`` and ``other[t]`` the places in it of a token and of the likeliest other one.
+    """
+
+    tokens: dict[str, np.ndarray]  # the table's numbers, and conflict and margin
+    texts: list[str]
+    text: np.ndarray
+    other: np.ndarray
+    start: np.ndarray  # [rows + 1]
+    rows: list[dict[str, Any]]
+    scores: dict[str, np.ndarray]
+    answers: np.ndarray  # bool, [tokens]: where a row states its answer
+    stated: list[str | None]  # [rows]: that answer
+    causes: dict[str, np.ndarray]  # by score, [rows]: the token that contributes most to the row's score
+    objectives: list[str]
+    facts: dict[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.start[-1])
+
+    @property
+    def confident(self) -> np.ndarray:
+        return self.tokens["conflict"] >= CONFIDENT
+
+    def row_of(self, token: int) -> int:
+        return int(np.searchsorted(self.start, token, side="right")) - 1
+
+    def text_of(self, first: int, last: int) -> str:
+        return "".join(self.texts[i] for i in self.text[first:last])
+
+    def ranked_rows(self, by: str | None = None) -> np.ndarray:
+        """Rows, the most suspicious first. Rows that have no such score (no stated answer) follow, by conflict."""
+        by = by or self.default_ranking
+        if by not in self.scores:
+            raise ValueError(f"unknown score {by!r}. Known: {', '.join(self.scores)}")
+        score = self.scores[by]
+        key = score if by == "mean_p" else -score  # the least probable row first
+        return np.lexsort((-self.scores["conflict"], key))  # NaN sorts last
+
+    def score_of(self, row: int, by: str) -> str:
+        """The score that ranks a row in the ranking ``by``: rows without that score follow by conflict."""
+        return "conflict" if np.isnan(self.scores[by][row]) else by
+
+    def token_of(self, row: int, by: str) -> int:
+        """The token that contributes most to the score that ranks the row."""
+        return int(self.causes[by][row])
+
+    def ranked_tokens(self) -> np.ndarray:
+        """Tokens by conflict, equals by margin; end and format tokens, which tell of no label, come after."""
+        return np.lexsort((-self.tokens["margin"], -self.tokens["conflict"], self.tokens["is_format"]))
+
+    @property
+    def default_ranking(self) -> str:
+        """``answer`` where rows state one, else ``conflict``."""
+        return "answer" if np.isfinite(self.scores["answer"]).any() else "conflict"
+
+
+def inspect_table(path: str | Path, objectives: Sequence[str] | None = None) -> Inspection:
+    """The inspection of a token table that `deftune analyze tokens` wrote; ``objectives`` are some of its own."""
+    table, rows = read_token_table(path), read_rows_table(path)
+    have = table_objectives(table)
+    if missing := [name for name in objectives or () if name not in have]:
+        raise ValueError(
+            f"{path}: has no gates of {', '.join(missing)}, only of {', '.join(have)}; make the table anew"
+        )
+    if table.num_rows != int(rows["num_supervised"].to_numpy().sum()):
+        raise ValueError(f"{path}: its rows' file is of another table; write both again with `deftune analyze tokens`")
+    if not table.num_rows:
+        raise ValueError(f"{path}: holds no tokens; were all rows over the maximum length?")
+    return inspect_tables(table, rows, list(objectives or have))
+
+
+def inspect_tables(table: pa.Table, rows: pa.Table, objectives: list[str]) -> Inspection:
+    """The inspection of a token table and its rows."""
+    names = ["position", "log_p", "entropy", "concentration", "rank", "other_log_p", "is_eos", "is_format"]
+    tokens = {name: table[name].to_numpy() for name in [*names, *(f"gate:{name}" for name in objectives)]}
+    tokens["conflict"] = conflict(tokens["log_p"], tokens["concentration"]).astype(np.float32)
+    tokens["margin"] = margin(tokens["log_p"], tokens["other_log_p"])
+    start = np.concatenate([[0], np.cumsum(rows["num_supervised"].to_numpy())])
+    pieces = pa.chunked_array([*table["text"].chunks, *table["other_text"].chunks], pa.string())
+    coded = pieces.combine_chunks().dictionary_encode()
+    coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+    texts: list[str] = coded.dictionary.to_pylist()
+    places = coded.indices.to_numpy()
+    text, other = places[: table.num_rows], places[table.num_rows :]
+    lengths = np.array([len(piece) for piece in texts], dtype=np.int64)
+    lines = rows.to_pylist()
+    found = [
+        stated_answer(line["answer"], lengths[text[first:last]], ~tokens["is_format"][first:last])
+        for line, (first, last) in zip(lines, pairwise(start))
+    ]
+    answers = np.concatenate([np.zeros(0, dtype=bool), *(one.tokens for one in found)])
+    scores = row_scores(tokens, start, answers)
+    return Inspection(
+        tokens=tokens, texts=texts, text=text, other=other, start=start, rows=lines, scores=scores, answers=answers,
+        stated=[one.answer for one in found], causes=causes(tokens, start, answers), objectives=objectives,
+        facts=table_facts(table),
+    )  # fmt: skip
+
+
+class Stated(NamedTuple):
+    """A row's answer, None where it states none, and which of its tokens say it."""
+
+    answer: str | None
+    tokens: np.ndarray
+
+
+def stated_answer(text: str, lengths: np.ndarray, content: np.ndarray) -> Stated:
+    r"""The answer that a row states; ``lengths`` are its tokens' in characters, ``content`` those that are no format.
+
+    The answer is what ``\boxed{}``, ``####`` or "the answer is" mark, wherever the text says it; or all of a single
+    short line. Running prose states none.
+
+    >>> pieces = ["48+24", " = ", "72", " clips\n", "#### ", "72"]
+    >>> lengths = np.array([len(piece) for piece in pieces])
+    >>> stated_answer("".join(pieces), lengths, np.ones(6, bool))
+    Stated(answer='72', tokens=array([False, False,  True, False, False,  True]))
+    """
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    said = "".join(text[a:b] for a, b, kept in zip(starts, ends, content) if kept)
+    found = extract_final(said)
+    if found.answer and found.how in ("boxed", "marked", "stated"):
+        places = [m.span() for m in re.finditer(rf"(?<![\w.,]){re.escape(found.answer)}(?!\w|[.,]\d)", text)]
+        if re.fullmatch("[A-Za-z]", found.answer):  # an option's letter means something only where it is the answer
+            places = places[-1:]
+        chosen = np.zeros(len(lengths), dtype=bool)
+        for first, last in places:
+            chosen |= (starts < last) & (ends > first)
+        if (chosen & content).any():
+            return Stated(found.answer, chosen & content)
+    elif 0 < content.sum() <= SHORT_ANSWER and "\n" not in said.strip():
+        return Stated(said.strip(), content.copy())
+    return Stated(None, np.zeros(len(lengths), dtype=bool))
+
+
+def row_scores(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray) -> dict[str, np.ndarray]:
+    """`ROW_SCORES` of each row, float64; ``answer`` is NaN where a row states none.
+
+    answer   = max over its answer's tokens of margin
+    conflict = mean over its tokens of q margin
+    noise    = sum of NLL over its confident conflicts / sum of NLL
+    """
+    first, count = start[:-1], np.diff(start)
+    nll = -tokens["log_p"].astype(np.float64)
+    confident = tokens["conflict"] >= CONFIDENT
+    total = np.add.reduceat(nll, first)
+    at_answers = np.maximum.reduceat(np.where(answers, tokens["margin"].astype(np.float64), -np.inf), first)
+    return {
+        "answer": np.where(np.isinf(at_answers), np.nan, at_answers),
+        "conflict": np.add.reduceat(np.exp(tokens["other_log_p"], dtype=np.float64) * tokens["margin"], first) / count,
+        "noise": np.add.reduceat(nll * confident, first) / np.where(total > 0, total, 1.0),
+        "mean_nll": total / count,
+        "max_nll": np.maximum.reduceat(nll, first),
+        "mean_p": np.add.reduceat(np.exp(-nll), first) / count,
+    }
+
+
+def causes(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray) -> dict[str, np.ndarray]:
+    """For every score, each row's token that contributes most to it: what is shown beside the score.
+
+    For a maximum (``answer``, ``max_nll``) the score is that token's own margin or NLL. A row that states no answer is
+    ranked by conflict, and so is its token. Equals are settled by NLL.
+    """
+    nll, margins = -tokens["log_p"].astype(np.float64), tokens["margin"].astype(np.float64)
+    row = np.repeat(np.arange(len(start) - 1), np.diff(start))
+    pull = np.exp(tokens["other_log_p"], dtype=np.float64) * margins
+    states = np.logical_or.reduceat(answers, start[:-1])[row]
+    parts = {
+        "answer": np.where(states, np.where(answers, margins, -1.0), pull),
+        "conflict": pull,
+        "noise": nll * (tokens["conflict"] >= CONFIDENT),
+        "mean_nll": nll,
+        "max_nll": nll,
+        "mean_p": nll,
+    }
+    return {name: np.lexsort((nll, part, row))[start[1:] - 1] for name, part in parts.items()}
+
+
+# --- in words and numbers ---------------------------------------------------------------------------------------------
+
+
+def flags(inspection: Inspection, row: int) -> list[str]:
+    """The scores by which a row is suspicious; none where it is not.
+
+    ``answer`` where a confident conflict is on its stated answer, ``noise`` where conflicts hold most of its loss.
+    """
+    inside = slice(int(inspection.start[row]), int(inspection.start[row + 1]))
+    contradicted = bool((inspection.answers[inside] & inspection.confident[inside]).any())
+    noisy = bool(inspection.scores["noise"][row] >= MOSTLY)
+    return [name for name, flagged in (("answer", contradicted), ("noise", noisy)) if flagged]
+
+
+def reasons(inspection: Inspection, row: int, by: str | None = None) -> list[str]:
+    """Why a row is suspicious, in words; none where it is not. With ``by``, why that ranking has it where it is, first.
+
+    The numbers of a reason are those of the score: the token it names is the one that the score comes from. A score of
+    0 speaks for a row, and is left out where something else speaks against it.
+    """
+    names = flags(inspection, row)
+    if by is not None and not (names and inspection.scores[by][row] == 0):
+        names = [by, *(name for name in names if name != by)]
+    return [reason(inspection, row, name) for name in names]
+
+
+def reason(inspection: Inspection, row: int, by: str) -> str:
+    """A row's score ``by`` and the token that contributes most to it, in words."""
+    if by == "answer" and inspection.score_of(row, by) != by:
+        return f"states no answer; {reason(inspection, row, 'conflict')}"
+    score, at = float(inspection.scores[by][row]), expectation(inspection, inspection.token_of(row, by))
+    if by == "answer":
+        stated = f"stated answer {_short(inspection.stated[row] or '')}: the model expects"
+        return f"{stated} {at}, margin {score:.3g}" if score > 0 else f"{stated} it; least likely in it: {at}"
+    if by == "noise":
+        number = int(inspection.confident[inspection.start[row] : inspection.start[row + 1]].sum())
+        if not number:
+            return "none of its loss sits on confident conflicts"
+        share = f"{score:.0%} of its loss sits on {number} confident conflict{'s' if number > 1 else ''}"
+        return f"{share}; the largest: {at}"
+    if by == "max_nll":
+        return f"NLL {score:.3g}: {at}"
+    label, extreme = {
+        "conflict": ("conflict", "strongest"), "mean_nll": ("mean NLL", "largest"), "mean_p": ("mean p", "smallest"),
+    }[by]  # fmt: skip
+    return f"{label} {score:.3g}; {extreme}: {at}"
+
+
+def expectation(inspection: Inspection, token: int) -> str:
+    """What the model expects at a token, and what stands there: ``'6' (0.98), not '7' (0.001)``."""
+    tokens = inspection.tokens
+    target = f"{_short(inspection.texts[inspection.text[token]])} ({np.exp(tokens['log_p'][token]):.2g})"
+    if tokens["margin"][token] <= 0:
+        return target
+    other = _short(inspection.texts[inspection.other[token]])
+    return f"{other} ({np.exp(tokens['other_log_p'][token]):.2g}), not {target}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+class Habit(NamedTuple):
+    """A token that is a confident conflict again and again: in how many of its places, and what is expected there."""
+
+    text: str
+    conflicts: int
+    places: int
+    expected: str  # most often
+
+
+def habits(inspection: Inspection, top: int) -> list[Habit]:
+    """The tokens that are most often confident conflicts: what the data does otherwise as a habit, not by mistake."""
+    confident = inspection.confident
+    size = len(inspection.texts)
+    conflicts = np.bincount(inspection.text[confident], minlength=size)
+    places = np.bincount(inspection.text, minlength=size)
+    found: list[Habit] = []
+    for piece in np.argsort(-conflicts, kind="stable")[:top].tolist():
+        if conflicts[piece]:
+            others = np.bincount(inspection.other[confident & (inspection.text == piece)])
+            expected = inspection.texts[int(np.argmax(others))]
+            found.append(Habit(inspection.texts[piece], int(conflicts[piece]), int(places[piece]), expected))
+    return found
+
+
+def summary(inspection: Inspection) -> dict[str, Any]:
+    """The numbers of the whole: conflicts, the loss on them, and each objective's share of push that goes there.
+
+    ``share[S]`` = sum over confident conflicts of gate (1-p) / sum over all tokens of gate (1-p);
+    ``gate[S]`` the mean gate over confident conflicts.
+    """
+    tokens, confident = inspection.tokens, inspection.confident
+    nll, error = -tokens["log_p"].astype(np.float64), -np.expm1(tokens["log_p"].astype(np.float64))
+    share: dict[str, float] = {}
+    gates: dict[str, float] = {}
+    for name in inspection.objectives:
+        gate = tokens[f"gate:{name}"].astype(np.float64)
+        whole = float((gate * error).sum())
+        share[name] = float((gate * error)[confident].sum()) / whole if whole > 0 else 0.0
+        gates[name] = float(gate[confident].mean()) if confident.any() else float("nan")
+    first = inspection.start[:-1]
+    return {
+        "rows": len(inspection.rows),
+        "tokens": inspection.num_tokens,
+        "conflicts": int(confident.sum()),
+        "format_conflicts": int((confident & tokens["is_format"]).sum()),
+        "loss_share": float(nll[confident].sum() / nll.sum()) if nll.sum() > 0 else 0.0,
+        "stated_answers": int(np.isfinite(inspection.scores["answer"]).sum()),
+        "contradicted_answers": int(np.logical_or.reduceat(confident & inspection.answers, first).sum()),
+        "noisy_rows": int((inspection.scores["noise"] >= MOSTLY).sum()),
+        "share": share,
+        "gate": gates,
+    }

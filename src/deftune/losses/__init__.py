@@ -1,0 +1,18 @@
+"""From hidden states or logits to statistics, and from a gate to gradients. Nothing here knows an objective's name."""
+
+from deftune.losses.linear import linear_loss, linear_loss_with_stats, linear_token_stats
+from deftune.losses.loss import token_loss
+from deftune.losses.pending import raise_pending
+from deftune.losses.sparse import Sparse, SparseReport
+from deftune.losses.statistics import token_stats
+
+__all__ = [
+    "Sparse",
+    "SparseReport",
+    "linear_loss",
+    "linear_loss_with_stats",
+    "linear_token_stats",
+    "raise_pending",
+    "token_loss",
+    "token_stats",
+]

@@ -1,0 +1,86 @@
+"""The fused loss as one operator, for torch.compile: the compiler sees its shapes and nothing else.
+
+Only spec strings travel through an operator's signature; an `Objective` instance or step statistics make a graph break.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deftune.losses.call import prepare
+from deftune.losses.checks import check_reduction
+from deftune.losses.linear import finished, fused, scale_of
+from deftune.losses.reduction import check_step
+from deftune.losses.statistics import compute_dtype
+from deftune.objectives import Context
+from deftune.objectives import objective as parse_objective
+
+
+@torch.library.custom_op("deftune::linear_loss", mutates_args=())
+def linear_loss_op(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    num_items: Tensor | None,
+    spec: str,
+    reduction: str,
+    softcap: float | None,
+    logit_scale: float,
+    progress: Tensor | None,
+    special_ids: list[int] | None,
+    backend: str,
+    dtype: torch.dtype,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dX, dW, db); what is not wanted is empty."""
+    objective = parse_objective(spec)
+    check_reduction(reduction, num_items)
+    context = Context(
+        None if progress is None else float(progress), None if special_ids is None else tuple(special_ids)
+    )
+    call = prepare(
+        hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, dtype=dtype,
+        keep=any(wanted), keep_hidden=wanted[0],
+    )  # fmt: skip
+    check_step(objective, context, num_items, len(call.index))
+    loss, grads, _, _ = fused(call, wanted, scale_of(call, reduction, num_items))
+    gradients = finished(call, grads, torch.ones((), device=hidden.device), to_parameters=False)
+    dx, dw, db = (loss.new_empty(0) if grad is None else grad for grad in gradients)
+    return loss, dx.view(hidden.shape) if wanted[0] else dx, dw, db
+
+
+@linear_loss_op.register_fake
+def _(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    dtype, wanted = rest[-2:]
+    full = compute_dtype(dtype)
+    none = hidden.new_empty(0, dtype=full)
+    return (
+        hidden.new_empty((), dtype=full),
+        hidden.new_empty(hidden.shape, dtype=full if hidden.dtype == torch.float16 else hidden.dtype)
+        if wanted[0]
+        else none.clone(),
+        weight.new_empty(weight.shape, dtype=full) if wanted[1] else none.clone(),
+        weight.new_empty(weight.shape[:1], dtype=full) if wanted[2] else none.clone(),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, _, bias, *_ = inputs
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    done = tuple(
+        (saved * grad).to(dtype) if needed and dtype is not None else None
+        for saved, needed, dtype in zip(ctx.saved_tensors, (ctx.needs_input_grad[i] for i in (0, 1, 3)), ctx.dtypes)
+    )
+    return done[0], done[1], None, done[2], *(None,) * 11
+
+
+linear_loss_op.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,163 @@
+"""`token_loss`: an objective on logits, with backward = gate x (softmax - onehot)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from deftune.losses.checks import (
+    check_logits,
+    check_reduction,
+    check_weight_values,
+    check_weights,
+    second_derivative_error,
+)
+from deftune.losses.eager import eager
+from deftune.losses.reduction import check_step, reduce_losses
+from deftune.losses.statistics import (
+    Rows,
+    block_rows,
+    compute_dtype,
+    logits_stats,
+    plain,
+    supervised_index,
+    widened_difference,
+)
+from deftune.objectives import IGNORE_INDEX, Context, Objective
+from deftune.objectives import objective as parse_objective
+from deftune.objectives.stats import NO_CONTEXT
+
+
+@eager
+def token_loss(
+    logits: Tensor,
+    targets: Tensor,
+    objective: str | Objective = "deft",
+    *,
+    reduction: str = "mean",
+    num_items: Tensor | float | None = None,
+    weights: Tensor | None = None,
+    context: Context | None = None,
+) -> Tensor:
+    """An objective's loss on ``[..., V]`` logits; its gradient is gate x error and keeps no ``[N, V]`` probabilities.
+
+        d loss / d z_i = gate (P_i - [i = y])
+
+    ``targets`` are already shifted, IGNORE_INDEX is skipped. ``reduction="mean"`` divides by ``num_items``, the
+    supervised tokens of the whole optimizer step (never times the world size), or by this call's; ``"none"`` has
+    the targets' shape, 0 at ignored tokens. ``weights`` are constants per token. ``context`` is what the objective
+    needs beyond the tokens (progress, special ids, step statistics). The loss is float32, float64 for float64 logits.
+
+    >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
+    >>> token_loss(logits, torch.tensor([1]), "linear").backward()
+    >>> logits.grad
+    tensor([[ 0.0964, -0.1012,  0.0048]])
+    """
+    objective = parse_objective(objective)
+    check_logits(logits, targets)
+    check_reduction(reduction, num_items)
+    check_weights(weights, targets.shape)
+    check_weight_values(weights, targets)
+    flat = targets.reshape(-1)
+    losses: Tensor = _TokenLoss.apply(logits, flat, objective, context or NO_CONTEXT, num_items)[0]  # pyright: ignore
+    losses = losses.to(compute_dtype(logits.dtype)) if reduction == "none" else losses
+    if weights is not None:
+        factor = torch.where(flat == IGNORE_INDEX, 0.0, weights.reshape(-1).to(losses.dtype))
+        losses = torch.where(factor == 0, 0.0, losses * factor)  # 0 * inf = 0
+    if reduction == "none":
+        return losses.view(targets.shape)
+    count = (flat != IGNORE_INDEX).sum()
+    return reduce_losses(losses, reduction, num_items, count).to(compute_dtype(logits.dtype))
+
+
+class _TokenLoss(Function):
+    """(losses, gate, shift, log_sum, error), each one entry per row, 0 at ignored ones; the first is differentiable."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor, targets: Tensor, objective: Objective, context: Context, num_items: Tensor | float | None
+    ) -> tuple[Tensor, ...]:
+        stats, index, sums, log_sum = logits_stats(logits, targets)
+        check_step(objective, context, num_items, len(index))
+        gate, loss = objective.evaluate(stats, context)
+        columns = (
+            loss,
+            gate,
+            sums.shift.to(stats.log_p.dtype),
+            log_sum,
+            stats.error,
+        )
+        return tuple(column.new_zeros(targets.shape).index_copy_(0, index, column) for column in columns)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        logits, targets = inputs[:2]
+        _, *rows = output
+        ctx.mark_non_differentiable(*rows)
+        ctx.save_for_backward(logits, targets, *rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        logits, targets, gate, shift, log_sum, error = ctx.saved_tensors
+        # a shut gate is 0 whatever the upstream says: 0 * inf must not reach the logits
+        scale = torch.where(gate == 0, 0.0, grad * gate)
+        return _GateTimesError.apply(logits, targets, scale, shift, log_sum, error), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        logits, targets, objective, context, _ = inputs
+        if objective.kind != "local" and context.step is None:
+            raise ValueError(f"`{objective}` depends on the whole optimizer step and cannot be mapped over its parts")
+        logits = _batch_first(logits, in_dims[0], info.batch_size)
+        targets = _batch_first(targets, in_dims[1], info.batch_size)
+        out = _TokenLoss.apply(logits, targets.flatten(), objective, context, None)
+        return tuple(column.view(info.batch_size, -1) for column in out), (0,) * len(out)  # pyright: ignore
+
+
+class _GateTimesError(Function):
+    """scale * (softmax - onehot), rows of 0 at ignored tokens: the whole backward of every objective."""
+
+    @staticmethod
+    def forward(
+        logits: Tensor, targets: Tensor, scale: Tensor, shift: Tensor, log_sum: Tensor, error: Tensor
+    ) -> Tensor:
+        index = supervised_index(targets)
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if len(index) < targets.numel():
+            grad.zero_()
+        flat = grad.view(-1, grad.shape[-1])
+        dtype = compute_dtype(logits.dtype)
+        size = min(block_rows(flat.shape[-1], dtype, logits.device), max(1, len(index)))
+        e = torch.empty(size, flat.shape[-1], dtype=dtype, device=logits.device)
+        inverse_sum = torch.exp(-log_sum)
+        with plain(logits.device):
+            for part, z in Rows(logits, index, size).blocks():
+                rows = index[part]
+                dense = len(index) == targets.numel()
+                block = flat[part] if dense and flat.dtype == dtype else e[: len(z)]
+                widened_difference(z, shift[rows, None], block)
+                block.exp_().mul_((scale[rows] * inverse_sum[rows])[:, None].to(dtype))
+                block.scatter_(-1, targets[rows, None], (-scale[rows] * error[rows])[:, None].to(dtype))
+                if block.data_ptr() != flat[part].data_ptr():
+                    flat.index_copy_(0, rows, block.to(flat.dtype))
+        return grad
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # pyright: ignore
+        raise second_derivative_error()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
+        first, *rest = (_batch_first(x, dim, info.batch_size) for x, dim in zip(inputs, in_dims))
+        return _GateTimesError.apply(first, *(x.flatten() for x in rest)), 0  # pyright: ignore
+
+
+def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -1,0 +1,70 @@
+"""Errors that a GPU finds: noted where they happen, raised at a later synchronisation, never by one of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deftune.losses.checks import nan_error
+
+
+class Note(NamedTuple):
+    """A flag on the device, not 0 if one of these log p is NaN, and the stream that writes it."""
+
+    flag: Tensor
+    log_p: Tensor
+    places: Tensor
+    stream: torch.cuda.Stream
+
+
+_notes: list[Note] = []
+MOST = 64  # notes that wait, before one is waited for
+
+
+def note_rows(flag: Tensor, log_p: Tensor, places: Tensor) -> None:
+    """Remember to look at a flag, without waiting for it."""
+    if log_p.numel():
+        _notes.append(Note(flag, log_p, places, torch.cuda.current_stream(log_p.device)))
+        if len(_notes) > MOST:
+            answer(_notes[0], look(_notes[0]))
+
+
+def latest_note(stream: torch.cuda.Stream) -> Note | None:
+    """The last note, if work on this stream comes after what writes its flag."""
+    return _notes[-1] if _notes and _notes[-1].stream == stream else None
+
+
+def pending_flags(device: torch.device) -> list[Tensor] | None:
+    """The flags of all notes, where work on this device's stream comes after what writes them; else None."""
+    if device.type != "cuda":
+        return [] if not _notes else None
+    here = torch.cuda.current_stream(device)
+    return [note.flag for note in _notes] if all(note.stream == here for note in _notes) else None
+
+
+def look(note: Note) -> int:
+    """Wait for a flag, on the stream that writes it."""
+    with torch.cuda.stream(note.stream):
+        return int(note.flag)
+
+
+def answer(note: Note, flag: int) -> None:
+    """What a note's flag was found to be."""
+    _notes[:] = [] if flag else [other for other in _notes if other is not note]
+    if flag:
+        raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")
+
+
+def raise_pending(*, wait: bool = True) -> None:
+    """Raise the error that an earlier call on a GPU met: a token whose logits are NaN, by its flat index.
+
+    Every loss of deftune does this for earlier work of its stream (``wait=False``) where it counts its tokens, which
+    synchronises. A trainer calls it before the optimizer steps, so that no NaN reaches the weights.
+
+    >>> raise_pending()
+    """
+    for note in list(_notes):
+        if wait or note.stream == torch.cuda.current_stream(note.stream.device):
+            answer(note, look(note))

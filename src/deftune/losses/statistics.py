@@ -1,0 +1,249 @@
+"""From a row of logits to a token's statistics: one pass, in blocks, by sums that reduce over vocabulary shards.
+
+For a row z with target y, m = max z, u = z - m, E = e^u:
+
+    rest = sum_{v != y} E    squares = sum_{v != y} E^2    moment = sum_{v != y} u E
+
+The target is kept out of the sums: its error 1 - p = rest / (E_y + rest) then keeps its digits as p goes to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deftune.losses.checks import check_logits, label_error, nan_error
+from deftune.losses.eager import eager
+from deftune.objectives.stats import IGNORE_INDEX, TokenStats, columns_of
+
+# what fits a core's share of cache is three times faster than what does not; a GPU wants fewer, larger blocks
+BLOCK_BYTES = {"cpu": 1 << 20}
+BLOCK_BYTES_ELSEWHERE = 64 << 20
+
+
+class RowSums(NamedTuple):
+    """One row's sums, each ``[rows]``; shards of a vocabulary combine by max, then by addition after rescaling."""
+
+    shift: Tensor  # m
+    target: Tensor  # z_y
+    rest: Tensor
+    squares: Tensor
+    moment: Tensor
+
+
+def merge_sums(shards: Sequence[RowSums]) -> RowSums:
+    """The sums of whole rows from those of vocabulary shards: the maximum, then what is about it, added up.
+
+    A shard without the target has ``target`` = -inf and leaves nothing out. Over ranks this is an all-reduce of the
+    maximum, then one of four numbers a row.
+    """
+    shift = torch.stack([shard.shift for shard in shards]).amax(0)
+    rest, squares, moment = (torch.zeros_like(shift) for _ in range(3))
+    for shard in shards:
+        lower = shard.shift - shift
+        factor = lower.exp()
+        rest += shard.rest * factor
+        squares += shard.squares * factor**2
+        # sum (u + d) e^{u + d}, with 0 * -inf = 0 for a shard of nothing but -inf
+        moment += torch.where(factor == 0, 0.0, (shard.moment + lower * shard.rest) * factor)
+    return RowSums(shift, torch.stack([shard.target for shard in shards]).amax(0), rest, squares, moment)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Per-token vectors are float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(wide_dtype(tensor.device))
+
+
+def stats_columns(sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log_p, entropy, log_collision, log_sum) with log_sum = log sum_v e^u.
+
+    log_p = u_y - log S;  log_collision = log sum E^2 - 2 log S;  entropy = log S - sum u E / S.
+    """
+    u_y = wide(sums.target) - wide(sums.shift)
+    rest, squares, moment = wide(sums.rest), wide(sums.squares), wide(sums.moment)
+    # S = E_y + rest = 1 + (expm1 u_y + rest): exact where the target is the maximum
+    log_sum = torch.log1p(torch.expm1(u_y) + rest)
+    log_p = u_y - log_sum
+    log_collision = (torch.log1p(torch.expm1(2 * u_y) + squares) - 2 * log_sum).clamp(max=0)
+    own = torch.where(u_y == -torch.inf, 0.0, u_y * u_y.exp())  # 0 * -inf = 0
+    entropy = (log_sum - (own + moment) / log_sum.exp()).clamp(min=0)
+    return log_p, entropy, log_collision, log_sum
+
+
+def block_rows(vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of one working block."""
+    limit = BLOCK_BYTES.get(device.type, BLOCK_BYTES_ELSEWHERE)
+    return max(1, limit // (vocab_size * dtype.itemsize))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Rows:
+    """Rows of ``[..., V]`` logits by flat index, a block at a time, never as a copy of the whole."""
+
+    def __init__(self, logits: Tensor, index: Tensor, size: int):
+        self.logits, self.index, self.size = logits, index, size
+        self.leading, self.width = logits.shape[:-1], logits.shape[-1]
+        self.flat: Tensor | None
+        try:
+            self.flat = logits.view(-1, self.width)
+        except RuntimeError:  # leading dimensions that do not merge, as in logits[:, :-1]
+            self.flat = None
+        self.dense = self.flat is not None and len(index) == self.leading.numel()
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(positions in the index, those rows), in the logits' own dtype; the rows must not be written to."""
+        for start in range(0, len(self.index), self.size):
+            part = slice(start, min(start + self.size, len(self.index)))
+            if self.flat is None:
+                yield part, self.logits[torch.unravel_index(self.index[part], self.leading)]
+            elif self.dense:
+                yield part, self.flat[part]
+            else:
+                yield part, self.flat.index_select(0, self.index[part])
+
+
+def row_sums(logits: Tensor, index: Tensor, targets: Tensor) -> RowSums:
+    """The sums of the rows of ``[..., V]`` logits that ``index`` names; ``targets`` has one id per such row."""
+    dtype = compute_dtype(logits.dtype)
+    sums = torch.empty(5, len(index), dtype=dtype, device=logits.device)
+    size = min(block_rows(logits.shape[-1], dtype, logits.device), max(1, len(index)))
+    e = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
+    u = torch.empty_like(e)
+    for part, z in Rows(logits, index, size).blocks():
+        block_sums(z, targets[part], u[: len(z)], e[: len(z)], sums[:, part])
+    return RowSums(*sums)
+
+
+def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor) -> None:
+    """One block's sums into ``out`` [5, rows]; ``u`` and ``e`` are its working space."""
+    y = y[:, None]
+    shift = z.amax(-1, keepdim=True)
+    out[0], out[1] = shift[:, 0], z.gather(-1, y)[:, 0]
+    widened_difference(z, shift, u)
+    torch.exp(u, out=e)
+    e.scatter_(-1, y, 0)
+    torch.sum(e, -1, out=out[2])
+    out[3] = torch.linalg.vecdot(e, e)
+    out[4] = torch.linalg.vecdot(u, e)
+    if z.device.type != "cpu" or bool(out[4].isnan().any()):
+        # u = -inf where E = 0: the product is 0. Below -800 E is 0 in float64 too, so the bound changes nothing else
+        out[4] = torch.linalg.vecdot(u.clamp_(min=-800), e)
+
+
+def widened_difference(z: Tensor, shift: Tensor, out: Tensor) -> None:
+    """z - shift in the precision of ``out``: torch would subtract half precision in half precision."""
+    torch.sub(z if z.dtype == out.dtype else out.copy_(z), shift.to(out.dtype), out=out)
+
+
+def stats_of(
+    columns: Tensor | Sequence[Tensor],
+    top: Tensor | None,
+    targets: Tensor,
+    vocab_size: int,
+    top_entropy: Tensor | None = None,
+) -> TokenStats:
+    """Statistics out of columns that begin with log_p, entropy and log_collision, and the likeliest tokens' log p."""
+    source = None if top is None else columns_of(top, vocab_size)
+    measured = None if top is None or top_entropy is None else (top.shape[1], top_entropy)
+    return TokenStats(columns[0], columns[1], columns[2], targets, vocab_size, source, measured)
+
+
+def log_p_of(largest: Tensor, columns: Tensor) -> Tensor:
+    """Log-probabilities of logits from the columns [5, M] of their rows: z - log_sum - shift."""
+    return wide(largest) - (columns[3] + columns[4])[:, None]
+
+
+def plain(device: torch.device) -> AbstractContextManager[Any]:
+    """No gradients, the sums in float32 or better whatever autocast says, kernels on the tensors' own device."""
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    return _plain(device) if several or torch.is_autocast_enabled(device.type) else torch.no_grad()
+
+
+@contextmanager
+def _plain(device: torch.device) -> Generator[None]:
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), on(device):
+        yield
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels go to this device, where there is a choice."""
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.device_count() > 1 else nullcontext()
+
+
+def supervised_index(targets: Tensor) -> Tensor:
+    """Flat indices of the supervised tokens."""
+    return (targets != IGNORE_INDEX).nonzero()[:, 0]
+
+
+def supervised_rows(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(flat indices, labels) of the supervised tokens; a label outside [0, V) is named."""
+    index = supervised_index(targets)
+    labels = targets[index]
+    if len(labels):
+        low, high = torch.stack(labels.aminmax()).tolist()  # one read of the device
+        if low < 0 or high >= vocab_size:
+            bad = index[((labels < 0) | (labels >= vocab_size)).nonzero()[0, 0]]
+            raise label_error(int(bad), int(targets[bad]), vocab_size)
+    return index, labels
+
+
+def top_source(logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor) -> Callable[[int], Tensor]:
+    """The likeliest tokens of these rows, taken from the logits when first asked for."""
+    taken: dict[int, Tensor] = {}
+
+    def take(k: int) -> Tensor:
+        k = min(k, logits.shape[-1])
+        if k not in taken:
+            dtype = compute_dtype(logits.dtype)
+            top = torch.empty(len(index), k, dtype=dtype, device=logits.device)
+            with torch.no_grad():
+                for part, z in Rows(logits, index, block_rows(logits.shape[-1], dtype, logits.device)).blocks():
+                    top[part] = z.topk(k, -1).values.to(dtype)
+            taken[k] = wide(top) - (wide(sums.shift) + log_sum)[:, None]
+        return taken[k]
+
+    return take
+
+
+def logits_stats(logits: Tensor, targets: Tensor) -> tuple[TokenStats, Tensor, RowSums, Tensor]:
+    """(statistics, supervised index, sums, log_sum) of flat targets; bad labels and NaN rows are named at once."""
+    index, targets = supervised_rows(targets, logits.shape[-1])
+    with plain(logits.device):
+        sums = row_sums(logits, index, targets)
+        log_p, entropy, log_collision, log_sum = stats_columns(sums)
+    if bool((bad := log_p.isnan()).any()):
+        raise nan_error(int(index[bad.nonzero()[0, 0]]), "logits")
+    stats = TokenStats(
+        log_p, entropy, log_collision, targets, logits.shape[-1], top_source(logits, index, sums, log_sum)
+    )
+    return stats, index, sums, log_sum
+
+
+@eager
+def token_stats(logits: Tensor, targets: Tensor) -> TokenStats:
+    """The statistics of the supervised tokens of ``[..., V]`` logits: log p, entropy and log sum P^2.
+
+        u = z - max z;  log_p = u_y - log sum e^u;  log_collision = log sum e^{2u} - 2 log sum e^u
+
+    ``targets`` are already shifted; IGNORE_INDEX is skipped, any other label outside [0, V) is an error. The rows
+    are read once, in blocks, without a copy of the logits; the record keeps a reference to them for what an objective
+    asks beyond these three. No gradient flows: for a loss use `token_loss`.
+
+    >>> stats = token_stats(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([1, -100]))
+    >>> stats.p, stats.concentration
+    (tensor([0.5000], dtype=torch.float64), tensor([0.5000], dtype=torch.float64))
+    """
+    check_logits(logits, targets)
+    with torch.no_grad():
+        return logits_stats(logits.detach(), targets.reshape(-1))[0]

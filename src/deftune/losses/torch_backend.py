@@ -1,0 +1,158 @@
+"""The fused loss in plain PyTorch, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deftune.losses.chunks import Chunk, Gradients, Supervised, balanced, bounded
+from deftune.losses.head import Head
+from deftune.losses.sparse import Products, Sparse, add_products
+from deftune.losses.statistics import RowSums, block_rows, block_sums, compute_dtype, log_p_of, stats_columns, wide
+
+
+def column_sums(e: Tensor, v: Tensor) -> Tensor:
+    """E^T v in v's precision; for half-precision E, v goes as a sum of two."""
+    if e.dtype == v.dtype:
+        return torch.mv(e.T, v)
+    size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
+    high = (v / size).to(e.dtype)
+    low = (v / size - high).to(e.dtype)
+    return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
+
+
+class TorchBackend:
+    """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
+
+    def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
+        weight = head.weight
+        self.device = weight.device
+        self.dtype = compute_dtype(dtype)
+        self.low = weight.device.type == "cuda" and dtype != self.dtype
+        # a CPU has no GEMM from half precision to float32: it gets one float32 copy of the weight per call
+        self.weight = weight.to(dtype) if self.low else weight.to(self.dtype)
+        self.head = head
+        self.all = rows
+        self.begun = 0
+        self.started = False  # whether dW holds anything yet: the first chunk writes, the others add
+        self.sparse: Products | None = None
+
+    def thin(self, sparse: Sparse) -> None:
+        self.sparse = Products(sparse, self.weight, self.weight.dtype, self.matmul, add_products)
+
+    def rows(self, total: int, bound: int | None) -> int:
+        limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
+        if self.sparse is not None and self.device.type != "cuda":
+            limit *= 4  # the kept classes' weights are gathered for every chunk
+        return bounded(balanced(total, limit // (self.head.vocab_size * self.dtype.itemsize)), bound)
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b in float32 or better."""
+        if self.low:
+            return torch.mm(a.to(self.weight.dtype), b, out_dtype=self.dtype)
+        return torch.mm(a.to(self.dtype), b)
+
+    def over_classes(self, e: Tensor) -> Tensor:
+        """e @ W. A CPU's GEMM adds V products one after the other; by sums of blocks the error stays small."""
+        if self.device.type != "cpu":
+            return self.matmul(e, self.weight)
+        total = torch.zeros(len(e), self.head.width, dtype=self.dtype)
+        for columns, classes in zip(e.split(4096, 1), self.weight.split(4096)):
+            total += columns @ classes
+        return total
+
+    def logits(self, x: Tensor) -> Tensor:
+        z = self.matmul(x, self.weight.T)
+        if self.head.bias is not None:
+            z += self.head.bias
+        if self.head.scale != 1:
+            z *= self.head.scale
+        if self.head.softcap is not None:
+            z.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+        return z
+
+    def measure(self, part: slice, columns: Tensor, keep: bool, top: int) -> Chunk:
+        x, y, index = self.all.take(part)
+        z = self.logits(x)
+        largest = z.topk(min(top, z.shape[1]), -1).values if top else None
+        sums = torch.empty(5, len(x), dtype=self.dtype, device=self.device)
+        size = min(block_rows(z.shape[1], self.dtype, self.device), max(1, len(x)))
+        buffer = torch.empty(size, z.shape[1], dtype=self.dtype, device=self.device)
+        for start in range(0, len(x), size):
+            some = slice(start, start + size)
+            self.exponentiate(z[some], y[some], buffer[: len(z[some])], sums[:, some])
+        columns[0], columns[1], columns[2], columns[3] = stats_columns(RowSums(*sums))
+        columns[4] = sums[0]
+        top_log_p = None if largest is None else log_p_of(largest, columns)
+        return Chunk(part, x, y, index, columns, sums[1], z if keep else None, top_log_p)
+
+    def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
+        """z becomes E about its maximum, the target left out, times the softcap's slope; its sums go to ``out``."""
+        slope = None if self.head.softcap is None else self.head.slope(z)
+        block_sums(z, y, u, z, out)
+        if slope is not None:
+            z *= slope
+
+    def target_slope(self, chunk: Chunk) -> Tensor:
+        """The softcap's slope at the target."""
+        return wide(self.head.slope(chunk.target))
+
+    def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
+        log_p, _, _, log_sum, _ = chunk.columns
+        gate = gate * scale
+        # E is about the shift: P = E / sum e^u. A shut gate is 0 whatever stands beside it
+        v = torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum))
+        t = torch.where(gate == 0, 0.0, gate * -torch.expm1(log_p) * self.target_slope(chunk))
+        self.add_rows(chunk, v, t, to)
+        chunk.e = None  # not to stand beside the next chunk's
+
+    def add_rows(self, chunk: Chunk, v: Tensor, t: Tensor, to: Gradients) -> None:
+        """The gradients of dz = v E off the target and -t on it; the target's part stays in float32."""
+        e, y = chunk.e, chunk.y
+        assert e is not None
+        v, t = ((factor * self.head.scale).to(self.dtype)[:, None] for factor in (v, t))
+        if self.low:
+            e = e.to(self.weight.dtype)
+        sparse = self.sparse
+        if sparse is not None:
+            sparse.choose(e, v[:, 0], t[:, 0], column_sums(e, v[:, 0].abs()))
+        if to.hidden is not None:
+            u = self.over_classes(e) if sparse is None else sparse.over_classes(e, v[:, 0], t[:, 0], y)
+            rows = u * v - t * self.weight[y]
+            to.hidden.index_copy_(0, chunk.index, rows.to(to.hidden.dtype))
+        if to.weight is not None:
+            scaled = chunk.x.to(self.dtype) * v
+            if sparse is not None:
+                sparse.over_rows(e, scaled, to.weight)
+            elif self.low:
+                # v may be far below float16's range: it goes over its largest
+                size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
+                product = self.matmul(e.T, (scaled / size).to(e.dtype)) * size
+                to.weight = to.weight.add_(product) if self.started else to.weight.copy_(product)
+            elif self.started:
+                to.weight.addmm_(e.T, scaled)
+            else:
+                torch.mm(e.T, scaled, out=to.weight)
+            # accumulate=True sorts the rows by target: no atomics
+            to.weight.index_put_((y,), -t * chunk.x, accumulate=True)
+        if to.bias is not None:
+            to.bias += column_sums(e, v[:, 0])
+            to.bias.index_put_((y,), -t[:, 0], accumulate=True)
+        self.started = True
+
+    def end(self, to: Gradients) -> None:
+        if not self.started and to.weight is not None:
+            to.weight.zero_()
+        if self.sparse is not None:
+            self.sparse.end(to.weight)
+
+    @staticmethod
+    def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
+        done: list[Tensor] = []
+        for grad, dtype in zip(grads, dtypes):
+            full = compute_dtype(grad.dtype)
+            if grad.dtype == dtype == full:
+                done.append(grad.mul_(factor.to(full)))
+            else:
+                done.append((grad.to(full) * factor.to(full)).to(dtype))
+        return done

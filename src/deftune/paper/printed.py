@@ -1,0 +1,306 @@
+"""The paper's Tables 1 to 8 as data, digit by digit as printed, and what can be checked in them.
+
+`printed.json` holds every number of the tables of arXiv 2602.11424 with its bold and underline marks (the paper's TeX
+source keeps all of them). Tables 3 and 4 print methods across; here, as everywhere, a row is a method. Sizes of the
+sets are those that the printed scores imply: every score of a single greedy run is some k/n.
+
+>>> cell = paper_tables()[5].cell("DEFT", "Avg")
+>>> cell.printed, cell.value, cell.mark
+('45.35', 45.35, 'bold')
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from deftune.comparison.tables import BASE, ResultTable, Score, best_and_second
+
+Mark = Literal["bold", "underline"]
+
+TUNED = ("-logp", "-p", "EAFT", "Cayley-Trans", "DEFT")
+"""The methods that the paper's marks rank; the untuned model, "Base", is left out of them."""
+
+HALF_CENT = 0.005 + 1e-9  # half a unit of the second printed decimal, with room for binary fractions
+
+
+@dataclass(frozen=True)
+class PaperSet:
+    """A column of scores: the task it is here, and the items behind the paper's numbers."""
+
+    name: str
+    task: str
+    items: int
+
+    @property
+    def column(self) -> str:
+        """What a column of our results is called: the task, or the task's similarity."""
+        return f"{self.task} similarity" if self.name == "Jaro-Winkler" else self.task
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One printed number."""
+
+    table: int
+    model: str
+    method: str
+    epochs: int
+    column: str
+    printed: str
+    mark: Mark | None
+
+    @property
+    def value(self) -> float:
+        return float(self.printed)
+
+    def __str__(self) -> str:
+        epochs = f", epoch {self.epochs}" if self.table == 6 else ""
+        return f"Table {self.table}, {self.model}, {self.method}{epochs}, {self.column}: {self.printed}"
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table: cells by (model, method, epochs, column).
+
+    ``averages``: average column -> the columns it is said to average. ``samples``: answers per item, None where the
+    table prints averages only. ``as_printed``: what its lettering has otherwise.
+    """
+
+    number: int
+    title: str
+    regime: str
+    suite: str | None
+    samples: int | None
+    columns: tuple[str, ...]
+    averages: dict[str, tuple[str, ...]]
+    cells: tuple[Cell, ...]
+    as_printed: str = ""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.model for cell in self.cells))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.method for cell in self.cells))
+
+    def cell(self, method: str, column: str, *, model: str | None = None, epochs: int = 1) -> Cell:
+        """The cell; ``model`` may be left out of a table that has one."""
+        if model is None:
+            model, *others = self.models
+            if others:
+                raise ValueError(f"Table {self.number} has {len(self.models)} models: name one of {self.models}")
+        for cell in self.cells:
+            if (cell.model, cell.method, cell.epochs, cell.column) == (model, method, epochs, column):
+                return cell
+        raise KeyError(f"Table {self.number} has no cell {model}, {method}, epoch {epochs}, {column}")
+
+    def rows(self) -> Iterator[tuple[Cell, ...]]:
+        """Its rows, in the printed order."""
+        for start in range(0, len(self.cells), len(self.columns)):
+            yield self.cells[start : start + len(self.columns)]
+
+
+@cache
+def _content() -> dict[str, Any]:
+    return json.loads(resources.files("deftune.paper").joinpath("printed.json").read_text(encoding="utf-8"))
+
+
+def paper_sets() -> dict[str, PaperSet]:
+    """The columns that are scores on a set, by their printed name."""
+    return {name: PaperSet(name, **about) for name, about in _content()["sets"].items()}
+
+
+def paper_methods() -> dict[str, str]:
+    """A method as the paper writes it -> the objective here; the untuned model is "base"."""
+    return dict(_content()["methods"])
+
+
+@cache
+def paper_tables() -> dict[int, PaperTable]:
+    """The eight tables, by number."""
+    tables: dict[int, PaperTable] = {}
+    for raw in _content()["tables"]:
+        columns = tuple(raw["columns"])
+        cells = tuple(
+            Cell(raw["number"], row["model"], row["method"], row["epochs"], column, printed,
+                 row.get("marks", {}).get(column))
+            for row in raw["rows"]
+            for column, printed in zip(columns, row["cells"], strict=True)
+        )  # fmt: skip
+        averages = {name: tuple(over) for name, over in raw["averages"].items()}
+        tables[raw["number"]] = PaperTable(
+            raw["number"], raw["title"], raw["regime"], raw["suite"], raw["samples"], columns, averages, cells,
+            raw.get("as_printed", ""),
+        )  # fmt: skip
+    return tables
+
+
+def paper_cells() -> list[Cell]:
+    """Every printed number, in the order of the tables."""
+    return [cell for table in paper_tables().values() for cell in table.cells]
+
+
+# --- averages ---------------------------------------------------------------------------------------------------------
+
+
+def recomputed(table: PaperTable, average: Cell) -> float:
+    """The mean of the cells that an average cell is said to average."""
+    over = table.averages[average.column]
+    cells = [table.cell(average.method, column, model=average.model, epochs=average.epochs) for column in over]
+    return math.fsum(cell.value for cell in cells) / len(cells)
+
+
+def wrong_averages() -> list[tuple[Cell, float]]:
+    """Printed averages that are not the mean of their row to the last digit, and that mean."""
+    return [
+        (cell, recomputed(table, cell))
+        for table in paper_tables().values()
+        for cell in table.cells
+        if cell.column in table.averages and abs(recomputed(table, cell) - cell.value) > HALF_CENT
+    ]
+
+
+# --- the grid of scores -----------------------------------------------------------------------------------------------
+
+
+def on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
+    """Whether some k/size, in per cent and rounded to so many decimals, prints as this value.
+
+    >>> on_grid(1.56, 128), on_grid(0.01, 128)
+    (True, False)
+    """
+    nearest = round(value * size / 100)
+    return any(abs(100 * k / size - value) <= 0.5 * 10**-decimals + 1e-9 for k in (nearest - 1, nearest, nearest + 1))
+
+
+def truncated_on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
+    """Whether some k/size, in per cent and cut after so many decimals, prints as this value."""
+    unit = 100 * 10**decimals
+    shown = round(value * 10**decimals)
+    lowest = shown * size // unit
+    return any(unit * k // size == shown for k in (lowest, lowest + 1))
+
+
+@cache
+def _rounded_runs(items: int, samples: int) -> frozenset[int]:
+    """The sums that ``samples`` runs can have, each k/items in per cent rounded to 0.1, in tenths."""
+    runs = sorted({round(1000 * k / items) for k in range(items + 1)})
+    sums = 1
+    for _ in range(samples):
+        reached = 0
+        for run in runs:
+            reached |= sums << run  # a set of sums as the bits of one number
+        sums = reached
+    return frozenset(i for i in range(sums.bit_length()) if sums >> i & 1)
+
+
+def from_rounded_runs(value: float, items: int, samples: int) -> bool:
+    """Whether the mean of so many runs, each rounded to 0.1 first, prints as this value."""
+    near = range(math.floor((value - 0.01) * 10 * samples), math.ceil((value + 0.01) * 10 * samples) + 1)
+    sums = _rounded_runs(items, samples)
+    return any(s in sums and abs(s / (10 * samples) - value) <= HALF_CENT for s in near)
+
+
+GRIDS = {
+    "rounded": "k/n to two decimals",
+    "rounded runs": "a mean of 16 runs that were rounded to 0.1 first",
+    "cut": "k/n cut after two decimals",
+    "one decimal": "k/n to, or cut after, one decimal; a zero is printed behind it",
+    "none": "no score of this set",
+}
+
+
+def grid_of(cell: Cell) -> str | None:
+    """How a printed score comes from k correct answers: a key of `GRIDS`, the first that explains it.
+
+    None for what is no count: averages and similarities. n is items x samples.
+    """
+    table, found = paper_tables()[cell.table], paper_sets().get(cell.column)
+    if found is None or table.samples is None or cell.column == "Jaro-Winkler":
+        return None
+    value, total = cell.value, found.items * table.samples
+    if on_grid(value, total):
+        return "rounded"
+    if table.samples > 1 and from_rounded_runs(value, found.items, table.samples):
+        return "rounded runs"
+    if truncated_on_grid(value, total):
+        return "cut"
+    if cell.printed.endswith("0") and (
+        on_grid(value, found.items, decimals=1) or truncated_on_grid(value, found.items, decimals=1)
+    ):
+        return "one decimal"
+    return "none"
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MarkMismatch:
+    """A column of a model's block whose marks are not its two best tuned methods."""
+
+    table: int
+    model: str
+    column: str
+    printed: dict[Mark, tuple[str, ...]]
+    expected: dict[Mark, tuple[str, ...]]
+
+
+def wrong_marks() -> list[MarkMismatch]:
+    """Where bold is not the best, or underlined not the second best, of the tuned methods.
+
+    Columns without any mark are left alone, and so is a second place shared by several: the paper marks neither.
+    Table 6 marks the best average of all epochs only, and is checked for that.
+    """
+    found: list[MarkMismatch] = []
+    for table in paper_tables().values():
+        for model in table.models:
+            for column in table.columns:
+                cells = [c for c in table.cells if (c.model, c.column) == (model, column) and c.method in TUNED]
+                printed = {c: c.mark for c in cells if c.mark}
+                if not printed:
+                    continue
+                best, second = best_and_second({f"{c.method}/{c.epochs}": c.value for c in cells})
+                if len(second) > 1 or table.number == 6:
+                    second = set[str]()
+                expected = {("bold", name) for name in best} | {("underline", name) for name in second}
+                if expected != {(mark, f"{c.method}/{c.epochs}") for c, mark in printed.items()}:
+                    shown: dict[Mark, tuple[str, ...]] = {
+                        mark: tuple(c.method for c, m in printed.items() if m == mark) for mark in ("bold", "underline")
+                    }
+                    right: dict[Mark, tuple[str, ...]] = {
+                        mark: tuple(c.method for c in cells if (mark, f"{c.method}/{c.epochs}") in expected)
+                        for mark in ("bold", "underline")
+                    }
+                    found.append(MarkMismatch(table.number, model, column, shown, right))
+    return found
+
+
+# --- as tables of results ---------------------------------------------------------------------------------------------
+
+
+def printed_tables(number: int) -> list[ResultTable]:
+    """A table of the paper, one for each model, or for each epoch; the marks are by our rule, not as printed."""
+    if number not in paper_tables():
+        raise ValueError(f"the paper has Tables 1 to 8, no Table {number}")
+    table = paper_tables()[number]
+    groups: dict[str, dict[str, dict[str, Score]]] = {}
+    for cell in table.cells:
+        group = cell.model + (f", epoch {cell.epochs}" if number == 6 else "")
+        size = paper_sets()[cell.column].items if cell.column in paper_sets() else None
+        groups.setdefault(group, {}).setdefault(cell.method, {})[cell.column] = Score(cell.value, items=size)
+    return [
+        ResultTable(f"Table {number} of the paper: {table.title}, {group}", table.columns, _base_named(rows))
+        for group, rows in groups.items()
+    ]
+
+
+def _base_named(rows: dict[str, dict[str, Score]]) -> dict[str, dict[str, Score]]:
+    return {BASE if name == "Base" else name: row for name, row in rows.items()}

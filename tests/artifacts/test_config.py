@@ -1,0 +1,168 @@
+"""A config is right, or says where it is wrong and what would be right."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deftune.artifacts.config import ConfigError, RunConfig, apply_override, load_config, render_yaml, schema
+
+LAUGHS = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
+BASE = {"data": {"train": [{"path": "rows.jsonl"}]}}
+
+
+def wrong(overrides=(), base=BASE):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides, json.loads(json.dumps(base)))
+    return str(caught.value)
+
+
+def test_the_defaults_are_the_papers():
+    train = load_config(None, base=BASE).train
+    assert (train.betas, train.schedule, train.warmup_ratio, train.clip, train.batch_size) == (
+        (0.9, 0.95),
+        "cosine",
+        0.1,
+        1.0,
+        256,
+    )
+    assert (train.learning_rate, train.epochs) == (5e-5, 1)
+
+
+EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "text"),
+    [
+        ({**BASE, "trian": {}}, [], "trian: unknown key; did you mean 'train'? known here: run, objective, model"),
+        (BASE, ["train.learning_rat=1"], "train.learning_rat: unknown key; did you mean 'learning_rate'?"),
+        (BASE, ["data.train.0.fromat=a"], "data.train.0.fromat: unknown key; did you mean 'format'?"),
+        (BASE, ["model.lora.rank=8"], "model.lora.rank: unknown key; known here: r, alpha, dropout, target_modules"),
+        (BASE, ["objective=defft"], "objective: unknown objective 'defft'. Did you mean 'deft'?"),
+        (BASE, ["train.learning_rate=-1"], "train.learning_rate: Input should be greater than 0 (got -1)"),
+        (BASE, ["train.learning_rate=.nan"], "train.learning_rate: Input should be a finite number"),
+        (BASE, ["train.batch_size=6"], "train: batch_size 6 is no multiple of micro_batch_size 4"),
+        (BASE, ["train.betas=[0.9, 1.0]"], "betas: 1.0 is not in [0, 1)"),
+        (BASE, ["train.eval_steps=5"], "train.eval_steps: there is nothing to evaluate on"),
+        (BASE, ["train.best=eval_nll"], "train.best: eval_nll is measured at evaluations; give train.eval_steps"),
+        (
+            BASE,
+            [*EVALUATED, "train.best=loss"],
+            "'loss' is not measured; one of none, eval_loss, eval_nll",
+        ),
+        (
+            BASE,
+            [*EVALUATED, "train.best=gsm8k"],
+            "eval_nll, or add it to data.tasks",
+        ),
+        (BASE, ["data.tasks=[{name: gsm8k}]"], "data.tasks: say how often to ask them with train.eval_steps"),
+        (BASE, [*EVALUATED, "data.tasks=[{name: a}, {name: a}]"], "data.tasks: a is given twice"),
+        (
+            BASE,
+            ["train.attention=fast"],
+            "train.attention: Input should be 'auto', 'flash'",
+        ),
+        (BASE, ["data.mask=answers"], "data.mask: Input should be 'assistant', 'completion' or 'all'"),
+        (BASE, ["model.lora={target_modules: [q_proj, lm_head]}"], "an adapter on lm_head would be left out"),
+        (BASE, ["data.train.0.generate=gsm_symbolic"], "give one of `path` and `generate`"),
+        ({"data": {"train": [{"generate": "x"}]}}, [], "`generate` needs `limit`"),
+        ({"data": {"train": []}}, [], "data.train: List should have at least 1 item"),
+        ({}, [], "data: is missing"),
+        (BASE, ["data.holdout=0.1", "data.eval=[{path: a}]"], "data: give `eval` or `holdout`, not both"),
+        (BASE, ["train"], "--set train: write it as a.b=value"),
+        (BASE, ["train.seed=[1"], "--set train.seed=[1: the value is not YAML"),
+        (BASE, ["train={seed: 1, seed: 2}"], "--set train={seed: 1, seed: 2}: duplicate key 'seed', first on line 1"),
+        (BASE, ["train.seed=2020-13-45"], "--set train.seed=2020-13-45: the value is not YAML"),
+        (BASE, ["data.train.3.path=x"], "3 is no place in a list of 1"),
+        (BASE, ["objective.name=deft", "objective.name.x=1"], "objective.name is a value and has no keys"),
+    ],
+)
+def test_what_is_wrong_is_named(base, overrides, text):
+    assert text in wrong(overrides, base)
+
+
+def test_every_mistake_is_listed_at_once():
+    lines = wrong(["train.clipp=1", "objective=x", "data.mask=y"]).splitlines()
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("run: [1", r"run.yaml:1: not YAML"),
+        ("- 1\n", "run.yaml: a config is a mapping with the keys run, objective"),
+        ("a: !!python/object/apply:os.system ['touch pwned']", r"run.yaml:1: not YAML"),
+        ("\x00", "run.yaml: not YAML"),
+        ("train:\n  seed: 1\n  clip: 1\n  seed: 2\n", "run.yaml:4: duplicate key 'seed', first on line 2"),
+        ("run: a\ndata: {}\n'run': b\n", "run.yaml:3: duplicate key 'run', first on line 1"),
+        ("data: {train: [{path: a, path: b}]}", "run.yaml:1: duplicate key 'path', first on line 1"),
+        ("run: " + "[" * 10_000, "run.yaml: not YAML (RecursionError)"),
+        ("run: &a [*a]", "run.yaml:1: an alias contains itself"),
+        (LAUGHS, "run.yaml:1: its aliases make more than 100,000 values"),
+        ("run: 2020-13-45", "run.yaml: not YAML (ValueError)"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path, content, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert text in str(caught.value)
+
+
+def test_aliases_and_merged_keys_are_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {train: [&a {path: a, limit: 3}, {<<: *a, path: b}]}\n")
+    sources = load_config(path).data.train
+    assert [(source.path, source.limit) for source in sources] == [("a", 3), ("b", 3)]
+
+
+def test_a_long_override_is_not_shown_whole():
+    message = wrong(["train.seed=" + "[" * 100_000])
+    assert message == f"--set train.seed={'[' * 189}...: the value is not YAML"
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path):
+    with pytest.raises(ConfigError, match="no such file; `deftune init` writes one"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_a_number_that_yaml_takes_for_text():
+    assert load_config(None, ["train.learning_rate=5e-6"], json.loads(json.dumps(BASE))).train.learning_rate == 5e-6
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "learning_rate": st.floats(1e-8, 1.0),
+            "clip": st.floats(0, 10),
+            "seed": st.integers(0, 2**31),
+            "micro_batch_size": st.sampled_from([1, 2, 4]),
+            "schedule": st.sampled_from(["cosine", "linear", "constant"]),
+            "report_to": st.lists(st.sampled_from(["tensorboard", "trackio", "wandb"]), max_size=2),
+        }
+    ),
+    st.sampled_from(["deft", "alpha(0.3)", "deft | eos(nll) | mean_one"]),
+)
+def test_a_config_survives_its_own_yaml(tmp_path_factory, train, objective):
+    config = RunConfig.model_validate({**BASE, "train": train, "objective": objective})
+    path = tmp_path_factory.mktemp("config") / "run.yaml"
+    path.write_text(render_yaml(config))
+    assert load_config(path) == config
+
+
+@given(st.text(max_size=40))
+def test_no_override_raises_anything_else(text):
+    content = json.loads(json.dumps(BASE))
+    try:
+        apply_override(content, text)
+    except ConfigError:
+        pass
+
+
+def test_the_schema_knows_every_key():
+    properties = schema()["properties"]
+    assert set(properties) == {"run", "objective", "model", "data", "train"}
+    json.dumps(schema())

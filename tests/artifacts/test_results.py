@@ -1,0 +1,159 @@
+"""A finished run: scored, talked to, merged."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from deftune import token_stats
+from deftune.artifacts.models import load_tokenizer
+from deftune.artifacts.results import load_result
+from deftune.artifacts.runs import Run
+from deftune.artifacts.templates import TEMPLATES
+from deftune.cli import main
+from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.sources import read_source
+from deftune.tokens.head import shifted
+from deftune.tokens.scoring import bootstrap, score
+from deftune.training.results import complete, merge
+from deftune.training.train import train_run
+
+LORA = {"model.lora": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory, make_config) -> Run:
+    config = make_config(tmp_path_factory.mktemp("lora") / "run", LORA)
+    return train_run(config, Console(file=open(os.devnull, "w"))).run
+
+
+@pytest.fixture(scope="module")
+def examples(tiny_model, chat_file):
+    tokenizer = load_result(str(tiny_model))[1]
+    return encode_rows(read_source(chat_file)[:7], Encoder(tokenizer, mask="assistant", max_length=128)).examples
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_scores_are_those_of_the_logits_row_by_row(tiny_model, examples, batch_size):
+    model, tokenizer = load_result(str(tiny_model))
+    scores = score(model, tokenizer, examples, batch_size=batch_size)
+    for i, example in enumerate(examples):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([example.input_ids])).logits
+        expected = token_stats(logits, shifted(torch.tensor([example.labels])))
+        mine = scores.rows == i
+        assert torch.allclose(scores.stats.log_p[mine], expected.log_p, atol=1e-5)
+        assert torch.allclose(scores.stats.entropy[mine], expected.entropy, atol=1e-5)
+        assert torch.equal(scores.stats.targets[mine], expected.targets)
+
+
+def test_bootstrap_resamples_rows_not_tokens():
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randn(40, generator=generator)
+    rows = torch.arange(40).repeat_interleave(50)
+    values = levels[rows] + 0.01 * torch.randn(2000, generator=generator)
+    estimate = bootstrap(values, rows)
+    width = estimate.high - estimate.low
+    # the standard error of 40 row means, not of 2000 tokens
+    assert width == pytest.approx(2 * 1.96 * float(levels.std()) / 40**0.5, rel=0.2)
+    assert estimate.low < estimate.mean < estimate.high
+    assert bootstrap(values, rows) == estimate
+
+
+def test_a_merged_adapter_gives_the_same_logits(lora_run, tmp_path, examples):
+    out = merge(lora_run, tmp_path / "merged")
+    ids = torch.tensor([examples[0].input_ids])
+    adapted, merged = load_result(str(lora_run.folder))[0].eval(), load_result(str(out))[0].eval()
+    base = load_result(lora_run.read_config().model.name)[0].eval()
+    with torch.no_grad():
+        a, b, c = (model(input_ids=ids).logits for model in (adapted, merged, base))
+    assert torch.allclose(a, b, atol=1e-5)
+    assert (a - c).abs().max() > 1e-3  # the adapter did learn something
+    with pytest.raises(ValueError, match="exists; name another folder"):
+        merge(lora_run, out)
+
+
+def test_a_plain_run_has_nothing_to_merge(tmp_path, make_config, capsys):
+    run = train_run(make_config(tmp_path / "plain"), Console(file=open(os.devnull, "w"))).run
+    assert main(["merge", str(run.folder)]) == 2
+    assert "was not trained with LoRA" in capsys.readouterr().err
+
+
+def test_a_run_without_a_result(tmp_path, make_config, capsys):
+    from deftune.artifacts.runs import open_run
+
+    open_run(make_config(tmp_path / "new"))
+    assert main(["chat", str(tmp_path / "new")]) == 2
+    assert "has no model yet (the run is new)" in capsys.readouterr().err
+
+
+def test_a_damaged_result_is_not_loaded(lora_run, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(lora_run.folder, tmp_path / "copy")
+    weights = tmp_path / "copy" / "model" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert main(["chat", str(tmp_path / "copy")]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_chat_reads_lines_and_keeps_the_conversation(lora_run, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 1 + 2?\n/reset\n\nWhat is 1 + 2?\n/quit\nnever\n"))
+    assert main(["chat", str(lora_run.folder), "--max-new-tokens", "8"]) == 0
+    answers = [line for line in capsys.readouterr().out.split("\n") if line]
+    assert (
+        len(answers) % 2 == 0 and answers[: len(answers) // 2] == answers[len(answers) // 2 :] != []
+    )  # greedy, and the conversation was forgotten
+
+
+def test_chat_refuses_a_negative_temperature(lora_run, capsys):
+    assert main(["chat", str(lora_run.folder), "--temperature", "-1"]) == 2
+    assert "--temperature: -1 is below 0" in capsys.readouterr().err
+
+
+def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):
+    model, tokenizer = load_result(str(tiny_model))
+    encoder = Encoder(tokenizer, mask="assistant", max_length=128)
+    prompts = [encoder.encode_prompt(row) for row in read_source(chat_file)[:3]]
+    together = complete(model, tokenizer, prompts, max_new_tokens=6)
+    assert together == [complete(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+
+
+def test_runs_tells_what_became_of_each(lora_run, tmp_path, capsys):
+    import json
+    import shutil
+
+    from deftune.artifacts.runs import locked
+
+    for name in ("done", "killed", "busy", "broken"):
+        shutil.copytree(lora_run.folder, tmp_path / name)
+    for name in ("killed", "busy"):
+        Run(tmp_path / name).set_status("running", step=2)
+    (tmp_path / "broken" / "config.yaml").write_text("run: [")
+    with locked(Run(tmp_path / "busy")):
+        assert main(["runs", str(tmp_path), "--json"]) == 0
+        found = {Path(run["run"]).name: run for run in json.loads(capsys.readouterr().out)}
+    states = {name: run["state"] for name, run in found.items()}
+    assert states == {"done": "finished", "killed": "interrupted", "busy": "running", "broken": "damaged"}
+    assert found["done"]["objective"] == "deft" and found["done"]["step"] == 4 and found["done"]["nll"] > 0
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_a_moved_run_is_found_by_its_folder(lora_run, tmp_path, capsys):
+    import shutil
+
+    shutil.move(shutil.copytree(lora_run.folder, tmp_path / "a"), tmp_path / "b")
+    assert main(["train", str(tmp_path / "b")]) == 0
+    assert "already finished" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_keeps_the_template_it_was_trained_with(make_config, tmp_path):
+    """Whoever loads the folder by itself, `lm_eval` or a server, prompts as training did."""
+    with open(os.devnull, "w") as nowhere:
+        outcome = train_run(make_config(tmp_path / "run", {"data.template": "plain"}), Console(file=nowhere))
+    assert load_tokenizer(str(outcome.run.model)).chat_template == TEMPLATES["plain"]

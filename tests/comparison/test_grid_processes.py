@@ -1,0 +1,230 @@
+"""A comparison's processes: signals, kills, and what is left of them. Real commands, a tiny model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_comparison import content, save_model, write
+
+from deftune.artifacts.runs import Run
+from deftune.comparison.cells import WATCH_SECONDS, Child, Children, cell_progress
+from deftune.comparison.grid import Cell, load_comparison
+
+HANG_SECONDS = 1200  # a machine that is loaded may be slow; one that hangs ends the test
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def wait_until(ready, about=lambda: "") -> None:
+    end = time.monotonic() + HANG_SECONDS
+    while not ready():
+        assert time.monotonic() < end, about()
+        time.sleep(0.05)
+
+
+def long_comparison(tmp_path, model, **train) -> tuple[list[str], list[Cell]]:
+    """(the command, its cells): two objectives that would train for a long time."""
+    what = content(model, tmp_path / "grid") | {"seeds": [0], "base": False}
+    what["train"] |= {"max_steps": 100_000, "epochs": 100_000, "save_steps": 100_000, **train}
+    path = write(tmp_path / "c.yaml", what)
+    return [sys.executable, "-m", "deftune", "compare", "run", str(path)], load_comparison(path).cells()
+
+
+def steps(cell: Cell) -> int:
+    return len(Run(cell.folder / "run").read_metrics())
+
+
+def log(cell: Cell) -> str:
+    path = cell.folder / "log.txt"
+    return path.read_text() if path.is_file() else "no log"
+
+
+def group_of(leader: int) -> list[int]:
+    """The living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                after = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(after[2]) == leader and after[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def leader_of(cell: Cell) -> int:
+    """The process that runs a cell."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            except (OSError, IndexError):
+                continue
+            if cell.name.encode() in words and cell.comparison.folder.encode() in words and session == int(entry.name):
+                found.append(int(entry.name))
+    (leader,) = found
+    return leader
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_signal_ends_the_grid_within_the_step_and_the_same_command_resumes(tmp_path, model, number, code, workers):
+    """Two cells at a time: both save where they are and stop; nothing of them runs on; the next call goes on there."""
+    command, cells = long_comparison(tmp_path, model, workers=workers)
+    process = subprocess.Popen([*command, "--jobs", "2"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    wait_until(lambda: all(steps(cell) > 2 for cell in cells) or process.poll() is not None, lambda: log(cells[0]))
+    leaders = [leader_of(cell) for cell in cells]
+    at = [steps(cell) for cell in cells]
+    process.send_signal(number)
+    out = process.communicate(timeout=HANG_SECONDS)[0]
+    assert process.returncode == code, out
+    assert "stopped; the same command goes on" in out
+    assert not any(group_of(leader) for leader in leaders)
+    for cell, before in zip(cells, at):
+        assert cell.state()["state"] == "stopped", log(cell)
+        run = Run(cell.folder / "run")
+        reached = run.status()["step"]
+        assert run.status()["state"] == "stopped" and before <= reached == cell.state()["step"]
+        assert (run.checkpoints / f"checkpoint-{reached}").is_dir()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    first, reached = cells[0], Run(cells[0].folder / "run").status()["step"]
+    wait_until(lambda: "resuming from" in log(first) and steps(first) > reached, lambda: log(first))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=HANG_SECONDS)
+    assert [r["step"] for r in Run(first.folder / "run").read_metrics()][: reached + 1] == list(range(1, reached + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_killed_cell_is_a_failure_that_leaves_nothing_behind(tmp_path, model, whole_group):
+    """SIGKILL of a cell, or of its whole process group: the grid records it and goes on with the next cell."""
+    command, cells = long_comparison(tmp_path, model, workers=1)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    wait_until(lambda: steps(cells[0]) > 2 or process.poll() is not None, lambda: log(cells[0]))
+    leader = leader_of(cells[0])
+    assert len(group_of(leader)) > 1  # the data loader's worker is in it
+    (os.killpg if whole_group else os.kill)(leader, signal.SIGKILL)
+    wait_until(lambda: steps(cells[1]) > 2 or process.poll() is not None, lambda: log(cells[1]))
+    assert cells[0].state()["state"] == "failed"
+    assert cells[0].state()["error"] == f"killed by signal 9; see {cells[0].folder / 'log.txt'}"
+    assert group_of(leader) == []
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=HANG_SECONDS)[0]
+    assert process.returncode == 143 and f"{cells[0].name} failed: killed by signal 9" in out
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)  # it is tried again
+    wait_until(lambda: steps(cells[0]) > 2 and cells[0].state()["state"] == "running", lambda: log(cells[0]))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=HANG_SECONDS)
+
+
+@pytest.mark.slow
+def test_a_killed_process_group_of_the_command_stops_its_cells(tmp_path, model):
+    command, cells = long_comparison(tmp_path, model)
+    process = subprocess.Popen([*command, "--jobs", "2"], stdout=subprocess.DEVNULL, start_new_session=True)
+    wait_until(lambda: all(steps(cell) > 2 for cell in cells), lambda: log(cells[0]))
+    leaders = [leader_of(cell) for cell in cells]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not any(group_of(leader) for leader in leaders), lambda: log(cells[0]))
+    assert [cell.state()["state"] for cell in cells] == ["stopped", "stopped"]
+    assert all((Run(cell.folder / "run").checkpoints).is_dir() for cell in cells)
+
+
+# --- without a model --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_in(tmp_path, model, monkeypatch):
+    """``stand_in(code)``: cells whose process runs ``code`` instead of training."""
+
+    def make(code: str, **changes) -> list[Cell]:
+        comparison = load_comparison(write(tmp_path / "c.yaml", content(model, tmp_path / "grid") | changes))
+        real = subprocess.Popen
+        monkeypatch.setattr(
+            "deftune.comparison.cells.subprocess.Popen",
+            lambda command, **more: real([sys.executable, "-c", code, *command[5:]], **more),
+        )
+        return comparison.cells()
+
+    return make
+
+
+def test_helpers_of_a_dead_cell_are_ended(stand_in):
+    """A process that dies and leaves a child behind, which would hold the cell's lock."""
+    cell = stand_in(
+        "import os, subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); os._exit(3)"
+    )[0]
+    child = Child(cell)
+    wait_until(child.is_over)
+    assert child.end(told=False) == "failed" and cell.state()["error"].startswith("exit code 3; see ")
+    helper = int((cell.folder / "log.txt").read_text())
+    wait_until(lambda: not Path(f"/proc/{helper}").exists() or "Z" in Path(f"/proc/{helper}/stat").read_text())
+
+
+def test_a_cell_stopped_while_it_measures_says_so(stand_in):
+    """The default action of SIGTERM leaves it no time: whoever started it writes the state."""
+    cell = stand_in("import time; print('up', flush=True); time.sleep(1000)")[0]
+    child = Child(cell)
+    wait_until(lambda: "up" in log(cell))
+    cell.set_state("running", stage="measure")
+    child.stop()
+    wait_until(child.is_over)
+    assert child.end(told=True) == "stopped"
+    assert cell.state() == {"state": "stopped", "stage": "measure"}
+
+
+def test_the_first_signal_is_the_exit_code(stand_in):
+    cells = stand_in("import time; print('up', flush=True); time.sleep(1000)")
+    before = signal.getsignal(signal.SIGINT)
+    runner = Children(1, watch=lambda _: os.kill(os.getpid(), signal.SIGINT), clock=Clock(WATCH_SECONDS))
+    found = list(runner(cells, lambda cell: True))
+    assert [(cell.name, state) for cell, state in found] == [(cells[0].name, "stopped")]
+    assert runner.signal == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Clock:
+    """Moves on by ``step`` seconds whenever it is read."""
+
+    def __init__(self, step: float):
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_running_cells_are_watched_by_the_clock(stand_in):
+    cells, seen = stand_in("import time; time.sleep(0.5)", base=False, seeds=[0]), []
+    list(Children(2, seen.append, Clock(WATCH_SECONDS))(cells, lambda cell: True))
+    assert [cell.name for cell in seen[0]] == [cell.name for cell in cells]
+    seen.clear()
+    list(Children(2, seen.append, clock=lambda: 0.0)(cells, lambda cell: True))  # no time passes
+    assert seen == []
+
+
+def test_where_a_cell_stands(stand_in):
+    base, nll, *_ = stand_in("")
+    assert cell_progress(nll) == f"{nll.name}: preparing"
+    (nll.folder / "run").mkdir(parents=True)
+    lines = [json.dumps({"step": n, "kind": "train"}) + "\n" for n in (1, 2)]
+    (nll.folder / "run" / "metrics.jsonl").write_text("".join(lines))
+    nll.set_state("running", stage="train")
+    assert cell_progress(nll) == f"{nll.name}: training, step 2"
+    base.set_state("running", stage="measure")
+    for name in ("eval-a", "eval-b"):
+        (base.folder / name).mkdir()
+        (base.folder / name / "samples.jsonl").write_text("{}\n" * 3)
+    assert cell_progress(base) == f"{base.name}: measuring, 6 answers"

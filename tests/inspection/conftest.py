@@ -1,0 +1,3 @@
+"""Fixtures of this room's tests."""
+
+from chat_fixtures import chromium, data_file, make_run, model, model_folder, rows, run, tokenizer  # noqa: F401
