@@ -182,9 +182,9 @@ def test_an_unknown_claim_is_named():
 
 
 def test_the_ledger_and_the_printed_tables_need_no_torch():
-    """`deftune paper claims` and `paper` answer from the core's front door alone, at once."""
+    """`deftune paper claims` and `table` answer from the core's front door alone, at once."""
     code = (
-        "import sys; from deftune.cli import main; main(['compare', 'claims']); main(['compare', 'paper', '1']); "
+        "import sys; from deftune.cli import main; main(['paper', 'claims']); main(['paper', 'table', '1']); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -157,18 +157,24 @@ def test_resumed_in_every_way_of_training(tmp_path, make_config, variant, places
 
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
 
-# Steps so long that they do harm: an early evaluation is the best one.
-WORSE = {
-    "train.max_steps": 8, "train.learning_rate": 0.3, "train.schedule": "constant", "train.warmup_ratio": 0.0,
-    "data.holdout": 0.2, "train.eval_steps": 2, "train.keep": 1,
-    "train.best": "eval_nll",
-}  # fmt: skip
+
+@pytest.fixture(scope="module")
+def worse(tmp_path_factory) -> dict[str, object]:
+    """Settings whose first evaluation is the best: the held-out answers have letters that no training answer has."""
+    path = tmp_path_factory.mktemp("data") / "other_letters.jsonl"
+    turns = [("user", "What is 2 + 3?"), ("assistant", "QZXJ VKWY QZ BFG")]
+    row = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    path.write_text(f"{row}\n" * 4, encoding="utf-8")
+    return {
+        "train.max_steps": 8, "train.learning_rate": 0.01, "train.schedule": "constant", "train.warmup_ratio": 0.0,
+        "data.eval": [{"path": str(path)}], "train.eval_steps": 2, "train.keep": 1, "train.best": "eval_nll",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def worsened(tmp_path_factory, make_config) -> Path:
+def worsened(tmp_path_factory, make_config, worse) -> Path:
     run = tmp_path_factory.mktemp("runs") / "worsened"
-    train(make_config(run, WORSE))
+    train(make_config(run, worse))
     return run
 
 
@@ -189,10 +195,10 @@ def test_the_best_one_is_kept_and_becomes_the_result(worsened):
 
 
 @pytest.mark.parametrize("best", ["none", "eval_loss"])
-def test_the_run_says_which_step_it_kept(tmp_path, make_config, best):
+def test_the_run_says_which_step_it_kept(tmp_path, make_config, best, worse):
     """The last one unless asked otherwise, in what it prints, in `status.json`, in `deftune runs` and on the card."""
     printed = Console(file=io.StringIO(), width=1000)
-    outcome = train(make_config(tmp_path / "run", {**WORSE, "train.best": best}), printed)
+    outcome = train(make_config(tmp_path / "run", {**worse, "train.best": best}), printed)
     kept = best_step(outcome.run.folder) if best == "eval_loss" else 8
     assert (kept < 8) == (best == "eval_loss")
     words = f"holds the weights of step {kept}" + (": best eval_loss" if best == "eval_loss" else ", the last")
@@ -205,9 +211,9 @@ def test_the_run_says_which_step_it_kept(tmp_path, make_config, best):
     assert result["eval_loss"] == next(r["eval_loss"] for r in evaluated if r["step"] == kept)
 
 
-def test_evaluations_leave_the_checkpoints_to_the_config(tmp_path, make_config):
+def test_evaluations_leave_the_checkpoints_to_the_config(tmp_path, make_config, worse):
     """`save_steps` and `keep` are as given with `eval_steps` beside them; the best one stays besides."""
-    settings = {**WORSE, "train.max_steps": 9, "train.save_steps": 1, "train.keep": 1, "train.eval_steps": 4}
+    settings = {**worse, "train.max_steps": 9, "train.save_steps": 1, "train.keep": 1, "train.eval_steps": 4}
     outcome = train(make_config(tmp_path / "last", {**settings, "train.best": "none"}))
     assert [folder.name for folder in checkpoints.checkpoints(outcome.run.checkpoints)] == ["checkpoint-9"]
     outcome = train(make_config(tmp_path / "best", {**settings, "train.save_steps": 3}))
@@ -217,19 +223,19 @@ def test_evaluations_leave_the_checkpoints_to_the_config(tmp_path, make_config):
     assert found == [f"checkpoint-{best}", "checkpoint-9"]
 
 
-def test_the_best_one_is_found_where_the_run_is_now(tmp_path, make_config, worsened):
+def test_the_best_one_is_found_where_the_run_is_now(tmp_path, make_config, worsened, worse):
     """Not in the folder that the run was moved from, and not given up for the last one."""
     best, moved = best_step(worsened), tmp_path / "moved"
     original = tmp_path / "original"
-    train(make_config(original, WORSE))
+    train(make_config(original, worse))
     rewound(original, 8, moved)
     shutil.copytree(original / "checkpoints" / f"checkpoint-{best}", moved / "checkpoints" / f"checkpoint-{best}")
     shutil.rmtree(original)
-    train(make_config(moved, WORSE))
+    train(make_config(moved, worse))
     assert weights(moved) == weights(worsened)
 
 
-def test_a_damaged_best_one_is_an_error(tmp_path, make_config, worsened):
+def test_a_damaged_best_one_is_an_error(tmp_path, make_config, worsened, worse):
     best = best_step(worsened)
     copy = rewound(worsened, 8, tmp_path / "copy")
     shutil.copytree(worsened / "checkpoints" / f"checkpoint-{best}", copy / "checkpoints" / f"checkpoint-{best}")
@@ -238,7 +244,7 @@ def test_a_damaged_best_one_is_an_error(tmp_path, make_config, worsened):
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(checkpoints.CheckpointError, match=r"model\.safetensors: is damaged"):
-        train(make_config(copy, WORSE))
+        train(make_config(copy, worse))
     assert not (copy / "model").exists()
 
 
