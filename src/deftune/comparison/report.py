@@ -1,47 +1,35 @@
-"""`deftune report`: a comparison as one HTML page that needs nothing else, and that no text in it can take over.
+"""A comparison as one HTML page that loads nothing and runs nothing.
 
-No script, no request: a Content-Security-Policy says so to the browser. Everything that comes from a config, a model's
-name or a result is escaped. The figures come in as SVG by title (`page_figures` makes them).
+A Content-Security-Policy forbids scripts and requests. The template escapes every text that comes from a config, a
+model's name or a result.
 """
 
 from __future__ import annotations
 
-import html
 import json
+import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+import jinja2
+from markupsafe import Markup
 
 from deftune._version import __version__
+from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import shown_model
 from deftune.comparison.grid import CONFIG, Comparison, render_comparison
 from deftune.comparison.show import cost_lines, difference_lines, score_tables, token_lines, view_title
+from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.tables import AVERAGE, LEVEL, ResultTable, render_html
 
 Record = Mapping[str, Any]
+Beside = Callable[[Record], tuple[Sequence[ResultTable], Mapping[str, Sequence[Sequence[str]] | str]]]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 FEW_ITEMS, FEW_SEEDS = 100, 3
-
-
-def escape(text: object) -> str:
-    return html.escape(str(text))
-
-
-def text_table(lines: Sequence[Sequence[str]], *, words: bool = False) -> str:
-    """Rows of text, the header first."""
-    header, *body = lines
-    heads = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-    rows = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body)
-    kind = ' class="words"' if words else ""
-    return (
-        f'<div class="wide"><table{kind}>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>\n'
-    )
-
-
-def folded(title: str, content: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>\n{content}</details>\n"
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -112,63 +100,40 @@ def cautions(summary: Record) -> list[str]:
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def score_section(summary: Record, tables: Sequence[ResultTable]) -> Iterator[str]:
-    """The last view of every suite (the best of a sweep) in full, the others folded; the differences under each."""
+def score_sections(summary: Record, tables: Sequence[ResultTable]) -> Iterator[dict[str, Any]]:
+    """For every suite: its last view (the best of a sweep), and the earlier views, each with its paired differences."""
     remaining = iter(tables)
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
-            views = [(view, next(remaining)) for view in evaluation["views"]]
-            if not views:
-                yield f"<p>{escape(regime)}, {escape(evaluation['title'])}: no finished cell yet.</p>"
-                continue
-            view, table = views[-1]
-            yield f'<div class="wide">{render_html(table)}</div>'
-            if view["differences"]:
-                yield folded("Differences, paired by item", text_table(difference_lines(evaluation, view)))
-            for view, table in views[:-1]:
-                inner = f'<div class="wide">{render_html(table)}</div>'
-                if view["differences"]:
-                    inner += text_table(difference_lines(evaluation, view))
-                yield folded(f"{regime}, {evaluation['title']}, {view_title(view['name'])}", inner)
+            place = f"{regime}, {evaluation['title']}"
+            shown = [
+                {
+                    "title": f"{place}, {view_title(view['name'])}",
+                    "table": Markup(render_html(next(remaining))),
+                    "differences": difference_lines(evaluation, view) if view["differences"] else None,
+                }
+                for view in evaluation["views"]
+            ]
+            yield {"place": place, "last": shown[-1] if shown else None, "earlier": shown[:-1]}
 
 
-def says_section(summary: Record) -> Iterator[str]:
-    before = ""
-    for where, decided, text in verdicts(summary):
-        if where != before:
-            yield ("</ul>" if before else "") + f'<h3>{escape(where)}</h3>\n<ul class="says">'
-            before = where
-        yield f'<li class="decided">{escape(text)}</li>' if decided else f"<li>{escape(text)}</li>"
-    yield "</ul>" if before else "<p>No two objectives have finished yet.</p>"
-
-
-def cells_table(comparison: Comparison, page: Path | None) -> str:
-    """Every cell: its state and cost, and its token browser where one was made beside its token table."""
-    rows: list[str] = []
+def cell_rows(comparison: Comparison, page: Path | None) -> Iterator[dict[str, Any]]:
+    """Every cell: its state and cost, and a link to its token browser where one lies beside its token table."""
     for cell in comparison.cells():
         state = cell.state()
         cost: Mapping[str, float] = state.get("cost", {})
-        numbers = (
-            [f"{cost['seconds']:.1f}", f"{cost['tokens_per_second']:,.0f}", f"{cost['memory_gib']:.2f}"]
-            if cost
-            else [""] * 3
-        )
+        numbers = [""] * 3
+        if cost:
+            numbers = [f"{cost['seconds']:.1f}", f"{cost['tokens_per_second']:,.0f}", f"{cost['memory_gib']:.2f}"]
         browser = cell.folder / "inspect.html"
-        link = ""
-        if page is not None and browser.is_file():
-            link = f'<a href="{escape(relative(browser, page.parent))}">tokens</a>'
-        cells = [cell.name, state["state"], *numbers, f"{state.get('eval_seconds', 0):.1f}"]
-        rows.append(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells)}<td>{link}</td></tr>")
-    heads = "".join(f'<th scope="col">{escape(h)}</th>' for h in
-                    ("cell", "state", "train s", "tokens/s", "peak GiB", "eval s", ""))  # fmt: skip
-    body = "\n".join(rows)
-    return f'<div class="wide"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n'
+        yield {
+            "texts": [cell.name, state["state"], *numbers, f"{state.get('eval_seconds', 0):.1f}"],
+            "link": relative(browser, page.parent) if page is not None and browser.is_file() else None,
+        }
 
 
 def relative(path: Path, start: Path) -> str:
     """A link from one file to another that survives moving both."""
-    import os
-    from urllib.parse import quote
 
     return quote(os.path.relpath(path, start))
 
@@ -202,7 +167,7 @@ def reproduce(comparison: Comparison) -> str:
 
 def render_report(
     comparison: Comparison, summary: Record, figures: Mapping[str, str], environment: Record, page: Path | None = None,
-    *, tables: Sequence[ResultTable] | None = None, sections: Mapping[str, str] | None = None,
+    *, tables: Sequence[ResultTable] | None = None, sections: Mapping[str, Sequence[Sequence[str]] | str] | None = None,
 ) -> str:  # fmt: skip
     """The page's HTML.
 
@@ -213,12 +178,11 @@ def render_report(
         environment: versions and machine.
         page: where the page will lie, for links.
         tables: score tables; default: `score_tables(summary)`.
-        sections: title -> HTML, trusted; placed after the results.
+        sections: title -> rows of text, the header first, or one paragraph; placed after the results.
     """
     config = summary["config"]
     finished = sum(cell["state"] == "finished" for cell in summary["cells"].values())
     models = dict.fromkeys(about["model"] for about in summary["regimes"].values())
-    title = f"{Path(comparison.folder).name}: {', '.join(config['objectives'])}"
     facts = {
         "objectives": ", ".join(config["objectives"]),
         "model": ", ".join(map(shown_model, models)),
@@ -227,50 +191,80 @@ def render_report(
         "learning rates": ", ".join(f"{rate:g}" for rate in config["learning_rates"]),
         "cells finished": f"{finished} of {len(summary['cells'])}",
     }
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        '<p class="lead">Every objective saw the same rows in the same order for a seed, the same number of steps and '
-        "the same learning rates to choose from.</p>",
-        '<dl class="facts">',
-        *(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items()),
-        "</dl>",
-        *(f'<p class="warn">{escape(line)}</p>' for line in cautions(summary)),
-        "<h2>What it says</h2>",
-        *says_section(summary),
-        "<h2>Scores</h2>",
-        *score_section(summary, score_tables(summary) if tables is None else tables),
-    ]
-    if figures:
-        parts.append("<h2>Figures</h2>")
-        parts += [
-            f'<figure><h3>{escape(name)}</h3><div class="drawing">{svg}</div></figure>' for name, svg in figures.items()
-        ]
-    for regime, about in summary["regimes"].items():
-        name = escape(regime)
-        if about["tokens"]:
-            parts.append(
-                f"<h2>Held-out tokens: {name}</h2>\n<p class=soft>Means over tokens with 95% intervals over rows; a "
-                f"token's numbers are means over the seeds.</p>\n{text_table(token_lines(about['tokens']))}"
-            )
-        if about["cost"]:
-            parts.append(
-                f"<h2>Cost: {name}</h2>\n<p class=soft>Training only, a cell on average; the peak is the largest.</p>\n"
-                f"{text_table(cost_lines(about['cost']))}"
-            )
-    parts += [
-        *(f"<h2>{escape(name)}</h2>\n{content}" for name, content in (sections or {}).items()),
-        "<h2>How to reproduce it</h2>", f"<pre><code>{escape(reproduce(comparison))}</code></pre>",
-        folded("Configuration", f"<pre><code>{escape(render_comparison(comparison))}</code></pre>"),
-        folded("Environment", f"<pre><code>{escape(json.dumps(environment, indent=1))}</code></pre>"),
-        folded("Cells", cells_table(comparison, page)),
-        f'<p class="soft">Made by deftune {escape(__version__)}. Nothing on this page is loaded from elsewhere.</p>',
-    ]  # fmt: skip
-    style = resources.files("deftune.comparison").joinpath("report.css").read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
+    said: dict[str, list[tuple[bool, str]]] = {}
+    for where, decided, text in verdicts(summary):
+        said.setdefault(where, []).append((decided, text))
+    return page_template("report.html").render(
+        title=f"{Path(comparison.folder).name}: {', '.join(config['objectives'])}",
+        policy=POLICY,
+        style=Markup(resources.files("deftune.comparison").joinpath("report.css").read_text(encoding="utf-8")),
+        facts=facts,
+        cautions=cautions(summary),
+        verdicts=said,
+        scores=list(score_sections(summary, score_tables(summary) if tables is None else tables)),
+        figures={name: Markup(svg) for name, svg in figures.items()},
+        tokens={name: token_lines(about["tokens"]) for name, about in summary["regimes"].items() if about["tokens"]},
+        cost={name: cost_lines(about["cost"]) for name, about in summary["regimes"].items() if about["cost"]},
+        sections=sections or {},
+        commands=reproduce(comparison),
+        config=render_comparison(comparison),
+        environment=json.dumps(environment, indent=1),
+        cells=list(cell_rows(comparison, page)),
+        version=__version__,
     )
+
+
+def page_template(name: str) -> jinja2.Template:
+    """A template of this room; every text put into it is escaped unless it is `Markup`."""
+    text = resources.files("deftune.comparison").joinpath(name).read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(text)
+
+
+def write_report(
+    comparison: Comparison, out: Path | None = None, *, figures: Path | None = None, beside: Beside | None = None
+) -> list[Path]:
+    """Write a comparison's page; return its path, then those of the figures.
+
+    Args:
+        comparison: what `load_comparison` returns; at least one of its cells has finished.
+        out: the page; default: ``report.html`` in the comparison's folder.
+        figures: a folder for the figures as PNG, SVG and PDF with their tables; default: none are written.
+        beside: from a summary, the score tables and the further sections of the page (`deftune.paper.beside` has one).
+
+    Raises:
+        ValueError: no cell has finished, or a file of the comparison is damaged.
+    """
+    from deftune.comparison.report_figures import gradient_figures, page_figures, report_figures
+    from deftune.inspection.style import save_figure
+
+    folder = Path(comparison.folder)
+    summary = summarize_comparison(comparison)
+    if not any(cell["state"] == "finished" for cell in summary["cells"].values()):
+        raise ValueError(f"{folder}: no cell is finished yet; `deftune compare run {folder}` goes on")
+    out = out or folder / "report.html"
+    environment = read_environment(folder / "environment.json")
+    tables, sections = beside(summary) if beside else (None, None)
+    drawn = report_figures(comparison, summary)
+    page = render_report(comparison, summary, page_figures(drawn), environment, out, tables=tables, sections=sections)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, page)
+    if figures is None:
+        return [out]
+    drawn = [*drawn, *gradient_figures(comparison)]
+    return [out, *(save_figure(one.figure, figures / one.name, one.table)[0] for one in drawn)]
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """The versions and the machine that a comparison recorded; {} where it recorded none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: is damaged; restore it, or remove it to leave it out of the report")
+    return content  # pyright: ignore[reportUnknownVariableType]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from deftune.comparison.report import text_table
 from deftune.comparison.show import view_table, views
 from deftune.comparison.tables import AVERAGE, Printed, ResultTable
 from deftune.paper.board import ComparisonBoard
@@ -106,15 +105,14 @@ def size_difference(items: int | None, printed: int) -> str:
     return f"{'an unknown number of' if items is None else f'{items:,}'} items, the paper's set has {printed:,}"
 
 
-def claims_section(summary: Mapping[str, Any]) -> str:
-    """The claims that a comparison can decide, as an HTML table for its report."""
+def report_additions(summary: Record) -> tuple[list[ResultTable], dict[str, list[list[str]] | str]]:
+    """The paper's part of a comparison's report: its numbers beside ours, and the claims that ours can decide."""
     records = [record for record in claim_records(ComparisonBoard(summary)) if record["ours"]]
-    if not records:
-        return (
-            "<p>None of the paper's claims can be decided by this comparison: it lacks their regimes or objectives. "
-            "<code>deftune paper claims</code> prints the ledger.</p>"
-        )
     lines = [["claim", "read as", "paper's tables", "here"]]
     lines += [[f"“{r['quote']}” ({r['where']})", r["reading"], r["paper"], f"{r['ours']}: {r['ours_because']}"]
               for r in records]  # fmt: skip
-    return text_table(lines, words=True)
+    undecided = (
+        "This comparison lacks the regimes or objectives of the paper's claims, so it decides none of them. "
+        "`deftune paper claims` lists them."
+    )
+    return tables_beside_paper(summary), {"The paper's claims": lines if records else undecided}
