@@ -2,9 +2,9 @@
 
     python benchmarks/architecture.py
 
-The script parses the imports of every module below src/deftune. It writes docs/images/rooms.svg, prints a table of lines
-by room, and updates docs/architecture.md: the table between the `<!-- rooms -->` marks, and the counts between the
-`<!-- walk -->` marks, which are those of the modules that the text of the walk names.
+The script parses the imports of every module below src/deftune. It writes docs/images/rooms.svg, prints a table of
+lines by room, and updates docs/architecture.md: the table between the `<!-- rooms -->` marks, and the counts between
+the `<!-- walk -->` marks. A walk's counts are those of the modules that its text names.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def direct(imports: dict[str, set[str]]) -> list[tuple[str, str]]:
                 waiting.extend(imports[room])
         return found
 
-    return [
-        (room, other) for room in ROOMS for other in sorted(imports[room]) if other not in reached(imports[room] - {other})
-    ]
+    return [(a, b) for a in ROOMS for b in sorted(imports[a]) if b not in reached(imports[a] - {b})]
 
 
 def corner(room: str) -> tuple[int, int]:
@@ -100,7 +98,8 @@ def corner(room: str) -> tuple[int, int]:
 
 def render_svg(lines: dict[str, int], arrows: list[tuple[str, str]]) -> str:
     """The picture: a box for each room, bottom to top, and an arrow for each direct import."""
-    columns, levels = (1 + max(place[axis] for place in ROOMS.values()) for axis in (0, 1))
+    columns = 1 + max(column for column, _, _ in ROOMS.values())
+    levels = 1 + max(level for _, level, _ in ROOMS.values())
     width = 2 * MARGIN + (columns - 1) * COLUMN + WIDTH
     height = 2 * MARGIN + (levels - 1) * LEVEL + HEIGHT
     parts = [
@@ -125,7 +124,7 @@ def render_svg(lines: dict[str, int], arrows: list[tuple[str, str]]) -> str:
             f'fill="{"#d9ead3" if core else "#eef2f7"}" stroke="#33415c"/>'
             f'<text x="{left + 12}" y="{top + 23}" font-size="16" font-weight="bold" fill="#1b2433">{room}</text>'
             f'<text x="{left + WIDTH - 12}" y="{top + 23}" font-size="13" text-anchor="end" fill="#33415c">'
-            f"{lines[room]:,} lines</text>"
+            f"{lines[room]:,} {"line" if lines[room] == 1 else "lines"}</text>"
             f'<text x="{left + 12}" y="{top + 43}" font-size="12.5" fill="#33415c">{escape(holds)}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
