@@ -124,7 +124,7 @@ def render_svg(lines: dict[str, int], arrows: list[tuple[str, str]]) -> str:
             f'fill="{"#d9ead3" if core else "#eef2f7"}" stroke="#33415c"/>'
             f'<text x="{left + 12}" y="{top + 23}" font-size="16" font-weight="bold" fill="#1b2433">{room}</text>'
             f'<text x="{left + WIDTH - 12}" y="{top + 23}" font-size="13" text-anchor="end" fill="#33415c">'
-            f"{lines[room]:,} {"line" if lines[room] == 1 else "lines"}</text>"
+            f"{lines[room]:,} lines</text>"
             f'<text x="{left + 12}" y="{top + 43}" font-size="12.5" fill="#33415c">{escape(holds)}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])
