@@ -23,7 +23,7 @@ Each row has a promise, what the most trusted peers promise or where they failed
 `deftune selftest` measures the small sizes on your machine, `pytest -m reliability` the full sizes. `python
 benchmarks/scoreboard.py` writes this page from the figures in `benchmarks/results/reliability*.json`; each figure has
 the letter of its machine and its date. A figure that breaks its promise is marked **FAILS**. "Small size" marks a
-figure of `deftune selftest`, which tries fewer cases than the promise says. "Not measured" marks a row without a figure.
+figure of `deftune selftest`, which tries fewer cases than the promise says. Rows without a figure say "not measured".
 
 """
 
