@@ -1,4 +1,4 @@
-"""How exact the losses are: the figures of the README.
+"""How exact the losses are: the figures of docs/benchmarks.md.
 
     python benchmarks/accuracy.py
 

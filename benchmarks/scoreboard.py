@@ -17,13 +17,13 @@ from deftune.selftest.board import render_markdown
 from deftune.selftest.records import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAD = """# What must hold
+HEAD = """# Reliability: what must hold
 
-Every row is a promise, what the most trusted peers promise or where they broke, and what was measured here.
-`deftune selftest` measures the small sizes on your machine; `pytest -m reliability` the full ones. This page is written
-by `python benchmarks/scoreboard.py` from the figures in `benchmarks/results/reliability*.json`; each has the letter of
-its machine and its date. A figure that breaks its promise is marked **FAILS**; "small size" is a figure of `deftune
-selftest`, which tries fewer cases than the promise speaks of.
+Each row has a promise, what the most trusted peers promise or where they failed, and the measured figure.
+`deftune selftest` measures the small sizes on your machine, `pytest -m reliability` the full sizes. `python
+benchmarks/scoreboard.py` writes this page from the figures in `benchmarks/results/reliability*.json`; each figure has
+the letter of its machine and its date. A figure that breaks its promise is marked **FAILS**. "Small size" marks a
+figure of `deftune selftest`, which tries fewer cases than the promise says. Rows without a figure say "not measured".
 
 """
 

@@ -1,6 +1,6 @@
 """`token_loss` on logits against F.cross_entropy and the straightforward softmax version, in one run.
 
-    python benchmarks/token_loss.py                 # 4096 x 49152 float32, as in the README
+    python benchmarks/token_loss.py                 # 4096 x 49152 float32, as in docs/benchmarks.md
     python benchmarks/token_loss.py --rows 512 --json out.json
 
 Time is forward + backward, the median of the repeats, the rows interleaved so that drift hits all alike; the
