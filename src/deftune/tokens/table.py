@@ -17,18 +17,22 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from deftune._version import __version__
-from deftune.artifacts.encodings import encoder_options
 from deftune.artifacts.files import whole_file
-from deftune.artifacts.results import parse_result
-from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
+from deftune.data.encoding import Encoded, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
-from deftune.objectives import IGNORE_INDEX, Context, Objective
+from deftune.objectives import Objective
 from deftune.objectives import objective as parse_objective
-from deftune.tokens.head import attach_objective, base_of
-from deftune.tokens.measurement import Measurement, measure, parse_objectives, why_not_computable
+from deftune.tokens.passes import (
+    BATCH_TOKENS,
+    Measurement,
+    parse_objectives,
+    placed,
+    supervised_places,
+    token_context,
+    token_passes,
+)
 from deftune.tokens.pieces import Pieces
 
 DEFAULT = ("nll", "linear", "cayley", "deft", "eaft")
@@ -97,25 +101,6 @@ def token_schema(objectives: Sequence[str | Objective]) -> pa.Schema:
     return pa.schema([*TOKEN_COLUMNS.items(), *((name, pa.float32()) for name in names)])
 
 
-def encoder_for(
-    name: str, tokenizer: Any, *, template: str | None = None, mask: Mask | None = None, max_length: int | None = None
-) -> Encoder:
-    """How a model's rows are encoded: as its training did, where it is a run; what is given overrides that."""
-    if max_length is not None and max_length < 2:
-        raise ValueError(f"max_length: a token and its target need at least 2, got {max_length}")
-    run, _ = parse_result(name)
-    if run is not None:
-        given = {"template": template, "mask": mask, "max_length": max_length}
-        data = run.read_config().data.model_copy(update={k: v for k, v in given.items() if v is not None})
-        return Encoder(tokenizer, **encoder_options(data))
-    return Encoder(tokenizer, template=template, mask=mask or "assistant", max_length=max_length or 2048)
-
-
-def token_context(encoder: Encoder) -> Context:
-    """What the objectives of a table may look at beside a token's statistics: the tokens that end an answer."""
-    return Context(special_ids=tuple(sorted(encoder.end_ids.values())))
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +114,7 @@ class TableMaker:
         self.special = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}))
 
     def batch(
-        self, places: Sequence[int], examples: Sequence[Encoded], found: list[dict[str, np.ndarray]]
+        self, places: Sequence[int], examples: Sequence[Encoded], found: Sequence[Mapping[str, Any]]
     ) -> TokenBatch:
         columns: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
         positions = [supervised_places(example) for example in examples]
@@ -154,11 +139,6 @@ class TableMaker:
         )
 
 
-def supervised_places(example: Encoded) -> np.ndarray:
-    """Where in its sequence an example is supervised; never at its first token, which nothing predicts."""
-    return np.flatnonzero(np.asarray(example.labels[1:]) != IGNORE_INDEX) + 1
-
-
 def row_line(place: int, example: Encoded, positions: np.ndarray, texts: list[str]) -> dict[str, Any]:
     """A row's line in ``*.rows.parquet``."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
@@ -178,29 +158,22 @@ def row_line(place: int, example: Encoded, positions: np.ndarray, texts: list[st
 
 def token_batches(
     model: Any, tokenizer: Any, examples: Iterable[tuple[int, Encoded]], encoder: Encoder, *,
-    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = 8192,
+    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[TokenBatch]:  # fmt: skip
-    """A model's token table in parts, in the rows' order; ``examples`` are (place in the data, encoded row).
+    """A model's token table in parts, in the order of the rows; ``examples`` are (index of the row, encoded row).
 
-    Some batches' worth of rows are in memory at a time. The numbers do not depend on how rows are batched, but for
-    the rounding of matrix products of other shapes.
+    The rows of `WINDOW_BATCHES` batches are in memory at a time.
     """
-    if batch_tokens < 1:
-        raise ValueError(f"batch_tokens: at least 1, got {batch_tokens}")
-    chosen, context = parse_objectives(objectives), token_context(encoder)
-    for objective in chosen:
-        if reason := why_not_computable(objective, context):
-            raise ValueError(f"token table: `{objective}`: {reason}; leave it out")
-    attach_objective(base_of(model))
-    model.eval()
-    measurement = Measurement(chosen, context)
-    maker = TableMaker(tokenizer, encoder, chosen)
+    measurement = Measurement(objectives, token_context(encoder))
+    maker = TableMaker(tokenizer, encoder, measurement.objectives)
     for window in windows(examples, WINDOW_BATCHES * batch_tokens):
         places, rows = [place for place, _ in window], [example for _, example in window]
-        with torch.no_grad():
-            found = measure(model, tokenizer.pad_token_id, rows, measurement, batch_tokens, progress)
-        yield maker.batch(places, rows, found)
+        found: dict[int, dict[str, Any]] = {}
+        for tokens in token_passes(model, tokenizer, rows, measurement=measurement, batch_tokens=batch_tokens):
+            found[tokens.place] = tokens.columns
+            progress(1)
+        yield maker.batch(places, rows, [found[i] for i in range(len(rows))])
 
 
 def windows(examples: Iterable[tuple[int, Encoded]], tokens: int) -> Iterator[list[tuple[int, Encoded]]]:
@@ -215,16 +188,6 @@ def windows(examples: Iterable[tuple[int, Encoded]], tokens: int) -> Iterator[li
             window, size = [], 0
     if window:
         yield window
-
-
-def placed(rows: Sequence[Row], examples: Sequence[Encoded]) -> Iterator[tuple[int, Encoded]]:
-    """Each example with its row's place: examples are the rows in order, some left out."""
-    place = 0
-    for example in examples:
-        while rows[place].where != example.where:
-            place += 1
-        yield place, example
-        place += 1
 
 
 def write_token_table(
