@@ -79,7 +79,7 @@ def add_to(commands: Any) -> None:
     how.add_argument("--rule", choices=["strict", "lenient"], help="multiple-choice extraction (default: strict)")
     how.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
     how.add_argument("--like", type=Path, metavar="RUN", help="encode as this run does: for its base model")
-    how.add_argument("--batch-size", type=int, help="default: 16, on a GPU 2048 or what fits; of heldout 8")
+    how.add_argument("--batch-size", type=int, help="default: 16, on a GPU 2048 or what fits; of heldout 8192 tokens")
     how.add_argument("--workers", type=int, help="grading processes (default: 2)")
     how.add_argument(
         "--engine",

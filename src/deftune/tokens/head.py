@@ -168,26 +168,20 @@ def head_of(model: Any) -> nn.Linear:
         raise ValueError(f"{name}: has no linear head of its own (get_output_embeddings() is {head!r})")
     if hasattr(head, "modules_to_save"):
         head = head.modules_to_save[head.active_adapters[0]]
-    if not isinstance(head, nn.Linear):
-        raise ValueError(_not_plain(name, head))
+    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
+        raise ValueError(
+            f"{name}: the head is a {type(head).__name__}, not a plain Linear, and the fused loss would leave out what "
+            f"it adds; keep adapters and quantisation off the head (LoRA: leave lm_head out of target_modules; to "
+            f"train it, use modules_to_save)"
+        )
     return head
-
-
-def _not_plain(name: str, head: Any) -> str:
-    return (
-        f"{name}: the head is a {type(head).__name__}, not a plain Linear, and the fused loss would leave out what it "
-        f"adds; keep adapters and quantisation off the head (LoRA: leave lm_head out of target_modules; to train it, "
-        f"use modules_to_save)"
-    )
 
 
 def check_head(model: Any, tolerance: float = 1e-2) -> None:
     """Refuse a head whose logits are not softcap(scale (h W^T + bias)), tried on four tokens."""
     head = head_of(model)
     weight = head.weight
-    if type(head) is not nn.Linear and not hasattr(head, "unshard"):  # FSDP2 makes a subclass with this method
-        raise ValueError(_not_plain(type(model).__name__, head))
-    if weight.is_meta or weight.numel() == 0 or hasattr(weight, "full_tensor"):  # not in memory, or not whole
+    if weight.is_meta or weight.numel() == 0 or hasattr(weight, "full_tensor"):  # not in memory, or sharded
         return
     with evaluating(model):
         ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]
