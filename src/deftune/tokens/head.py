@@ -138,7 +138,7 @@ def evaluating(model: Any) -> Generator[None]:
 
 @functools.cache
 def _forward_of(cls: Any) -> Any:
-    """A forward for an instance of ``cls``, with the signature of its own, which `generate` reads."""
+    """A forward for instances of ``cls``, with the signature of ``cls.forward``, which `generate` reads."""
 
     # named "forward": pickle then stores the attribute by this name, and an unpickled model has its class's forward
     @functools.wraps(cls.forward)
@@ -157,8 +157,8 @@ def _forward_of(cls: Any) -> Any:
 def _head_forward(
     self: nn.Linear, input: Tensor, targets: Tensor | None = None, call: Any = None, options: Any = None
 ) -> Any:
-    """The head is called as a module, because FSDP2 may shard it as a unit of its own and gathers it in hooks."""
-    return nn.Linear.forward(self, input) if targets is None else call(self, input, targets, options)
+    # the head is called as a module, because FSDP2 may shard it as a unit of its own and gather it in its hooks
+    return type(self).forward(self, input) if targets is None else call(self, input, targets, options)
 
 
 def head_of(model: Any) -> nn.Linear:
