@@ -29,8 +29,9 @@ import torch
 from deftune.artifacts.results import load_result
 from deftune.data.encoding import Encoder
 from deftune.data.sources import read_fields, read_source
-from deftune.inspection.inspect import CONFIDENT, Inspection, inspect_table
+from deftune.inspection.inspect import Inspection, inspect_table
 from deftune.inspection.noise import CORRUPTIONS, Corruption, ranking_quality, resamples
+from deftune.tokens.conflict import CONFIDENT
 from deftune.tokens.table import write_token_table
 from deftune.training.train import quiet
 

@@ -35,6 +35,7 @@ _HOMES = {
     "raise_pending": "losses",
     "token_loss": "losses",
     "token_stats": "losses",
+    "score_rows": "tokens.passes",
     "DeftSFTTrainer": "training.trainer",
     "hf_loss": "training.hf",
 }
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         step_stats,
         topk,
     )
+    from deftune.tokens.passes import score_rows
     from deftune.training.hf import hf_loss
     from deftune.training.trainer import DeftSFTTrainer
 
@@ -102,6 +104,7 @@ __all__ = [
     "linear_token_stats",
     "objective",
     "raise_pending",
+    "score_rows",
     "step_stats",
     "token_loss",
     "token_stats",

@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from deftune import token_stats
 from deftune.artifacts.models import load_tokenizer
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
@@ -16,8 +15,6 @@ from deftune.artifacts.templates import TEMPLATES
 from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.sources import read_source
-from deftune.tokens.head import shifted
-from deftune.tokens.scoring import bootstrap, score
 from deftune.training.results import complete, merge
 from deftune.training.train import train_run
 
@@ -34,33 +31,6 @@ def lora_run(tmp_path_factory, make_config) -> Run:
 def examples(tiny_model, chat_file):
     tokenizer = load_result(str(tiny_model))[1]
     return encode_rows(read_source(chat_file)[:7], Encoder(tokenizer, mask="assistant", max_length=128)).examples
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_scores_are_those_of_the_logits_row_by_row(tiny_model, examples, batch_size):
-    model, tokenizer = load_result(str(tiny_model))
-    scores = score(model, tokenizer, examples, batch_size=batch_size)
-    for i, example in enumerate(examples):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([example.input_ids])).logits
-        expected = token_stats(logits, shifted(torch.tensor([example.labels])))
-        mine = scores.rows == i
-        assert torch.allclose(scores.stats.log_p[mine], expected.log_p, atol=1e-5)
-        assert torch.allclose(scores.stats.entropy[mine], expected.entropy, atol=1e-5)
-        assert torch.equal(scores.stats.targets[mine], expected.targets)
-
-
-def test_bootstrap_resamples_rows_not_tokens():
-    generator = torch.Generator().manual_seed(0)
-    levels = torch.randn(40, generator=generator)
-    rows = torch.arange(40).repeat_interleave(50)
-    values = levels[rows] + 0.01 * torch.randn(2000, generator=generator)
-    estimate = bootstrap(values, rows)
-    width = estimate.high - estimate.low
-    # the standard error of 40 row means, not of 2000 tokens
-    assert width == pytest.approx(2 * 1.96 * float(levels.std()) / 40**0.5, rel=0.2)
-    assert estimate.low < estimate.mean < estimate.high
-    assert bootstrap(values, rows) == estimate
 
 
 def test_a_merged_adapter_gives_the_same_logits(lora_run, tmp_path, examples):
@@ -118,8 +88,12 @@ def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):
     model, tokenizer = load_result(str(tiny_model))
     encoder = Encoder(tokenizer, mask="assistant", max_length=128)
     prompts = [encoder.encode_prompt(row) for row in read_source(chat_file)[:3]]
-    together = complete(model, tokenizer, prompts, max_new_tokens=6)
-    assert together == [complete(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+    options = {"end_ids": encoder.end_ids.values(), "max_new_tokens": 6}
+    together = complete(model, tokenizer, prompts, **options)
+    assert together == [complete(model, tokenizer, [prompt], **options)[0] for prompt in prompts]
+    assert any(together)
+    everything = complete(model, tokenizer, prompts, end_ids=range(len(tokenizer)), max_new_tokens=6)
+    assert all(len(tokenizer(text).input_ids) <= 1 for text in everything), "the first token ended the answer"
 
 
 def test_runs_tells_what_became_of_each(lora_run, tmp_path, capsys):

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from deftune.evaluation.clustered import interval_of, resample, swap_p_value
+from deftune.evaluation.clustered import mean_over_tokens, swap_p_value
+from deftune.evaluation.statistics import interval_of, resample
 
 
 def mean(sums):
@@ -26,6 +27,18 @@ def test_rows_are_drawn_whole():
     assert (drawn == 0.5).double().mean().item() == pytest.approx(0.5, abs=0.03)
     interval = interval_of(drawn)
     assert (interval.low, interval.high) == (0.0, 1.0)
+
+
+def test_a_mean_over_tokens_resamples_rows_not_tokens():
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randn(40, generator=generator)
+    rows = torch.arange(40).repeat_interleave(50)
+    values = levels[rows] + 0.01 * torch.randn(2000, generator=generator)
+    found = mean_over_tokens(values, rows)
+    # the standard error of 40 row means, not of 2000 tokens
+    assert found.high - found.low == pytest.approx(2 * 1.96 * float(levels.std()) / 40**0.5, rel=0.2)
+    assert found.low < found.mean < found.high and found.mean == pytest.approx(float(values.double().mean()))
+    assert mean_over_tokens(values, rows) == found
 
 
 def test_a_resample_is_the_same_on_every_run():

@@ -22,7 +22,7 @@ from deftune.evaluation.heldout import (
 )
 from deftune.evaluation.statistics import Interval, ece, wilson_interval
 from deftune.objectives import IGNORE_INDEX
-from deftune.tokens.scoring import score
+from deftune.tokens.passes import score_rows
 
 SETTINGS = HeldoutSettings(model="m", data="d")
 
@@ -72,24 +72,25 @@ def by_hand(model, example):
 def test_every_metric_is_what_its_definition_says(tmp_path, model, tokenizer, encoded, encoder):
     assert any(example.truncated for example in encoded.examples) and encoded.num_ended > 2  # some rows have no end
     result = result_in(tmp_path / "r")
-    records = measure(result, model, tokenizer, encoded, ends(encoder), batch_size=4)
+    records = measure(result, model, tokenizer, encoded, ends(encoder), batch_rows=4)
     summary = summarize(SETTINGS, records, [])
     found = {r["metric"]: r["score"] for r in summary["rows"]}
-    p, top, right, focus, entropy, at_end, end_right = [], [], [], [], [], [], []
+    p, top, right, squares, entropy, at_end, end_right = [], [], [], [], [], [], []
     for example in encoded.examples:
         P, y = by_hand(model, example)
         mine = P.gather(1, y[:, None])[:, 0]
         p += mine.tolist()
         top += P.amax(1).tolist()
         right += (P.argmax(1) == y).tolist()
-        focus += P.square().sum(1).tolist()
+        squares += P.square().sum(1).tolist()
         entropy += torch.special.entr(P).sum(1).tolist()
         if int(y[-1]) in ends(encoder):
             at_end.append(float(mine[-1]))
             end_right.append(bool(P[-1].argmax() == y[-1]))
     assert summary["ends"] == len(at_end) < len(encoded.examples)
     expected = {
-        "nll": -torch.tensor(p, dtype=torch.float64).log().mean(), "p": sum(p) / len(p), "focus": sum(focus) / len(p),
+        "nll": -torch.tensor(p, dtype=torch.float64).log().mean(), "p": sum(p) / len(p),
+        "concentration": sum(squares) / len(p),
         "entropy": sum(entropy) / len(p), "top1": sum(right) / len(p), "ece": ece(top, right),
         "end_p": sum(at_end) / len(at_end), "end_top1": sum(end_right) / len(at_end),
     }  # fmt: skip
@@ -99,12 +100,22 @@ def test_every_metric_is_what_its_definition_says(tmp_path, model, tokenizer, en
 
 
 def test_it_agrees_with_the_scores_of_the_quickstart(tmp_path, model, tokenizer, encoded, encoder):
-    records = measure(result_in(tmp_path / "r"), model, tokenizer, encoded, ends(encoder), batch_size=3)
-    columns = score(model, tokenizer, encoded.examples).columns()
+    records = measure(result_in(tmp_path / "r"), model, tokenizer, encoded, ends(encoder), batch_rows=3)
+    stats = score_rows(model, tokenizer, [row(i) for i in range(9)], encoder=encoder).stats
     sums = sums_of(records).sum(0)
-    for i, name in enumerate(("nll", "p", "focus", "entropy"), 1):
-        assert float(sums[i]) == pytest.approx(float(columns[name].sum()), rel=1e-5)
-    assert int(sums[0]) == len(columns["nll"]) == encoded.num_supervised
+    for i, name in enumerate(("nll", "p", "concentration", "entropy"), 1):
+        assert float(sums[i]) == pytest.approx(float(getattr(stats, name).sum()), rel=1e-5)
+    assert int(sums[0]) == len(stats) == encoded.num_supervised
+
+
+def test_a_result_of_version_1_is_refused(tmp_path, model, tokenizer, encoded, encoder):
+    """It calls the concentration "focus"."""
+    result = finish(tmp_path / "r", model, tokenizer, encoded, encoder)
+    summary = json.loads((result.folder / "summary.json").read_text())
+    summary["settings"]["tasks"]["heldout"] = "1"
+    (result.folder / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"measured by an older deftune \(held-out version 1, now 2: .focus. is now"):
+        heldout.read_rows(result)
 
 
 def test_stopped_and_resumed_is_the_same(tmp_path, model, tokenizer, encoded, encoder):
@@ -120,7 +131,7 @@ def test_stopped_and_resumed_is_the_same(tmp_path, model, tokenizer, encoded, en
             raise Stop
 
     with pytest.raises(Stop):
-        measure(result, model, tokenizer, encoded, ends(encoder), batch_size=2, progress=stop)
+        measure(result, model, tokenizer, encoded, ends(encoder), batch_rows=2, progress=stop)
     with path.open("a") as file:
         file.write('{"row": 8, "wh')  # and a kill in the middle of a line
     seen = []
@@ -181,9 +192,10 @@ def test_compare_pairs_rows(tmp_path, model, make_model, tokenizer, encoded, enc
         other.model.norm.weight.mul_(0.05)  # flatter: lower confidence everywhere
     run = finish(tmp_path / "b", other, tokenizer, encoded, encoder)
     rows = {r["metric"]: r for r in compare(base, run)}
-    assert rows["focus"]["difference"] < 0 < rows["entropy"]["difference"]
-    assert rows["focus"]["interval"][1] < 0 and rows["focus"]["p"] == 2 / 2**9  # all rows agree: the least there is
-    assert rows["focus"]["score"] - rows["focus"]["base"] == rows["focus"]["difference"]
+    squares = rows["concentration"]
+    assert squares["difference"] < 0 < rows["entropy"]["difference"]
+    assert squares["interval"][1] < 0 and squares["p"] == 2 / 2**9  # all rows agree: the least there is
+    assert squares["score"] - squares["base"] == squares["difference"]
     assert all(r["p_holm"] >= r["p"] for r in rows.values())
     same = compare(base, base)
     assert all(r["difference"] == 0 and r["p"] == 1 for r in same)

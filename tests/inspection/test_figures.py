@@ -21,7 +21,7 @@ from deftune.inspection.figures import (
 )
 from deftune.inspection.style import look_of
 from deftune.objectives import Context
-from deftune.tokens.measurement import Measurement
+from deftune.tokens.passes import Measurement
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -30,7 +30,7 @@ def token_table(objectives=("nll", "linear", "deft"), seed=0, scale=4.0, size=40
     """Tokens of random logits, as a token table has them."""
     generator = torch.Generator().manual_seed(seed)
     z, targets = scale * torch.randn(size, 50, generator=generator), torch.randint(50, (size,), generator=generator)
-    columns = Measurement([objective(spec) for spec in objectives], Context()).columns(z, targets)
+    _, columns = Measurement([objective(spec) for spec in objectives], Context()).measure(z, targets)
     names = ("p", "entropy", *(f"{kind}:{spec}" for spec in objectives for kind in ("gate", "gradient")))
     return pa.table({name: columns[name].float().numpy() for name in names}), token_stats(z, targets)
 

@@ -5,11 +5,10 @@ import math
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables
 
 from deftune.inspection.inspect import (
-    CONFIDENT,
-    conflict,
     flags,
     habits,
     inspect_table,
@@ -18,6 +17,7 @@ from deftune.inspection.inspect import (
     stated_answer,
     summary,
 )
+from deftune.tokens.conflict import CONFIDENT, conflict
 from deftune.tokens.table import rows_path, write_token_table
 
 RIGHT, WRONG, PROSE = range(3)
@@ -35,7 +35,7 @@ def test_conflict_is_what_deft_takes_away(tmp_path, model, tokenizer, rows):
 
 def test_conflict_needs_a_sure_model():
     """The same p = 0.001: 0.999 where the rest is on one token, near 0 where it is spread."""
-    sure, spread = conflict(np.log([0.001, 0.001]), np.array([0.998, 0.001]))
+    sure, spread = conflict(torch.tensor([0.001, 0.001]).log(), torch.tensor([0.998, 0.001])).tolist()
     assert sure == pytest.approx(1 - 0.001**0.998) and spread == pytest.approx(1 - 0.001**0.001)
 
 

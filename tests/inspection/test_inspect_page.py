@@ -5,7 +5,8 @@ import pytest
 from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables, many_rows
 
 from deftune.inspection.inspect import inspect_table, inspect_tables, summary
-from deftune.inspection.page import render_page, rounded, write_page
+from deftune.inspection.page import page_arrays, render_page, rounded, write_page
+from deftune.tokens.conflict import CONFIDENT
 from deftune.tokens.table import write_token_table
 from waiting import wait_for
 
@@ -399,3 +400,11 @@ def test_numbers_keep_what_the_page_prints():
     values = np.random.default_rng(0).lognormal(size=1000).astype(np.float32)
     assert np.abs(rounded(values) / values - 1).max() <= 2**-13
     assert not (rounded(values).view(np.uint32) & ((1 << 11) - 1)).any()
+
+
+@pytest.mark.parametrize("distance", [-2e-4, -1e-5, 0, 1e-5, 2e-4])
+def test_rounding_moves_no_token_across_the_threshold(distance):
+    inspection = make_inspection()
+    inspection.tokens["conflict"][:] = np.float32(CONFIDENT + distance)
+    found = page_arrays(inspection)["conflict"].astype(np.float64) >= CONFIDENT
+    assert found.tolist() == inspection.confident.tolist() == [distance >= 0] * len(found)

@@ -1,5 +1,8 @@
 """A model whose forward ends in the objective: the loss of its own logits, or a refusal."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -9,7 +12,16 @@ from torch import nn
 import deftune
 from deftune.objectives import IGNORE_INDEX, Context
 from deftune.tokens import head as head_module
-from deftune.tokens.head import CHUNK_ROWS, ObjectiveCall, attach_objective, check_packing, chunk_options, shifted
+from deftune.tokens.head import (
+    CHUNK_ROWS,
+    ObjectiveCall,
+    StatisticsCall,
+    attach_objective,
+    check_packing,
+    chunk_options,
+    objective_forward,
+    shifted,
+)
 from tolerances import assert_close, assert_near
 
 SIZES = {
@@ -49,9 +61,9 @@ def make_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def objective_of(model, batch, spec="deft", **keywords):
+def objective_of(model, batch, spec="deft", call=None):
     inputs = {k: v for k, v in batch.items() if k != "labels"}
-    call = ObjectiveCall(deftune.objective(spec), Context(), None, **keywords)
+    call = call or ObjectiveCall(deftune.objective(spec), Context(), None)
     return model(**inputs, deft_targets=shifted(batch["labels"]), deft_call=call)
 
 
@@ -80,7 +92,7 @@ def test_the_loss_is_that_of_the_models_own_logits(name, spec):
         assert_near(found[key], value, "closed form", condition=max(1.0, float(value.abs().max())), what=key)
     stats = deftune.token_stats(logits.detach(), shifted(batch["labels"]))
     assert_close(output.stats.log_p, stats.log_p, "float64 column")
-    only = objective_of(model, batch, spec, statistics_only=True)
+    only = objective_of(model, batch, call=StatisticsCall(deftune.objective(spec).needs))
     assert only.loss is None and torch.equal(only.stats.log_p, output.stats.log_p)
 
 
@@ -97,7 +109,39 @@ def test_without_targets_the_model_is_its_own(tmp_path):
     assert {k: v.tolist() for k, v in again.state_dict().items()} == {
         k: v.tolist() for k, v in model.state_dict().items()
     }
-    assert not getattr(transformers.LlamaForCausalLM, "deft_forward", False), "the class itself was changed"
+    assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("peft", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_in_training_pickles_and_copies(copied, peft):
+    model, batch = make_model("llama untied").eval(), make_batch()
+    base = model
+    if peft:
+        config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        model = get_peft_model(model, config).eval()
+    attach_objective(base)
+    again = copied(model)
+    own = again.get_base_model() if peft else again
+    assert type(again) is type(model) and type(own) is transformers.LlamaForCausalLM
+    assert own.forward.__self__ is own, "the copy's forward runs the original's weights"
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.zero_()
+    attach_objective(own)
+    assert objective_of(again, batch).loss > 0.1 and objective_of(model, batch).loss > 0.1
+    assert not torch.equal(objective_of(again, batch).loss, objective_of(model, batch).loss)
+
+
+def test_the_context_restores_what_was_there():
+    model, batch = make_model(), make_batch()
+    with objective_forward(model):
+        assert objective_of(model, batch).loss > 0
+    assert "forward" not in model.__dict__ and "forward" not in model.lm_head.__dict__
+    mine = model.forward = lambda *args, **kwargs: "mine"
+    with pytest.raises(RuntimeError, match="inside"), objective_forward(model):
+        raise RuntimeError("inside")
+    assert model.__dict__["forward"] is mine and model() == "mine"
 
 
 class Doubled(transformers.LlamaForCausalLM):

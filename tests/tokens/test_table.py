@@ -11,18 +11,18 @@ import torch
 from transformers import Gemma2ForCausalLM
 
 from deftune import objective, token_stats
+from deftune.artifacts.encodings import encoding_of
 from deftune.artifacts.results import load_result
 from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.objectives import Context
-from deftune.tokens import measurement
+from deftune.tokens import passes
 from deftune.tokens import table as tokens
 from deftune.tokens.head import shifted
-from deftune.tokens.measurement import Measurement, batches_of, measure
+from deftune.tokens.passes import Measurement, batches_of, token_passes
 from deftune.tokens.table import (
     ROW_SCHEMA,
     TOKEN_COLUMNS,
-    encoder_for,
     read_rows_table,
     read_token_table,
     rows_path,
@@ -108,7 +108,7 @@ def test_the_numbers_are_those_of_the_logits_row_by_row(table, model, tokenizer,
 def test_rank_top_and_other_are_what_they_say():
     generator = torch.Generator().manual_seed(0)
     z, targets = torch.randn(200, 12, generator=generator), torch.randint(12, (200,), generator=generator)
-    found = Measurement([], Context()).columns(z, targets)
+    _, found = Measurement([], Context()).measure(z, targets)
     ordered = z.argsort(-1, descending=True)
     expected = [
         (row.index(y), row[0], row[1] if row[0] == y else row[0]) for row, y in zip(ordered.tolist(), targets.tolist())
@@ -187,12 +187,12 @@ def test_batches_windows_and_chunks_change_nothing(
 ):
     _, expected = table
     monkeypatch.setattr(tokens, "WINDOW_BATCHES", window)
-    monkeypatch.setitem(measurement.CHUNK_BYTES, "cpu", chunk_bytes)
+    monkeypatch.setitem(passes.CHUNK_BYTES, "cpu", chunk_bytes)
     encoder = Encoder(tokenizer, max_length=2048)
     examples = list(enumerate(encode_rows(rows, encoder).examples))
     parts = list(token_batches(model, tokenizer, examples, encoder, objectives=OBJECTIVES, batch_tokens=batch_tokens))
     assert (len(parts) > 1) == (batch_tokens < 300)
-    found = pa.Table.from_batches([part.tokens for part in parts])
+    found = pa.Table.from_batches([part for part, _ in parts])
     for name in expected.column_names:
         if name in floats(expected):
             one, other = (np.asarray(t[name].fill_null(-1)) for t in (found, expected))
@@ -216,15 +216,14 @@ def test_softcap_and_scale_are_the_models_own(tokenizer):
         sliding_window=64,
     )
     examples = encode_rows([make_row("What?", "That.")], Encoder(tokenizer, max_length=64)).examples
-    from deftune.tokens.head import attach_objective
-
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([examples[0].input_ids])).logits
-    attach_objective(model)
-    found = measure(model, tokenizer.pad_token_id, examples, Measurement([], Context()), 100)[0]
+    (found,) = token_passes(model, tokenizer, examples, measurement=Measurement([], Context()), batch_tokens=100)
+    (plain,) = token_passes(model, tokenizer, examples)
     expected = token_stats(logits, shifted(torch.tensor([examples[0].labels])))
     assert float(logits.abs().max()) <= 3.0
-    assert np.allclose(found["log_p"], expected.log_p, atol=1e-5)
+    assert np.allclose(found.columns["log_p"], expected.log_p, atol=1e-5)
+    assert np.allclose(plain.stats.log_p, expected.log_p, atol=1e-5)
 
 
 # --- the gradient's norm ----------------------------------------------------------------------------------------------
@@ -249,7 +248,7 @@ def test_gradients_are_the_closed_form(spec, margin):
     z = torch.randn(64, 500, generator=generator)
     targets = torch.randint(500, (64,), generator=generator)
     z[torch.arange(64), targets] += margin
-    found = Measurement([objective(spec)], Context()).columns(z, targets)
+    _, found = Measurement([objective(spec)], Context()).measure(z, targets)
     expected = closed_form(z, targets, spec)
     assert float(((found[f"gradient:{spec}"] - expected).abs() / expected).max()) < 1e-6
     if margin == 27:  # the textbook form has no digits left here
@@ -259,11 +258,11 @@ def test_gradients_are_the_closed_form(spec, margin):
 
 def test_a_target_that_ties_with_the_largest_is_the_argmax():
     z, targets = torch.zeros(4, 4), torch.arange(4)
-    found = Measurement([], Context()).columns(z, targets)
+    _, found = Measurement([], Context()).measure(z, targets)
     assert found["rank"].tolist() == [0] * 4 and torch.equal(found["top_id"], targets)
     assert (found["other_id"] != targets).all()
     assert torch.equal(found["top_log_p"], found["log_p"])
-    below = Measurement([], Context()).columns(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), torch.tensor([0]))
+    _, below = Measurement([], Context()).measure(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), torch.tensor([0]))
     assert below["rank"].tolist() == [2]
 
 
@@ -310,7 +309,6 @@ def test_a_failure_leaves_the_old_table_as_it_was(tmp_path, model, tokenizer, ro
 
 def test_nan_logits_name_the_rows(tmp_path, tokenizer, rows):
     broken = make_model(tokenizer)
-    tokens.attach_objective(broken)
     with torch.no_grad():
         broken.model.norm.weight.fill_(math.nan)
     with pytest.raises(ValueError, match=r"rows:\d to rows:\d: .*NaN"):
@@ -369,11 +367,14 @@ def test_a_step_that_was_not_kept_is_named(run):
 
 
 def test_a_run_is_read_as_it_was_trained(run, tokenizer):
-    assert encoder_for(str(run.folder), tokenizer).max_length == 256
-    assert "User: " in encoder_for(f"{run.folder}:2", tokenizer).template  # the plain template
-    assert encoder_for(str(run.folder), tokenizer, template="chatml", max_length=99).max_length == 99
-    assert "im_start" in encoder_for(str(run.folder), tokenizer, template="chatml").template
-    assert encoder_for("smollm2", tokenizer).max_length == 2048
+    assert encoding_of(str(run.folder))["max_length"] == 256
+    assert "User: " in Encoder(tokenizer, **encoding_of(f"{run.folder}:2")).template  # the plain template
+    assert encoding_of(str(run.folder), template="chatml", max_length=99)["max_length"] == 99
+    assert "im_start" in Encoder(tokenizer, **encoding_of(str(run.folder), template="chatml")).template
+    assert encoding_of("smollm2") == {
+        "template": None, "template_options": {}, "end_tokens": [], "bos": None, "mask": "assistant",
+        "max_length": 2048, "overlong": "truncate",
+    }  # fmt: skip
 
 
 def test_the_command_writes_what_python_does(tmp_path, capsys, model_folder, data_file, table):

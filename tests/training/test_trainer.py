@@ -535,7 +535,7 @@ def test_every_field_of_a_record_is_what_its_name_says():
     expected = {
         "objective": (1 - gate) / c, "nll": -p.log(), "p": p, "focus": c, "gate": gate, "signal": gate * (1 - p),
         "entropy": -(P * P.log()).sum(-1), "concentration": c, "suppressed": (gate < 0.1).double(),
-        "conflicts": ((p < 0.1) & (c > 0.5)).double(),
+        "conflicts": (1 - gate >= 0.9).double(),  # of any objective: 1 - p^(sum P^2)
     }  # fmt: skip
     assert 0 < expected["suppressed"].mean() < 1 and 0 < expected["conflicts"].mean() < 1 and ended.any()
     for name, column in expected.items():

@@ -1,8 +1,7 @@
-"""How rows and prompts become tokens in an evaluation: as in training, or as the options say."""
+"""How a model's rows and prompts become tokens: the options of an `Encoder`, as its training run had them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from deftune.artifacts.config import Data
@@ -10,27 +9,28 @@ from deftune.artifacts.results import parse_result
 from deftune.artifacts.runs import Run
 
 OPTIONS = ("template", "template_options", "end_tokens", "bos", "mask", "max_length", "overlong")  # of an Encoder
-PROMPT_OPTIONS = OPTIONS[:4]  # those that a prompt depends on
 
 
 def encoder_options(data: Data) -> dict[str, Any]:
-    """The arguments of `Encoder` that a config's `data` section states."""
+    """The arguments of `Encoder` in a config's `data` section."""
     return {name: getattr(data, name) for name in OPTIONS}
 
 
-def encoding_of(model: str, *, template: str | None = None, like: Path | None = None) -> dict[str, Any]:
-    """The `Encoder`'s options for a model: its own if it is a run or ``RUN:200``, those of ``like``, else the defaults.
+def encoding_of(model: str | Run, **given: Any) -> dict[str, Any]:
+    """The arguments of `Encoder` for a model: those of its training where ``model`` is a run, else the defaults.
 
-    A base model is compared with a run as the run's rows were: ``like`` names the run.
+    >>> encoding_of("smollm2", max_length=512, template=None)["max_length"]
+    512
+
+    Args:
+        model: a `Run`, a run's folder, ``RUN:STEP``, or any other name of a model.
+        given: arguments that replace those of the run or the defaults; None replaces nothing.
     """
-    own, other = parse_result(model)[0], Run(like) if like is not None else None
-    run = own or other
-    if run is None:
-        fields = Data.model_fields
-        options = {name: fields[name].get_default(call_default_factory=True) for name in OPTIONS}
-        return {**options, "template": template}
-    if template is not None:
-        raise ValueError(f"--template: {run.folder} was trained with its own (data.template); leave it out")
-    if run is own and other is not None:
-        raise ValueError(f"--like: {run.folder} is a run and is encoded as it was trained; leave it out")
-    return encoder_options(run.read_config().data)
+    run = model if isinstance(model, Run) else parse_result(model)[0]
+    data = Data.model_construct() if run is None else run.read_config().data
+    return encoder_options(data) | {name: value for name, value in given.items() if value is not None}
+
+
+def prompt_options(encoding: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Encoder` that the tokens of a prompt depend on."""
+    return {name: encoding[name] for name in OPTIONS[:4]}

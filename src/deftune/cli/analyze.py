@@ -63,7 +63,7 @@ def add_to(commands: Any) -> None:
     progress = figure(
         actions,
         "progress",
-        "p and focus over training",
+        "p and concentration over training",
         "REGIME=RUN",
         "RUN",
         "runs' folders; a regime may have several",
@@ -131,11 +131,14 @@ def run_tokens(args: argparse.Namespace) -> int:
 def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
     """A token table, as `analyze tokens` and `inspect` make it."""
     shown.show("loading the libraries")
+    from deftune.artifacts.encodings import encoding_of
     from deftune.artifacts.results import load_result
+    from deftune.data.encoding import Encoder
     from deftune.data.generated import generate
     from deftune.data.rows import BadRows
     from deftune.data.sources import read_source
-    from deftune.tokens.table import encoder_for, parse_objectives, write_token_table
+    from deftune.tokens.passes import parse_objectives
+    from deftune.tokens.table import write_token_table
     from deftune.training.train import quiet
 
     if args.out.suffix != ".parquet":
@@ -158,7 +161,8 @@ def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
     with quiet():
         shown.show(f"loading {args.model}")
         model, tokenizer = load_result(args.model, notice, trust_remote_code=args.trust_remote_code)
-        encoder = encoder_for(args.model, tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
+        options = encoding_of(args.model, template=args.template, mask=args.mask, max_length=args.max_length)
+        encoder = Encoder(tokenizer, **options)
         if torch.cuda.is_available():
             model = model.to("cuda")
         done = 0

@@ -65,14 +65,14 @@ def render_heldout(summary: Record) -> str:
     lines = [
         *summary["facts"],
         f"{summary['settings']['data']}: {first['items']:,} rows, {first['tokens']:,} tokens, {summary['ends']:,} ends",
-        f"{'metric':10}{'mean':>10}  95% interval (rows resampled)",
+        f"{'metric':14}{'mean':>10}  95% interval (rows resampled)",
     ]
     for row in summary["rows"]:
         if row["score"] is None:
-            lines.append(f"{row['metric']:10}{'-':>10}  no row ends: all were cut at max_length")
+            lines.append(f"{row['metric']:14}{'-':>10}  no row ends: all were cut at max_length")
         else:
             low, high = row["interval"]
-            lines.append(f"{row['metric']:10}{row['score']:>10.4f}  [{low:.4f}, {high:.4f}]")
+            lines.append(f"{row['metric']:14}{row['score']:>10.4f}  [{low:.4f}, {high:.4f}]")
     return "\n".join(lines)
 
 
@@ -102,7 +102,7 @@ def render_comparison(found: Record) -> str:
     if found["heldout"]:
         lines.append("held-out tokens, paired by row; p by swapping rows, Holm over the metrics of a run")
         lines.append(
-            f"{'run':{width}}{'metric':10}{'rows':>7}{'base':>10}{'run':>10}{'change':>10}{'  95% interval':22}"
+            f"{'run':{width}}{'metric':14}{'rows':>7}{'base':>10}{'run':>10}{'change':>10}{'  95% interval':22}"
             f"{'p':>10}{'p Holm':>10}"
         )
     data = ""
@@ -112,7 +112,7 @@ def render_comparison(found: Record) -> str:
             lines.append(data)
         interval = f"  [{r['interval'][0]:+.4f}, {r['interval'][1]:+.4f}]"
         lines.append(
-            f"{r['run']:{width}}{r['metric']:10}{r['items']:>7}{r['base']:>10.4f}{r['score']:>10.4f}"
+            f"{r['run']:{width}}{r['metric']:14}{r['items']:>7}{r['base']:>10.4f}{r['score']:>10.4f}"
             f"{r['difference']:>+10.4f}{interval:22}{r['p']:>10.3g}{r['p_holm']:>10.3g}"
         )
     lines += [f"not compared, the other has no such suite: {name}" for name in found["alone"]]

@@ -79,7 +79,7 @@ def add_to(commands: Any) -> None:
     how.add_argument("--rule", choices=["strict", "lenient"], help="multiple-choice extraction (default: strict)")
     how.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
     how.add_argument("--like", type=Path, metavar="RUN", help="encode as this run does: for its base model")
-    how.add_argument("--batch-size", type=int, help="default: 16, on a GPU 2048 or what fits; of heldout 8")
+    how.add_argument("--batch-size", type=int, help="default: 16, on a GPU 2048 or what fits; of heldout 8192 tokens")
     how.add_argument("--workers", type=int, help="grading processes (default: 2)")
     how.add_argument(
         "--engine",
@@ -212,13 +212,12 @@ def run_suites(args: argparse.Namespace, model: str) -> int:
 def evaluate_suites(args: argparse.Namespace, model: str, working: Progress) -> tuple[dict[str, Any], int]:
     """(suite -> its summary, the exit code): 1 where the answers to a suite are all errors, or could not be retried."""
     working.show("reading the questions")
-    from deftune.artifacts.encodings import PROMPT_OPTIONS, encoding_of
+    from deftune.artifacts.encodings import prompt_options
     from deftune.cli.eval_tables import render_summary
     from deftune.evaluation.evaluate import Settings, answered
     from deftune.evaluation.results import Result
 
-    encoding = {} if args.endpoint else encoding_of(model, template=args.template, like=args.like)
-    encoding = {name: value for name, value in encoding.items() if name in PROMPT_OPTIONS}
+    encoding = {} if args.endpoint else prompt_options(eval_encoding(args, model))
     engine = engine_of(args)
     jobs: list[tuple[Any, Any, Any, Any, Any]] = []
     for suite in named_suites(args, ("heldout",)):
@@ -301,8 +300,22 @@ def check_effect(args: argparse.Namespace, jobs: list[tuple[Any, Any]]) -> None:
         raise ValueError("--rule: is for multiple choice, and none is asked; leave it out")
 
 
-def run_heldout(args: argparse.Namespace, model: str) -> int:
+def eval_encoding(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """The `Encoder`'s options: those of the run that is evaluated or that --like names, else the defaults."""
     from deftune.artifacts.encodings import encoding_of
+    from deftune.artifacts.results import parse_result
+    from deftune.artifacts.runs import Run
+
+    own, like = parse_result(model)[0], None if args.like is None else Run(args.like)
+    run = own or like
+    if run is not None and args.template is not None:
+        raise ValueError(f"--template: {run.folder} was trained with its own (data.template); leave it out")
+    if own is not None and like is not None:
+        raise ValueError(f"--like: {own.folder} is a run and is encoded as it was trained; leave it out")
+    return encoding_of(like or model, template=args.template)
+
+
+def run_heldout(args: argparse.Namespace, model: str) -> int:
     from deftune.artifacts.files import write_atomic
     from deftune.cli.eval_tables import render_summary
     from deftune.data.encoding import Encoder, encode_rows
@@ -315,7 +328,7 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
         raise ValueError("--suite heldout: name the dataset with --data (a file, a folder, a hub id, generated:NAME)")
     settings = HeldoutSettings(
         model=model, data=args.data, format=args.format or "auto", split=args.split, rows=args.rows,
-        encoding=encoding_of(model, template=args.template, like=args.like),
+        encoding=eval_encoding(args, model),
     )  # fmt: skip
     bad = BadRows(skip=args.skip_bad_rows)
     with progress() as working:
@@ -334,7 +347,7 @@ def run_heldout(args: argparse.Namespace, model: str) -> int:
                 working.say(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}")
             ends = frozenset(encoder.end_ids.values())
             records = measure(
-                result, loaded, tokenizer, encoded, ends, batch_size=args.batch_size or 8,
+                result, loaded, tokenizer, encoded, ends, batch_rows=args.batch_size,
                 progress=lambda done, total: working.show("rows", done, total),
             )  # fmt: skip
             summary = summarize(settings, records, encoded.facts())
@@ -360,9 +373,9 @@ def run_show(args: argparse.Namespace, folders: list[Path]) -> int:
         say(render_summary(summary))
         rows = sorted(read_rows(result), key=lambda r: -r["nll"] / r["tokens"])
         print(f"\nthe {min(number, len(rows))} rows with the highest NLL")
-        print(f"{'nll':>8}{'p':>8}{'focus':>8}{'tokens':>8}  row")
+        print(f"{'nll':>8}{'p':>8}{'sum P^2':>8}{'tokens':>8}  row")
         for r in rows[:number]:
-            means = "".join(f"{r[name] / r['tokens']:>8.3f}" for name in ("nll", "p", "focus"))
+            means = "".join(f"{r[name] / r['tokens']:>8.3f}" for name in ("nll", "p", "concentration"))
             print(f"{means}{r['tokens']:>8}  {printable(r['where'])}")
         return 0
     print(render_summary(summary))

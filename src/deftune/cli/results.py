@@ -50,6 +50,7 @@ def run_chat(args: argparse.Namespace) -> int:
     need_training()
     if args.temperature < 0:
         raise ValueError(f"--temperature: {args.temperature:g} is below 0")
+    from deftune.artifacts.encodings import encoding_of
     from deftune.artifacts.results import load_result
     from deftune.artifacts.terminal import printable
     from deftune.training.results import reply
@@ -57,6 +58,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
     with quiet():
         model, tokenizer = load_result(args.run_or_model, notice, trust_remote_code=args.trust_remote_code)
+    end_tokens = encoding_of(args.run_or_model)["end_tokens"]
     start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     interactive = sys.stdin.isatty()
@@ -78,7 +80,7 @@ def run_chat(args: argparse.Namespace) -> int:
         messages.append({"role": "user", "content": text})
         answer = ""
         for piece in reply(
-            model, tokenizer, messages, template=args.template,
+            model, tokenizer, messages, template=args.template, end_tokens=end_tokens,
             max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         ):  # fmt: skip
             answer += piece

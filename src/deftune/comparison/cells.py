@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deftune.artifacts.encodings import PROMPT_OPTIONS, encoder_options
+from deftune.artifacts.encodings import encoder_options, prompt_options
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
@@ -40,8 +40,8 @@ from deftune.evaluation.items import Item
 from deftune.evaluation.statistics import half_of
 from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective
-from deftune.tokens.measurement import why_not_computable
-from deftune.tokens.table import token_context, token_table_facts, write_token_table
+from deftune.tokens.passes import token_context, why_not_computable
+from deftune.tokens.table import token_table_facts, write_token_table
 from deftune.training.preparation import Prepared, prepare, read_rows
 from deftune.training.train import quiet, train_run
 
@@ -191,7 +191,7 @@ def data_fact(cell: Cell) -> dict[str, str]:
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:
     """A `deftune eval` result in the cell; answers that are there are not asked for again."""
     tasks, missing = evaluation_items(evaluation)
-    encoding = {name: getattr(cell.config.data, name) for name in PROMPT_OPTIONS}
+    encoding = prompt_options(encoder_options(cell.config.data))
     settings = Settings(
         model=cell.name, suite=evaluation.suite or "", tasks={name: task.version for name, (task, _) in tasks.items()},
         samples=evaluation.samples_each(), temperatures=evaluation.sweep(), top_p=evaluation.top_p,

@@ -24,9 +24,10 @@ from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
-from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.encoding import Encoder
 from deftune.data.generated import generate
-from deftune.tokens.scoring import Estimate, bootstrap, score
+from deftune.evaluation.clustered import TokenMean, mean_over_tokens
+from deftune.tokens.passes import score_rows
 from deftune.training.results import complete
 from deftune.training.train import quiet, train_run
 
@@ -34,7 +35,7 @@ MODEL = "smollm2"
 OBJECTIVES = ("nll", "deft")
 REGIME = "gsm_symbolic"
 TRAIN_ROWS, TEST_ROWS, SHOWN, ANSWER_TOKENS = 56, 24, 2, 64
-COLUMNS = {"nll": "NLL", "p": "mean p", "focus": "focus sum P^2", "entropy": "entropy"}
+COLUMNS = {"nll": "NLL", "p": "mean p", "concentration": "concentration sum P^2", "entropy": "entropy"}
 CAUTION = (
     "This is a demonstration: one seed, {rows} rows, a model of 135M parameters. It cannot rank objectives. NLL is "
     "expected to win on NLL, and DEFT's may be above the untuned model's: DEFT gives up tokens where the model is "
@@ -171,24 +172,29 @@ def measure(label: str, name: str, folder: Path, console: Console) -> dict[str, 
     """Held-out token statistics and a few answers of one model, kept in a file for the next call."""
     path = folder / f"heldout_{label}.json"
     if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "concentration" in found["columns"]:  # older versions called it "focus": measured again
+            return found
     with quiet():
         model, tokenizer = load_result(name)
         encoder = Encoder(tokenizer, mask="assistant", max_length=384)
         rows = generate(REGIME, split="test", size=TEST_ROWS)
-        encoded = encode_rows(rows, encoder)
         columns = (TextColumn(f"{label:5} {{task.description}}"), BarColumn(bar_width=20), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-            task = progress.add_task("scores", total=len(encoded.examples))
-            scores = score(model, tokenizer, encoded.examples, progress=lambda n: progress.advance(task, n))
+            task = progress.add_task("scores", total=len(rows))
+            advance: Callable[[int], None] = lambda n: progress.advance(task, n)  # noqa: E731
+            scores = score_rows(model, tokenizer, rows, encoder=encoder, progress=advance)
             progress.add_task("writes", total=None)
             prompts = [encoder.encode_prompt(row) for row in rows[:SHOWN]]
-            answers = complete(model, tokenizer, prompts, max_new_tokens=ANSWER_TOKENS)
+            answers = complete(
+                model, tokenizer, prompts, end_ids=encoder.end_ids.values(), max_new_tokens=ANSWER_TOKENS
+            )
+    stats = scores.stats
     result = {
         "questions": [str(row.messages[-2]["content"]) for row in rows[:SHOWN]],
         "answers": answers,
-        "rows": scores.rows.tolist(),
-        "columns": {column: values.tolist() for column, values in scores.columns().items()},
+        "rows": scores.row.tolist(),
+        "columns": {name: getattr(stats, name).tolist() for name in COLUMNS},
     }
     write_atomic(path, json.dumps(result))
     return result
@@ -204,21 +210,21 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
         cells = [cell(estimate(results[label], column)) for label in results]
         rows = torch.tensor(results[first]["rows"])
         difference = torch.tensor(results[second]["columns"][column]) - torch.tensor(results[first]["columns"][column])
-        table.add_row(title, *cells, cell(bootstrap(difference, rows)))
+        table.add_row(title, *cells, cell(mean_over_tokens(difference, rows)))
     return table
 
 
-def cell(found: Estimate) -> str:
-    """Two lines: what fits five times into eighty columns."""
+def cell(found: TokenMean) -> str:
+    """Two lines, so that five of them fit into eighty columns."""
     return f"{found.mean:.3f}\n[dim]{found.low:.3f}, {found.high:.3f}[/dim]"
 
 
-def estimate(result: dict[str, Any], column: str) -> Estimate:
-    return bootstrap(torch.tensor(result["columns"][column]), torch.tensor(result["rows"]))
+def estimate(result: dict[str, Any], column: str) -> TokenMean:
+    return mean_over_tokens(torch.tensor(result["columns"][column]), torch.tensor(result["rows"]))
 
 
 def plot_quickstart(folder: Path, results: dict[str, dict[str, Any]]) -> Path:
-    """p and focus over the training steps, and the held-out probabilities before and after; the table is saved too."""
+    """p and concentration over the training steps, and held-out probabilities before and after; saves the table too."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -230,12 +236,13 @@ def plot_quickstart(folder: Path, results: dict[str, dict[str, Any]]) -> Path:
     for objective in OBJECTIVES:
         records = [r for r in Run(folder / objective).read_metrics() if r["kind"] == "train"]
         steps = [r["step"] for r in records]
-        table[objective] = {key: [r[key] for r in records] for key in ("step", "p", "focus", "gate", "nll", "loss")}
-        # the focus is the model's sum P^2, whatever it was trained with: DEFT's alone would be flat zero for NLL
+        table[objective] = {
+            key: [r[key] for r in records] for key in ("step", "p", "concentration", "gate", "nll", "loss")
+        }
         left.plot(steps, [r["p"] for r in records], color=colours[objective], label=f"{objective}: p")
         left.plot(steps, [r["concentration"] for r in records], color=colours[objective], ls="--",
-                  label=f"{objective}: focus sum P²")  # fmt: skip
-    left.set(xlabel="optimizer step", ylabel="mean over the step's tokens", title="p and focus while training")
+                  label=f"{objective}: concentration sum P²")  # fmt: skip
+    left.set(xlabel="optimizer step", ylabel="mean over the step's tokens", title="p and concentration while training")
     left.legend(fontsize=8)
     edges = torch.logspace(-5, 0, 26)
     for label, result in results.items():

@@ -28,10 +28,10 @@ from deftune.artifacts.files import write_atomic
 from deftune.artifacts.runs import Run
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation
 from deftune.comparison.tables import AVERAGE
+from deftune.evaluation.clustered import mean_over_tokens
 from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import estimate, half_of, holm, macro_average, paired, score_interval
 from deftune.evaluation.suites import task_named
-from deftune.tokens.scoring import bootstrap
 from deftune.tokens.table import read_token_table
 
 Record = dict[str, Any]
@@ -290,8 +290,7 @@ def token_record(cells: Sequence[Cell]) -> Record:
     columns["nll"] = -columns.pop("log_p")
     record: Record = {"tokens": len(rows), "rows": int(rows.unique().numel()), "seeds": len(cells)}
     for name in TOKEN_COLUMNS:
-        found = bootstrap(columns[name], rows)
-        record[name] = {"mean": found.mean, "low": found.low, "high": found.high}
+        record[name] = mean_over_tokens(columns[name], rows)._asdict()
     p = torch.cat([column(table, "p") for table in tables])
     record["share_below_1e-3"] = float((p < 1e-3).double().mean())
     record["share_above_half"] = float((p > 0.5).double().mean())

@@ -448,7 +448,8 @@ def end_tokens_of(tokenizer: Any, template: str | None = None, declared: Sequenc
         ValueError: a declared token is not a token of its own in this tokenizer.
     """
     if template is None:
-        template = str(tokenizer.chat_template or "")
+        own: str | dict[str, str] | None = tokenizer.chat_template
+        template = (own.get("default") if isinstance(own, dict) else own) or ""
     vocabulary: dict[str, int] = tokenizer.get_added_vocab()
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     known = {
@@ -465,6 +466,12 @@ def end_tokens_of(tokenizer: Any, template: str | None = None, declared: Sequenc
             )
         known[token] = vocabulary[token]
     return known
+
+
+def stop_ids(model: Any, end_ids: Iterable[int]) -> set[int]:
+    """The ids at which generation stops: the end tokens, and those that the model's generation config names."""
+    own: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return {*end_ids, *(int(i) for i in (own if isinstance(own, list) else [own]) if i is not None)}
 
 
 def _bos_id(tokenizer: Any, wanted: bool | None) -> int | None:

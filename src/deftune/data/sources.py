@@ -7,7 +7,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from random import Random
@@ -90,6 +90,19 @@ def _nothing_good(skipped: list[BadRow]) -> Fault:
         return Fault("no rows", "", "check how it was made")
     count = f"all {len(skipped)} rows are bad" if len(skipped) > 1 else "its only row is bad"
     return Fault(count, f"the first, {skipped[0].where}: {skipped[0].reason}", "fix the file")
+
+
+def parse_row(fields: Mapping[str, Any], where: str) -> Row:
+    """A row from its fields, such as ``{"messages": [...]}``, in the format that the fields show.
+
+    >>> parse_row({"prompt": "1 + 1?", "completion": "2"}, "rows[0]").messages[-1]
+    {'role': 'assistant', 'content': '2'}
+    """
+    record = dict(fields)
+    try:
+        return _row(record, detect(record), where, "rows")
+    except Fault as fault:
+        raise RowError(where, fault) from None
 
 
 def _row(record: dict[str, Any], format: str, where: str, source: str) -> Row:

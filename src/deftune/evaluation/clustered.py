@@ -1,53 +1,56 @@
-"""Statistics of tokens that come in rows: the row is what is drawn, so the row is what is resampled.
+"""Statistics of tokens that come in rows: rows are independent, the tokens of a row are not, so rows are resampled.
 
 A statistic is a function of sums over rows. ``sums`` is [rows, columns], float64, and ``value`` maps [..., columns] to
-[...]: a mean over tokens is ``lambda s: s[..., 1] / s[..., 0]``, the calibration error is not linear and needs this.
+[...]: a mean over tokens is ``lambda s: s[..., 1] / s[..., 0]``. The calibration error has this form too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deftune.evaluation.statistics import Interval
+from deftune.evaluation.statistics import chunks, interval_of, resample
 
 Value = Callable[[Tensor], Tensor]
-_CHUNK = 1 << 22  # draws held in memory at once
 
 
-def resample(sums: Tensor, *, resamples: int = 2_000, seed: int = 0) -> Tensor:
-    """[resamples, columns]: the sums of as many rows, drawn with replacement."""
-    rows = len(sums)
-    generator = torch.Generator().manual_seed(seed)
-    parts: list[Tensor] = []
-    for number in _chunks(resamples, rows):
-        drawn = torch.randint(rows, (number, rows), generator=generator)
-        times = torch.zeros(number, rows, dtype=torch.float64)
-        times.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-        parts.append(times @ sums)
-    return torch.cat(parts)
+class TokenMean(NamedTuple):
+    """A mean over tokens and its 95% interval over rows."""
+
+    mean: float
+    low: float
+    high: float
 
 
-def interval_of(values: Tensor, confidence: float = 0.95) -> Interval:
-    """The percentile interval of resampled values; resamples without the statistic (0 / 0) are left out.
+def mean_over_tokens(values: Tensor, rows: Tensor, *, seed: int = 0) -> TokenMean:
+    """The mean over tokens and its percentile bootstrap interval, for which rows are resampled.
 
-    >>> interval_of(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), confidence=0.0)
-    Interval(low=2.0, high=2.0)
+    >>> mean_over_tokens(torch.ones(4), torch.tensor([0, 0, 1, 1]))
+    TokenMean(mean=1.0, low=1.0, high=1.0)
+
+    Args:
+        values: one number per token, ``[tokens]``.
+        rows: the row of each token, ``[tokens]``.
     """
-    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = torch.nanquantile(values, tails).tolist()
-    return Interval(low, high)
+    index = rows.unique(return_inverse=True)[1]
+    columns = torch.stack([torch.ones_like(values, dtype=torch.float64), values.double()], 1)
+    sums = torch.zeros(int(index.max()) + 1, 2, dtype=torch.float64).index_add_(0, index, columns)
+    mean: Value = lambda s: s[..., 1] / s[..., 0]  # noqa: E731
+    interval = interval_of(mean(resample(sums, seed=seed)))
+    return TokenMean(float(mean(sums.sum(0))), interval.low, interval.high)
 
 
 def swap_p_value(
     a: Tensor, b: Tensor, value: Value, *, permutations: int = 10_000, exact_up_to: int = 12, seed: int = 0
 ) -> float:
-    """Two models on the same rows: the share of ways to swap them, row by row, that part them at least as far.
+    """The p-value of the difference of two models on the same rows, by swapping their results row by row.
 
-    Were the two the same, each row's two results would be as likely the other way round. With at most ``exact_up_to``
-    rows every way is counted; otherwise ``permutations`` are drawn and p = (r + 1) / (m + 1), never 0.
+    If the two models were equal, each row's two results could be swapped. The p-value is the share of swaps whose
+    difference is at least the observed one. With at most ``exact_up_to`` rows every swap is counted; otherwise
+    m = ``permutations`` swaps are drawn, and with r such swaps p = (r + 1) / (m + 1), never 0.
     """
     middle, half = (a + b).sum(0) / 2, (a - b) / 2
 
@@ -63,12 +66,7 @@ def swap_p_value(
         return int((apart(signs) >= observed).sum()) / len(ways)
     generator = torch.Generator().manual_seed(seed)
     extreme = 0
-    for number in _chunks(permutations, len(a)):
+    for number in chunks(permutations, len(a)):
         signs = torch.randint(2, (number, len(a)), generator=generator).double() * 2 - 1
         extreme += int((apart(signs) >= observed).sum())
     return (extreme + 1) / (permutations + 1)
-
-
-def _chunks(number: int, width: int) -> Iterator[int]:
-    size = max(1, _CHUNK // width)
-    yield from (min(size, number - start) for start in range(0, number, size))

@@ -1,20 +1,20 @@
-r"""`--suite heldout`: what a model thinks of the answers of any dataset, token by token; nothing is generated.
+r"""`--suite heldout`: token statistics of a model on the answers of any dataset; nothing is generated.
 
 Over the supervised tokens of the rows, with P the model's distribution at a token and y its target:
 
-    nll        mean of -log P[y]
-    p          mean of P[y]
-    focus      mean of sum_v P_v^2
-    entropy    mean of -sum_v P_v log P_v
-    top1       share of tokens whose target no other token beats: P[y] = max P
-    ece        calibration of the likeliest token: over 15 bins of equal width by its confidence max P,
-               sum_b |B_b|/n |share of B_b with P[y] = max P - mean of max P over B_b|
-    end_p      mean of P[end] where a row ends: at its last supervised token, if that ends a turn (a row that was cut
-               at max_length has no end)
-    end_top1   share of those ends where the end token is the likeliest
+    nll            mean of -log P[y]
+    p              mean of P[y]
+    concentration  mean of sum_v P_v^2
+    entropy        mean of -sum_v P_v log P_v
+    top1           share of tokens where no other token is likelier than the target: P[y] = max P
+    ece            calibration of the likeliest token: over 15 bins of equal width by its confidence max P,
+                   sum_b |B_b|/n |share of B_b with P[y] = max P - mean of max P over B_b|
+    end_p          mean of P[y] at the last supervised token of a row, over the rows where that token ends a turn (a
+                   row that was cut at max_length has no end)
+    end_top1       share of those rows where the end token is the likeliest
 
-A mean is over tokens (of the ends: over rows); every interval resamples rows. Rows are encoded as training encoded
-them. `rows.jsonl` has a line of sums per row, appended as it is made: a second call goes on.
+A mean is over tokens (`end_p`, `end_top1`: over rows); every interval resamples rows. Rows are encoded as training
+encoded them. `rows.jsonl` has a line of sums per row, appended after each row: a second call resumes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,24 @@ from torch import Tensor
 
 from deftune.data.encoding import Encoded, EncodedRows
 from deftune.data.rows import BadRows, Row
-from deftune.evaluation.clustered import Value, interval_of, resample, swap_p_value
+from deftune.evaluation.clustered import Value, swap_p_value
 from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
-from deftune.evaluation.statistics import Interval, equal_differences_interval, holm, wilson_interval
-from deftune.objectives.stats import TokenStats, topk
-from deftune.tokens.scoring import score_batches
+from deftune.evaluation.statistics import (
+    Interval,
+    equal_differences_interval,
+    holm,
+    interval_of,
+    resample,
+    wilson_interval,
+)
+from deftune.objectives import TokenStats
+from deftune.tokens.passes import token_passes
 
-VERSION = "1"
+VERSION = "2"  # version 1 called the concentration "focus"
 BINS = 15
-SAME = 1e-6  # of log p: rounding, where the likeliest token is the target itself
+SAME = 1e-6  # of log p: rounding where the target is the likeliest token
 ROW = {"row": int, "where": str, "targets": str, "calibration": [NUMBER]}  # and the columns, which are numbers
-COLUMNS = ("tokens", "nll", "p", "focus", "entropy", "top1", "ends", "end_p", "end_top1")
+COLUMNS = ("tokens", "nll", "p", "concentration", "entropy", "top1", "ends", "end_p", "end_top1")
 
 
 def _ratio(over: str, under: str) -> Value:
@@ -55,7 +62,7 @@ def _ece(sums: Tensor) -> Tensor:
 
 
 METRICS: dict[str, Value] = {
-    **{name: _ratio(name, "tokens") for name in ("nll", "p", "focus", "entropy", "top1")},
+    **{name: _ratio(name, "tokens") for name in ("nll", "p", "concentration", "entropy", "top1")},
     "ece": _ece,
     **{name: _ratio(name, "ends") for name in ("end_p", "end_top1")},
 }
@@ -63,7 +70,7 @@ METRICS: dict[str, Value] = {
 
 @dataclass(frozen=True)
 class HeldoutSettings:
-    """What is measured; part of the result, and refused where a folder holds something else."""
+    """What is measured; stored with the result. A folder with other settings is refused."""
 
     model: str
     data: str
@@ -76,7 +83,7 @@ class HeldoutSettings:
 
 
 def read_data(settings: HeldoutSettings, bad: BadRows) -> list[Row]:
-    """The rows of a file, a folder, a hub id, or ``generated:NAME``; the first ``rows`` of them."""
+    """The first ``rows`` rows of a file, a folder, a hub id, or ``generated:NAME``."""
     from deftune.data.generated import generate
     from deftune.data.sources import read_source
 
@@ -93,7 +100,7 @@ def read_data(settings: HeldoutSettings, bad: BadRows) -> list[Row]:
 
 
 def fingerprint(example: Encoded) -> str:
-    """Of a row's targets: two results are paired where these are the same."""
+    """A hash of a row's tokens and labels: two results are paired by row where their hashes are equal."""
     return hashlib.sha256(json.dumps([example.input_ids, example.labels]).encode()).hexdigest()[:16]
 
 
@@ -105,7 +112,7 @@ def row_record(place: int, example: Encoded, stats: TokenStats, end_ids: frozens
     gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, bins, top1 - confidence)
     record: Record = {
         "row": place, "where": example.where, "targets": fingerprint(example), "tokens": len(stats),
-        "nll": float(stats.nll.sum()), "p": float(stats.p.sum()), "focus": float(stats.concentration.sum()),
+        "nll": float(stats.nll.sum()), "p": float(stats.p.sum()), "concentration": float(stats.concentration.sum()),
         "entropy": float(stats.entropy.sum()), "top1": float(top1.sum()), "calibration": gaps.tolist(),
     }  # fmt: skip
     ended = int(stats.targets[-1]) in end_ids
@@ -113,10 +120,10 @@ def row_record(place: int, example: Encoded, stats: TokenStats, end_ids: frozens
 
 
 def measure(
-    result: Result, model: Any, tokenizer: Any, encoded: EncodedRows, end_ids: frozenset[int], *, batch_size: int = 8,
-    progress: Callable[[int, int], None] = lambda *_: None,
+    result: Result, model: Any, tokenizer: Any, encoded: EncodedRows, end_ids: frozenset[int], *,
+    batch_rows: int | None = None, progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Record]:  # fmt: skip
-    """Fill `rows.jsonl`: every row is there once, whatever was there before."""
+    """Write one line per row to `rows.jsonl`, for the rows that it lacks; returns the records of all rows."""
     path = result.folder / "rows.jsonl"
     drop_cut_line(path)
     have = {record["row"]: record for record in _read_rows(path, "delete that line and run the same command")}
@@ -134,11 +141,9 @@ def measure(
     progress(len(have), len(encoded.examples))
     with path.open("a", encoding="utf-8") as file:
         examples = [encoded.examples[place] for place in missing]
-        for index, stats in score_batches(
-            model, tokenizer, examples, batch_size=batch_size, needs=frozenset({topk(1)})
-        ):  # fmt: skip
-            place = missing[index]
-            have[place] = row_record(place, encoded.examples[place], stats, end_ids)
+        for tokens in token_passes(model, tokenizer, examples, top_k=1, batch_rows=batch_rows):
+            place = missing[tokens.place]
+            have[place] = row_record(place, encoded.examples[place], tokens.stats, end_ids)
             file.write(json.dumps(have[place]) + "\n")
             file.flush()
             progress(len(have), len(encoded.examples))
@@ -185,8 +190,14 @@ def _read_rows(path: Path, remedy: str) -> list[Record]:
 
 def read_rows(result: Result) -> list[Record]:
     """The rows of a finished result."""
-    expected = result.summary()["rows"][0]["items"]  # or an error that says it is not finished
-    path, remedy = result.folder / "rows.jsonl", "run the same `deftune eval` again, it measures what is missing"
+    summary = result.summary()  # raises where the result is not finished
+    if (version := summary["settings"]["tasks"]["heldout"]) != VERSION:
+        raise ValueError(
+            f"{result.folder}: was measured by an older deftune (held-out version {version}, now {VERSION}: `focus` is "
+            f"now `concentration`); run the same `deftune eval` with another --out"
+        )
+    expected = summary["rows"][0]["items"]
+    path, remedy = result.folder / "rows.jsonl", "run the same `deftune eval` again, it measures the missing rows"
     rows = _read_rows(path, remedy)
     if len({record["row"] for record in rows}) != expected or len(rows) != expected:
         raise ValueError(f"{path}: has {len(rows)} of {expected} rows; it was cut or changed; {remedy}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deftune.artifacts.config import RunConfig, TaskSource
-from deftune.artifacts.encodings import PROMPT_OPTIONS
+from deftune.artifacts.encodings import encoder_options, prompt_options
 from deftune.evaluation.generation import Prompt, TransformersSampler
 from deftune.evaluation.items import Item, read_task
 from deftune.evaluation.scorers import score_answers
@@ -24,7 +24,7 @@ def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | N
     for source in config.data.tasks:
         task = task_named(source.name)
         tasks.append((source, task, read_task(task, source.path, limit=source.limit)))
-    options = {name: getattr(config.data, name) for name in PROMPT_OPTIONS}
+    options = prompt_options(encoder_options(config.data))
     template = options.pop("template")
 
     def score(model: Any, tokenizer: Any) -> dict[str, float]:

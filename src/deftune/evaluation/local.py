@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from deftune.data.encoding import stop_ids
 from deftune.evaluation.chance import derive_key, signed
 from deftune.evaluation.sampler import Output, Prompt, Settings, TokenSampler
 
@@ -53,13 +54,10 @@ class TransformersSampler(TokenSampler):
         super().__init__(tokenizer, template=template, encoder_options=encoder_options)
         self.model = model
         self.batch_size = batch_size or (BATCH_SIZE_CUDA if model.device.type == "cuda" else BATCH_SIZE)
-        own: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        own = own if isinstance(own, list) else [own]
-        named = {int(i) for i in own if i is not None}
         wide = model.dtype in (torch.float32, torch.float64)
         self.network = LanguageModel(
             model,
-            end_ids={*self.encoder.end_ids.values(), *named, *end_ids},
+            end_ids=stop_ids(model, [*self.encoder.end_ids.values(), *end_ids]),
             pad_id=tokenizer.pad_token_id or 0,
             tie_margin=tie_margin if tie_margin is not None else TIE_MARGIN if wide else 0.0,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -166,18 +166,43 @@ def _bootstrap(values: Sequence[float], confidence: float, resamples: int, seed:
         raise ValueError(f"confidence: between 0 and 1, got {confidence}")
     if resamples < 100:
         raise ValueError(f"resamples: at least 100, got {resamples}")
-    items = torch.tensor(values, dtype=torch.float64)
+    items = torch.tensor(values, dtype=torch.float64)[:, None]
+    return interval_of(resample(items, resamples=resamples, seed=seed)[:, 0] / len(items), confidence)
+
+
+def drawn_counts(rows: int, resamples: int, seed: int = 0) -> Iterator[torch.Tensor]:
+    """How often each of ``rows`` rows is drawn in each bootstrap resample: parts of ``[resamples, rows]``, float64.
+
+    Every bootstrap of the package draws here.
+
+    >>> [part.sum(1).tolist() for part in drawn_counts(5, 3)]
+    [[5.0, 5.0, 5.0]]
+    """
     generator = torch.Generator().manual_seed(seed)
-    means: list[torch.Tensor] = []
-    for rows in _chunks(resamples, len(values)):
-        drawn = torch.randint(len(values), (rows, len(values)), generator=generator)
-        means.append(items[drawn].mean(dim=1))
+    for number in chunks(resamples, rows):
+        drawn = torch.randint(rows, (number, rows), generator=generator)
+        counts = torch.zeros(number, rows, dtype=torch.float64)
+        yield counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+
+
+def resample(sums: torch.Tensor, *, resamples: int = 2_000, seed: int = 0) -> torch.Tensor:
+    """``[resamples, columns]``: the column sums of as many rows as ``sums`` has, drawn with replacement."""
+    return torch.cat([counts @ sums for counts in drawn_counts(len(sums), resamples, seed)])
+
+
+def interval_of(values: torch.Tensor, confidence: float = 0.95) -> Interval:
+    """The percentile interval of resampled values; resamples where the statistic is 0 / 0 are left out.
+
+    >>> interval_of(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), confidence=0.0)
+    Interval(low=2.0, high=2.0)
+    """
     tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = torch.quantile(torch.cat(means), tails).tolist()
+    low, high = torch.nanquantile(values, tails).tolist()
     return Interval(low, high)
 
 
-def _chunks(rows: int, width: int) -> list[int]:
+def chunks(rows: int, width: int) -> list[int]:
+    """How many of ``rows`` resamples of ``width`` draws to hold in memory at a time."""
     size = max(1, _CHUNK // width)
     return [min(size, rows - start) for start in range(0, rows, size)]
 
@@ -268,7 +293,7 @@ def _drawn_sign_flips(differences: Sequence[float], permutations: int, seed: int
     values = torch.tensor(differences, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     extreme = 0
-    for rows in _chunks(permutations, len(differences)):
+    for rows in chunks(permutations, len(differences)):
         signs = torch.randint(2, (rows, len(differences)), generator=generator).to(torch.float64) * 2 - 1
         extreme += int(((signs @ values).abs() >= _as_large(differences)).sum())
     return (extreme + 1) / (permutations + 1)

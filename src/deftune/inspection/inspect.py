@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from deftune.evaluation.extraction import extract_final
+from deftune.tokens.conflict import CONFIDENT, conflict
 from deftune.tokens.table import read_rows_table, read_token_table, table_facts, table_objectives
-
-CONFIDENT = 0.9
-"""A token is a confident conflict from this conflict on: DEFT leaves it less than a tenth of NLL's push."""
 
 MOSTLY = 0.5
 """A row's signal is mostly noise where confident conflicts hold at least this share of its NLL."""
@@ -53,17 +52,6 @@ ROW_SCORES = (
     Score("max_nll", "max NLL", "The largest -log p of its tokens"),
     Score("mean_p", "mean p", "Mean probability of its tokens"),
 )
-
-
-def conflict(log_p: np.ndarray, concentration: np.ndarray) -> np.ndarray:
-    """How surely the model expects another token: 1 - p^(sum P^2), which is 1 - gate of DEFT.
-
-    A sure model that is contradicted, an undecided one, a sure one that is right:
-
-    >>> conflict(np.log([0.001, 0.001, 0.99]), np.array([0.95, 0.01, 0.98])).round(3)
-    array([0.999, 0.067, 0.01 ])
-    """
-    return -np.expm1(concentration * log_p)
 
 
 def margin(log_p: np.ndarray, other_log_p: np.ndarray) -> np.ndarray:
@@ -156,7 +144,7 @@ def inspect_tables(table: pa.Table, rows: pa.Table, objectives: list[str]) -> In
     """The inspection of a token table and its rows."""
     names = ["position", "log_p", "entropy", "concentration", "rank", "other_log_p", "is_eos", "is_format"]
     tokens = {name: table[name].to_numpy() for name in [*names, *(f"gate:{name}" for name in objectives)]}
-    tokens["conflict"] = conflict(tokens["log_p"], tokens["concentration"]).astype(np.float32)
+    tokens["conflict"] = conflict(*(torch.tensor(tokens[name]) for name in ("log_p", "concentration"))).numpy()
     tokens["margin"] = margin(tokens["log_p"], tokens["other_log_p"])
     start = np.concatenate([[0], np.cumsum(rows["num_supervised"].to_numpy())])
     pieces = pa.chunked_array([*table["text"].chunks, *table["other_text"].chunks], pa.string())

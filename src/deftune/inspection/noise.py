@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deftune.evaluation.statistics import drawn_counts
+
 Fields = Mapping[str, Any]
 
 _FINAL = re.compile(r"(?P<text>.*)\n#### (?P<number>-?[\d,]+)\s*\Z", re.DOTALL)
@@ -139,5 +141,5 @@ def resamples(rows: int, number: int, seed: int = 0) -> np.ndarray:
     >>> resamples(3, 2)[0].tolist()
     [1, 1, 1]
     """
-    draws = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=number)
-    return np.concatenate([np.ones((1, rows), dtype=draws.dtype), draws])
+    draws = [part.numpy().astype(np.int64) for part in drawn_counts(rows, number, seed)]
+    return np.concatenate([np.ones((1, rows), dtype=np.int64), *draws])

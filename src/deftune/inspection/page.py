@@ -19,8 +19,9 @@ import numpy as np
 
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import is_local, shown_model, shown_path
-from deftune.inspection.inspect import CONFIDENT, ROW_SCORES, Inspection, flags, reason, summary
+from deftune.inspection.inspect import ROW_SCORES, Inspection, flags, reason, summary
 from deftune.inspection.style import look_of
+from deftune.tokens.conflict import CONFIDENT
 
 SCRIPTS = ("data.js", "list.js", "reader.js", "app.js")
 KEPT_BITS = 12  # of a float32's 23 bits of fraction: 1 part in 8192, more than the page prints, and half the size
@@ -110,6 +111,10 @@ def page_arrays(inspection: Inspection) -> dict[str, np.ndarray]:
     numbers = ["entropy", "concentration", "conflict", "margin"]
     for name in [*numbers, *(f"gate:{name}" for name in inspection.objectives)]:
         arrays[name] = rounded(tokens[name])
+    # rounding must not move a token across the threshold, which the page compares in float64
+    above, below = (np.nextafter(np.float32(CONFIDENT), np.float32(side)) for side in (1, 0))
+    sides = np.maximum(arrays["conflict"], above), np.minimum(arrays["conflict"], below)
+    arrays["conflict"] = np.where(inspection.confident, *sides)
     for score in ROW_SCORES:
         cause = inspection.causes[score.name]
         arrays[f"score:{score.name}"] = inspection.scores[score.name].astype(np.float32)

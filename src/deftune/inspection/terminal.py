@@ -10,7 +10,8 @@ from rich.text import Text
 
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.terminal import visible
-from deftune.inspection.inspect import CONFIDENT, ROW_SCORES, Inspection, habits, reasons, summary
+from deftune.inspection.inspect import ROW_SCORES, Inspection, habits, reasons, summary
+from deftune.tokens.conflict import CONFIDENT
 
 MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
 NEAR = 20  # tokens of context to either side, as far as there is room

@@ -1,14 +1,18 @@
-"""A causal LM whose forward ends in an objective instead of logits.
+"""A causal LM whose forward may end in a loss or in token statistics instead of logits.
 
-Under DDP and FSDP2 a loss must be computed inside the wrapped modules' forwards, where weights are gathered and the
-gradient hooks see them. `attach_objective` therefore gives one model (not its class) and its head a forward that, when
-called with ``deft_targets``, hands the hidden states to the fused loss; without them each is its own, so `generate` is
-too. The head is called as a module because FSDP2 may shard it as a unit of its own.
+Under DDP and FSDP2 a loss must be computed inside the forwards of the wrapped modules, where weights are gathered and
+gradient hooks see them. `attach_objective` therefore sets an instance attribute ``forward`` on the model and on its
+head. Called with ``deft_targets``, the new forward hands the hidden states to ``deft_call``; without them it runs the
+class's own forward, so that `generate` and `save_pretrained` work as before. No class changes: the model pickles and
+deep-copies. `objective_forward` does the same for the time of a ``with`` block and then restores the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Generator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,45 +24,47 @@ from deftune.losses.eager import eager
 from deftune.objectives import IGNORE_INDEX, Context, Objective, TokenStats
 from deftune.objectives.stats import TopK
 
-# The loss is made while all activations are alive: smaller chunks than the fastest, which a step does not notice.
+# The loss is computed while all activations are in memory: these chunks are smaller than the fastest ones.
 CHUNK_ROWS = 768
-# Chunks that keep a GPU busy as they are written; below that, those of small heads run as CUDA graphs.
+# Chunks from this size on keep a GPU busy without CUDA graphs.
 LARGE_CHUNK_ROWS = 1024
 
 
 def chunk_options(hidden: Tensor, weight: Tensor) -> dict[str, Any]:
-    """How many tokens of a step the head works on at a time.
+    """The chunk size of the fused loss, and whether CUDA graphs may run it.
 
-    The backward of the final norm takes some four times the hidden states; they themselves and what the head took are
-    free by then. So with a large batch the head's chunks can be large. Not so what CUDA graphs keep.
+    The backward of the final norm needs about four times the memory of the hidden states, after the head's buffers are
+    freed. With a large batch the head may therefore use large chunks without raising the peak. The buffers of CUDA
+    graphs are never freed, so large chunks run without graphs.
     """
     dtype = gemm_dtype(hidden)
     copies = sum(dtype.itemsize * tensor.numel() for tensor in (hidden, weight) if tensor.dtype != dtype)
     spare = 3 * hidden.numel() * hidden.element_size() - copies
     rows = spare // (dtype.itemsize * max(1, weight.shape[0])) // 128 * 128
-    large = dtype == torch.bfloat16 and rows >= LARGE_CHUNK_ROWS  # E takes more than its dtype says of any other
+    large = dtype == torch.bfloat16 and rows >= LARGE_CHUNK_ROWS  # other dtypes need more than one buffer per chunk
     return {"chunk_rows": rows, "graphs": False} if large else {"chunk_rows": CHUNK_ROWS}
 
 
 class HeadOptions(NamedTuple):
-    """What a model does to h W^T + bias: z = softcap(logit_scale (h W^T + bias))."""
+    """How a model makes its logits from h W^T + bias: z = softcap(logit_scale (h W^T + bias))."""
 
     logit_scale: float
     softcap: float | None
 
 
 class ObjectiveOutput(NamedTuple):
-    """What the forward returns: the loss of this micro-batch and the supervised tokens' statistics (detached).
+    """The result of a forward with targets: statistics of the supervised tokens (detached), and the loss.
 
-    Wrappers that cast outputs to bfloat16 see the loss alone: the statistics are one opaque record.
+    Wrappers that cast outputs to another dtype cast the loss alone: to them the statistics are one opaque record.
     """
 
     loss: Tensor | None
     stats: TokenStats
+    columns: dict[str, Tensor] | None = None
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Targets of a causal LM: the next token's label, nothing after the last.
+    """The targets of a causal LM: the label of the next token; the last place has none.
 
     >>> shifted(torch.tensor([[-100, 5, 6]]))
     tensor([[   5,    6, -100]])
@@ -67,7 +73,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def head_options(config: Any) -> HeadOptions:
-    """The head's scale and softcap from a transformers config, whose name for them differs by architecture."""
+    """The head's scale and softcap from a transformers config; their names differ by architecture."""
     text = config.get_text_config()
     softcap = getattr(text, "final_logit_softcapping", None)
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse; Falcon-H1
@@ -80,24 +86,89 @@ def head_options(config: Any) -> HeadOptions:
 
 
 def attach_objective(model: Any) -> None:
-    """Let ``model(..., deft_targets=...)`` return an `ObjectiveOutput`; refuse a head that we would compute wrongly."""
-    if getattr(type(model), "deft_forward", False):
-        return
-    head = head_of(model)
+    """Let ``model(..., deft_targets=..., deft_call=...)`` return what ``deft_call`` makes of the hidden states.
+
+    The forward stays on the model for training. An instance-level ``forward`` that is there already, such as TRL's
+    fused head, is replaced.
+
+    Args:
+        model: a causal LM of transformers, without PEFT's wrapper (`base_of`).
+
+    Raises:
+        ValueError: the head is not a plain linear layer, or its logits are not those of `head_options`.
+    """
     check_head(model)
-    model.__dict__.pop("forward", None)  # TRL's own fused head, which ours replaces
-    model.__class__ = _with_objective(type(model))
-    head.__class__ = _head_with_objective(type(head))
+    _set_forwards(model)
 
 
-def head_of(model: Any) -> Any:
-    """The linear layer that makes the logits; an adapter or a quantised weight in it would be left out of h W^T."""
+@contextlib.contextmanager
+def objective_forward(model: Any) -> Generator[None]:
+    """`attach_objective` without its checks for the time of a ``with`` block; the model is as before afterwards."""
+    before = _set_forwards(model)
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("forward")
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+def _set_forwards(model: Any) -> list[tuple[Any, Any]]:
+    """Set ``forward`` on the model and its head; returns each module with the instance attribute it had before."""
+    head = head_of(model)
+    before = [(module, module.__dict__.get("forward")) for module in (model, head)]
+    model.__dict__["forward"] = MethodType(_forward_of(type(model)), model)
+    head.__dict__["forward"] = MethodType(_head_forward, head)
+    return before
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Generator[None]:
+    """Evaluation mode and no gradients for the time of a ``with`` block; each module's mode is restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@functools.cache
+def _forward_of(cls: Any) -> Any:
+    """A forward for instances of ``cls``, with the signature of ``cls.forward``, which `generate` reads."""
+
+    # named "forward": pickle then stores the attribute by this name, and an unpickled model has its class's forward
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, deft_targets: Any = None, deft_call: Any = None, **kwargs: Any) -> Any:
+        if deft_targets is None:
+            return cls.forward(self, *args, **kwargs)
+        kwargs["use_cache"] = False
+        kwargs.pop("labels", None)  # PEFT passes every argument of its own forward
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        return head_of(self)(hidden, deft_targets, deft_call, head_options(self.config))
+
+    return forward
+
+
+@functools.wraps(nn.Linear.forward)
+def _head_forward(
+    self: nn.Linear, input: Tensor, targets: Tensor | None = None, call: Any = None, options: Any = None
+) -> Any:
+    # the head is called as a module, because FSDP2 may shard it as a unit of its own and gather it in its hooks
+    return type(self).forward(self, input) if targets is None else call(self, input, targets, options)
+
+
+def head_of(model: Any) -> nn.Linear:
+    """The linear layer that makes the logits, in PEFT's ``modules_to_save`` the copy that is trained."""
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or not isinstance(getattr(head, "weight", None), Tensor):
         raise ValueError(f"{name}: has no linear head of its own (get_output_embeddings() is {head!r})")
-    if hasattr(head, "modules_to_save"):  # PEFT's copy of the head, which is trained whole
+    if hasattr(head, "modules_to_save"):
         head = head.modules_to_save[head.active_adapters[0]]
-    if type(head) is not nn.Linear and not getattr(type(head), "deft_forward", False):
+    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
         raise ValueError(
             f"{name}: the head is a {type(head).__name__}, not a plain Linear, and the fused loss would leave out what "
             f"it adds; keep adapters and quantisation off the head (LoRA: leave lm_head out of target_modules; to "
@@ -106,26 +177,21 @@ def head_of(model: Any) -> Any:
     return head
 
 
-@torch.no_grad()
 def check_head(model: Any, tolerance: float = 1e-2) -> None:
-    """Compare the model's logits with softcap(scale (h W^T + bias)) on four tokens: an unknown head is an error."""
+    """Refuse a head whose logits are not softcap(scale (h W^T + bias)), tried on four tokens."""
     head = head_of(model)
     weight = head.weight
-    if weight.is_meta or weight.numel() == 0:
+    if weight.is_meta or weight.numel() == 0 or hasattr(weight, "full_tensor"):  # not in memory, or sharded
         return
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]
         expected = model(input_ids=ids, use_cache=False).logits.float()
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    finally:
-        model.train(training)
-    scale, softcap = head_options(model.config)
-    z = scale * nn.functional.linear(hidden.to(weight.dtype), weight, head.bias).float()
+        scale, softcap = head_options(model.config)
+        z = scale * nn.functional.linear(hidden.to(weight.dtype), weight, head.bias).float()
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    error = float((z - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    error = _relative_error(z, expected)
     if not error <= tolerance and bool(expected.isfinite().all()):
         raise ValueError(
             f"{type(model).__name__}: its logits are not softcap({scale:g} (h W^T + bias)) with softcap {softcap} "
@@ -134,24 +200,19 @@ def check_head(model: Any, tolerance: float = 1e-2) -> None:
         )
 
 
-@torch.no_grad()
 def check_packing(model: Any, tolerance: float = 1e-2) -> None:
-    """Compare two rows end to end with each by itself: attention that crosses their boundary is an error."""
+    """Refuse attention that crosses the boundary of two rows in a pack, tried on two short rows."""
     weight = model.get_input_embeddings().weight
     if weight.is_meta or weight.numel() == 0:
         return
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         first = torch.arange(5, device=weight.device)[None] % weight.shape[0]
         second = first.flip(1)[:, :4]
         positions = torch.cat([torch.arange(5), torch.arange(4)]).to(weight.device)[None]
         joined = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
         alone = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
-    finally:
-        model.train(training)
     expected = torch.cat(alone, 1).float()
-    error = float((joined.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    error = _relative_error(joined.float(), expected)
     if not error <= tolerance and bool(expected.isfinite().all()):
         attention = getattr(model.config, "_attn_implementation", None)
         raise ValueError(
@@ -160,77 +221,45 @@ def check_packing(model: Any, tolerance: float = 1e-2) -> None:
         )
 
 
-@functools.cache
-def _with_objective(cls: type) -> type:
-    """``cls`` with a forward that knows ``deft_targets``; of the same name, so that a saved model names its class."""
-
-    class WithObjective(cls):  # pyright: ignore[reportUntypedBaseClass]
-        deft_forward = True
-
-        @functools.wraps(cls.forward)  # `generate` checks its arguments against the original's signature
-        def forward(self, *args: Any, deft_targets: Tensor | None = None, deft_call: Any = None, **kwargs: Any) -> Any:
-            if deft_targets is None:
-                return super().forward(*args, **kwargs)
-            kwargs["use_cache"] = False
-            kwargs.pop("labels", None)  # PEFT hands on every argument of its own forward
-            hidden = self.base_model(*args, **kwargs).last_hidden_state
-            return head_of(self)(hidden, deft_targets, deft_call, head_options(self.config))
-
-    return _named_as(cls, WithObjective)
-
-
-@functools.cache
-def _head_with_objective(cls: type) -> type:
-    """A linear layer that ends in the loss when it is given targets."""
-
-    class HeadWithObjective(cls):  # pyright: ignore[reportUntypedBaseClass]
-        deft_forward = True
-
-        def forward(self, input: Tensor, targets: Tensor | None = None, call: Any = None, options: Any = None) -> Any:
-            return super().forward(input) if targets is None else call(self, input, targets, options)
-
-    return _named_as(cls, HeadWithObjective)
-
-
-def _named_as(cls: type, ours: type) -> type:
-    ours.__name__, ours.__qualname__, ours.__module__ = cls.__name__, cls.__qualname__, cls.__module__
-    return ours
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 class ObjectiveCall:
-    """What the head does with the hidden states: the loss and its statistics, or the statistics alone."""
+    """A ``deft_call`` for training: the loss of a micro-batch and the statistics of its tokens."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        context: Context,
-        num_items: float | None,
-        *,
-        statistics_only: bool = False,
-        needs: frozenset[TopK] = frozenset(),
-    ):
-        self.objective, self.context = objective, context
-        self.num_items, self.statistics_only = num_items, statistics_only
-        self.needs = objective.needs | needs  # of the statistics alone: a loss needs what its objective does
+    def __init__(self, objective: Objective, context: Context, num_items: float | None):
+        self.objective, self.context, self.num_items = objective, context, num_items
 
     @eager
-    def __call__(self, head: Any, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        targets = targets.to(hidden.device)
-        keywords: dict[str, Any] = {
-            "bias": head.bias, "softcap": options.softcap, "logit_scale": options.logit_scale,
-        }  # fmt: skip
-        if not torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(head.weight.dtype)
-        if self.statistics_only:
-            stats = linear_token_stats(
-                hidden, head.weight, targets, needs=self.needs, chunk_rows=CHUNK_ROWS, **keywords
-            )
-            return ObjectiveOutput(None, stats.detach())
+    def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
+        hidden, targets, keywords = _inputs(head, hidden, targets, options)
         loss, stats = linear_loss_with_stats(
             hidden, head.weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords,
             **chunk_options(hidden, head.weight),
         )  # fmt: skip
         return ObjectiveOutput(loss, stats.detach())
+
+
+class StatisticsCall:
+    """A ``deft_call`` that measures: the statistics of the supervised tokens, without a loss."""
+
+    def __init__(self, needs: frozenset[TopK] = frozenset()):
+        self.needs = needs
+
+    @eager
+    def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
+        hidden, targets, keywords = _inputs(head, hidden, targets, options)
+        stats = linear_token_stats(hidden, head.weight, targets, needs=self.needs, chunk_rows=CHUNK_ROWS, **keywords)
+        return ObjectiveOutput(None, stats.detach())
+
+
+def _inputs(head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor, Any]:
+    """The hidden states and targets where the head is, and the keywords of the fused functions."""
+    hidden, targets = hidden.to(head.weight.device), targets.to(head.weight.device)
+    if not torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(head.weight.dtype)
+    return hidden, targets, {"bias": head.bias, "softcap": options.softcap, "logit_scale": options.logit_scale}
 
 
 def base_of(model: Any) -> Any:

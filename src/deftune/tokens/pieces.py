@@ -1,4 +1,4 @@
-"""Token ids as text, token by token."""
+"""The text of each token of a row."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Pieces:
-    """Token ids as text, token by token, so that a row's pieces join to its text.
+    """The text of each token, such that the texts of a row join to the text of the row.
 
-    Where several tokens spell one character, the last of them has it and the others have "".
+    Where several tokens spell one character, the last of them has the character and the others have "".
     """
 
     def __init__(self, tokenizer: Any):
@@ -18,9 +18,9 @@ class Pieces:
         self._alone: dict[int, str] = {}
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """One piece per token. What a cut leaves of a character is U+FFFD at the end."""
+        """One text per token. A character that is cut off at the end of the row is U+FFFD."""
         pieces = [""] * len(ids)
-        # decoding goes on from the tokens of the last piece: the text of a token may depend on the one before
+        # the text of a token may depend on the token before: decode from the start of the last piece
         start = done = 0
         known = ""
         for i in range(len(ids)):
@@ -33,7 +33,7 @@ class Pieces:
         return pieces
 
     def alone(self, token: int) -> str:
-        """A token by itself; where it is part of a character, as the vocabulary writes it."""
+        """The text of a single token; for a part of a character, the spelling of the vocabulary."""
         text = self._decode([token])
         return self._tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text else text
 

@@ -1,9 +1,7 @@
-"""Token tables: one line per supervised token, with what the model thought of it and what each objective does to it.
+"""A token table: one line per supervised token, with the model's statistics and what each objective does there.
 
-Rows go through the model in batches of similar length; the head is applied to the supervised positions alone, a chunk
-at a time, so that no [tokens, V] tensor is ever whole. A table is written as it is made, into a file of another name
-that takes its own when it is complete. Beside ``tokens.parquet`` lies ``tokens.rows.parquet``: a line per row, with the
-text around the tokens.
+A table is written while the rows go through the model, under another name until it is complete. Beside
+``tokens.parquet`` lies ``tokens.rows.parquet``: one line per row, with the text around its tokens.
 """
 
 from __future__ import annotations
@@ -17,26 +15,31 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from deftune._version import __version__
-from deftune.artifacts.encodings import encoder_options
 from deftune.artifacts.files import whole_file
-from deftune.artifacts.results import parse_result
-from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
+from deftune.data.encoding import Encoded, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
-from deftune.objectives import IGNORE_INDEX, Context, Objective
+from deftune.objectives import Objective
 from deftune.objectives import objective as parse_objective
-from deftune.tokens.head import attach_objective, base_of
-from deftune.tokens.measurement import Measurement, measure, parse_objectives, why_not_computable
+from deftune.tokens.passes import (
+    BATCH_TOKENS,
+    Measurement,
+    RowTokens,
+    parse_objectives,
+    placed,
+    supervised_places,
+    token_context,
+    token_passes,
+)
 from deftune.tokens.pieces import Pieces
 
 DEFAULT = ("nll", "linear", "cayley", "deft", "eaft")
-"""The objectives of a table where nothing is asked for: the paper's."""
+"""The objectives of a table by default: the paper's."""
 
 TOKEN_COLUMNS: dict[str, pa.DataType] = {
-    "row": pa.int32(),  # place in the data
-    "position": pa.int32(),  # of the token in its sequence
+    "row": pa.int32(),  # index in the data
+    "position": pa.int32(),  # index of the token in its sequence
     "token_id": pa.int32(),
     "text": pa.string(),
     "log_p": pa.float32(),
@@ -71,15 +74,8 @@ METADATA_KEY = b"deftune"
 WINDOW_BATCHES = 8  # batches' worth of rows are sorted by length together, and make a row group
 
 
-class TokenBatch(NamedTuple):
-    """Some rows of the data: their tokens, and themselves."""
-
-    tokens: pa.RecordBatch
-    rows: pa.RecordBatch
-
-
 class Written(NamedTuple):
-    """What `write_token_table` made: the files, and the facts about the data that a reader should see."""
+    """The files that `write_token_table` wrote, and facts about the data to show to the user."""
 
     tokens: Path
     rows: Path
@@ -97,70 +93,11 @@ def token_schema(objectives: Sequence[str | Objective]) -> pa.Schema:
     return pa.schema([*TOKEN_COLUMNS.items(), *((name, pa.float32()) for name in names)])
 
 
-def encoder_for(
-    name: str, tokenizer: Any, *, template: str | None = None, mask: Mask | None = None, max_length: int | None = None
-) -> Encoder:
-    """How a model's rows are encoded: as its training did, where it is a run; what is given overrides that."""
-    if max_length is not None and max_length < 2:
-        raise ValueError(f"max_length: a token and its target need at least 2, got {max_length}")
-    run, _ = parse_result(name)
-    if run is not None:
-        given = {"template": template, "mask": mask, "max_length": max_length}
-        data = run.read_config().data.model_copy(update={k: v for k, v in given.items() if v is not None})
-        return Encoder(tokenizer, **encoder_options(data))
-    return Encoder(tokenizer, template=template, mask=mask or "assistant", max_length=max_length or 2048)
-
-
-def token_context(encoder: Encoder) -> Context:
-    """What the objectives of a table may look at beside a token's statistics: the tokens that end an answer."""
-    return Context(special_ids=tuple(sorted(encoder.end_ids.values())))
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-class TableMaker:
-    """From an encoded row and its columns to a table's lines."""
-
-    def __init__(self, tokenizer: Any, encoder: Encoder, objectives: Sequence[Objective]):
-        self.pieces = Pieces(tokenizer)
-        self.schema = token_schema(objectives)
-        self.ends = np.array(sorted(encoder.end_ids.values()))
-        self.special = np.array(sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}))
-
-    def batch(
-        self, places: Sequence[int], examples: Sequence[Encoded], found: list[dict[str, np.ndarray]]
-    ) -> TokenBatch:
-        columns: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
-        positions = [supervised_places(example) for example in examples]
-        texts = [self.pieces.of(example.input_ids) for example in examples]
-        ids = [np.asarray(example.input_ids)[where] for example, where in zip(examples, positions)]
-        columns["row"] = np.repeat(np.asarray(places), [len(where) for where in positions])
-        columns["position"] = np.concatenate(positions)
-        columns["token_id"] = np.concatenate(ids)
-        columns["text"] = [text[i] for text, where in zip(texts, positions) for i in where.tolist()]
-        columns["is_eos"] = np.isin(columns["token_id"], self.ends)
-        columns["is_format"] = np.isin(columns["token_id"], self.special)
-        for name in ("top", "other"):
-            columns[f"{name}_text"] = [self.pieces.alone(token) for token in columns[f"{name}_id"].tolist()]
-        size = len(columns["row"])
-        arrays = [
-            pa.array(columns[field.name]).cast(field.type) if field.name in columns else pa.nulls(size, field.type)
-            for field in self.schema
-        ]
-        rows = [row_line(*parts) for parts in zip(places, examples, positions, texts)]
-        return TokenBatch(
-            pa.RecordBatch.from_arrays(arrays, schema=self.schema), pa.RecordBatch.from_pylist(rows, schema=ROW_SCHEMA)
-        )
-
-
-def supervised_places(example: Encoded) -> np.ndarray:
-    """Where in its sequence an example is supervised; never at its first token, which nothing predicts."""
-    return np.flatnonzero(np.asarray(example.labels[1:]) != IGNORE_INDEX) + 1
-
-
 def row_line(place: int, example: Encoded, positions: np.ndarray, texts: list[str]) -> dict[str, Any]:
-    """A row's line in ``*.rows.parquet``."""
+    """The line of one row in ``*.rows.parquet``."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
     starts = [0, *(int(run[-1]) + 1 for run in runs)]
     before = ["".join(texts[start : int(run[0])]) for start, run in zip(starts, runs)]
@@ -178,33 +115,48 @@ def row_line(place: int, example: Encoded, positions: np.ndarray, texts: list[st
 
 def token_batches(
     model: Any, tokenizer: Any, examples: Iterable[tuple[int, Encoded]], encoder: Encoder, *,
-    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = 8192,
+    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = BATCH_TOKENS,
     progress: Callable[[int], None] = lambda _: None,
-) -> Iterator[TokenBatch]:  # fmt: skip
-    """A model's token table in parts, in the rows' order; ``examples`` are (place in the data, encoded row).
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:  # fmt: skip
+    """A model's token table in parts, (tokens, their rows), in the order of the rows.
 
-    Some batches' worth of rows are in memory at a time. The numbers do not depend on how rows are batched, but for
-    the rounding of matrix products of other shapes.
+    ``examples`` are (index of the row, encoded row). The rows of `WINDOW_BATCHES` batches are in memory at a time.
     """
-    if batch_tokens < 1:
-        raise ValueError(f"batch_tokens: at least 1, got {batch_tokens}")
-    chosen, context = parse_objectives(objectives), token_context(encoder)
-    for objective in chosen:
-        if reason := why_not_computable(objective, context):
-            raise ValueError(f"token table: `{objective}`: {reason}; leave it out")
-    attach_objective(base_of(model))
-    model.eval()
-    measurement = Measurement(chosen, context)
-    maker = TableMaker(tokenizer, encoder, chosen)
+    measurement = Measurement(objectives, token_context(encoder))
+    schema, pieces = token_schema(measurement.objectives), Pieces(tokenizer)
+    ends = sorted(encoder.end_ids.values())
+    special = sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
     for window in windows(examples, WINDOW_BATCHES * batch_tokens):
-        places, rows = [place for place, _ in window], [example for _, example in window]
-        with torch.no_grad():
-            found = measure(model, tokenizer.pad_token_id, rows, measurement, batch_tokens, progress)
-        yield maker.batch(places, rows, found)
+        places, rows = zip(*window)
+        found: dict[int, RowTokens] = {}
+        for tokens in token_passes(model, tokenizer, rows, measurement=measurement, batch_tokens=batch_tokens):
+            found[tokens.place] = tokens
+            progress(1)
+        parts = [found[i] for i in range(len(rows))]
+        positions = [supervised_places(example) for example in rows]
+        texts = [pieces.of(example.input_ids) for example in rows]
+        columns: dict[str, Any] = {
+            name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns
+        }
+        ids = columns["token_id"] = np.concatenate([part.stats.targets for part in parts])
+        columns["row"] = np.repeat(places, [len(where) for where in positions])
+        columns["position"] = np.concatenate(positions)
+        columns["text"] = [text[i] for text, where in zip(texts, positions) for i in where.tolist()]
+        columns["is_eos"], columns["is_format"] = np.isin(ids, ends), np.isin(ids, special)
+        for name in ("top", "other"):
+            columns[f"{name}_text"] = [pieces.alone(token) for token in columns[f"{name}_id"].tolist()]
+        arrays = [
+            pa.array(columns[field.name]).cast(field.type) if field.name in columns else pa.nulls(len(ids), field.type)
+            for field in schema
+        ]
+        lines = [row_line(*parts) for parts in zip(places, rows, positions, texts)]
+        yield (
+            pa.RecordBatch.from_arrays(arrays, schema=schema), pa.RecordBatch.from_pylist(lines, schema=ROW_SCHEMA)
+        )  # fmt: skip
 
 
 def windows(examples: Iterable[tuple[int, Encoded]], tokens: int) -> Iterator[list[tuple[int, Encoded]]]:
-    """The examples in runs of about so many tokens."""
+    """The examples in lists of about ``tokens`` tokens each."""
     window: list[tuple[int, Encoded]] = []
     size = 0
     for place, example in examples:
@@ -217,16 +169,6 @@ def windows(examples: Iterable[tuple[int, Encoded]], tokens: int) -> Iterator[li
         yield window
 
 
-def placed(rows: Sequence[Row], examples: Sequence[Encoded]) -> Iterator[tuple[int, Encoded]]:
-    """Each example with its row's place: examples are the rows in order, some left out."""
-    place = 0
-    for example in examples:
-        while rows[place].where != example.where:
-            place += 1
-        yield place, example
-        place += 1
-
-
 def write_token_table(
     path: str | Path, model: Any, tokenizer: Any, rows: Sequence[Row], *, encoder: Encoder | None = None,
     objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = 8192, bad: BadRows | None = None,
@@ -234,10 +176,10 @@ def write_token_table(
 ) -> Written:  # fmt: skip
     """Write the token table of ``rows`` to ``path`` (Parquet), and the rows' texts beside it.
 
-    ``encoder`` says how rows become tokens (default: the tokenizer's template, answers supervised, 2048 tokens).
-    ``bad`` says what becomes of rows whose mask cannot be verified: by default the first one raises. ``facts`` are kept
-    in the schema's metadata; `table_facts` reads them. ``progress`` is called with each batch's number of rows.
-    Both files appear whole or not at all.
+    ``encoder``: how rows become tokens (default: the tokenizer's template, answers supervised, 2048 tokens).
+    ``bad``: what to do with rows whose mask cannot be verified; by default the first one raises. ``facts`` are stored
+    in the schema's metadata, where `table_facts` reads them. ``progress`` is called with 1 after each row.
+    Both files appear complete or not at all.
     """
     path = Path(path)
     chosen = parse_objectives(objectives)
@@ -258,31 +200,26 @@ def write_token_table(
         # the rows first: where there is a token table, there are its rows
         to_tokens = files.enter_context(parquet_file(path, token_schema(chosen).with_metadata(metadata)))
         to_rows = files.enter_context(parquet_file(beside, ROW_SCHEMA.with_metadata(metadata)))
-        for part in token_batches(
-            model,
-            tokenizer,
-            placed(rows, encoded.examples),
-            encoder,
-            objectives=chosen,
-            batch_tokens=batch_tokens,
+        for tokens, lines in token_batches(
+            model, tokenizer, placed(rows, encoded.examples), encoder, objectives=chosen, batch_tokens=batch_tokens,
             progress=progress,
-        ):
-            to_tokens.write_batch(part.tokens)
-            to_rows.write_batch(part.rows)
-            count += part.tokens.num_rows
+        ):  # fmt: skip
+            to_tokens.write_batch(tokens)
+            to_rows.write_batch(lines)
+            count += tokens.num_rows
     return Written(path, beside, count, encoded.facts())
 
 
 @contextlib.contextmanager
 def parquet_file(path: Path, schema: pa.Schema) -> Generator[pq.ParquetWriter]:
-    """A file to write batches into, there when it is complete."""
+    """A Parquet file to write batches into; it appears when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as sink, pq.ParquetWriter(sink, schema, compression="zstd") as writer:
         yield writer
 
 
 def rows_path(path: str | Path) -> Path:
-    """Where the rows of a token table lie.
+    """The path of the rows that belong to the token table at ``path``.
 
     >>> str(rows_path("out/tokens.parquet"))
     'out/tokens.rows.parquet'
@@ -292,12 +229,12 @@ def rows_path(path: str | Path) -> Path:
 
 
 def read_token_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A token table, or some of its columns; one that is no token table is refused."""
+    """Read a token table, or some of its columns; another Parquet file is an error."""
     return _read(Path(path), TOKEN_COLUMNS, columns)
 
 
 def read_rows_table(path: str | Path) -> pa.Table:
-    """The rows of the token table at ``path`` (either file's name will do)."""
+    """Read the rows of the token table at ``path``, which names either of the two files."""
     path = Path(path)
     return _read(path if path.name.endswith(".rows.parquet") else rows_path(path), ROW_SCHEMA.names, None)
 
@@ -323,7 +260,7 @@ def table_facts(table: pa.Table) -> dict[str, Any]:
 
 
 def token_table_facts(path: str | Path) -> dict[str, Any]:
-    """`table_facts` of the table at ``path``, whose columns are not read."""
+    """`table_facts` of the table at ``path``, without reading its columns."""
     return table_facts(read_token_table(path, []))
 
 

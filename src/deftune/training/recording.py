@@ -1,7 +1,7 @@
-"""What a training step did to its tokens: sums over micro-batches and ranks, then means and a histogram.
+"""The record of a training step: means over its tokens, on all micro-batches and ranks, and a histogram of p.
 
 The loss of a gated objective may be twenty times smaller than NLL at the same model. So every record has the plain NLL
-beside the objective, and what the gate let through.
+beside the objective, and the mean gate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deftune.objectives import Context, Objective, TokenStats
+from deftune.tokens.conflict import is_confident_conflict
 
 # p falls into (0, 1e-6], (1e-6, 1e-5], ..., (0.1, 0.2], ..., (0.9, 1]
 P_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -21,8 +22,7 @@ SUMS = (
     "tokens", "objective", "nll", "p", "focus", "gate", "signal", "entropy", "concentration", "suppressed", "conflicts",
     "eos_tokens", "eos_p", "input_tokens",
 )  # fmt: skip
-SUPPRESSED_GATE = 0.1  # a token is suppressed where the gate lets through less than a tenth of NLL's gradient
-CONFLICT_P, CONFLICT_CONCENTRATION = 0.1, 0.5  # and a confident conflict where the model is sure of something else
+SUPPRESSED_GATE = 0.1  # a token is suppressed where its gradient is less than a tenth of NLL's
 
 
 class StepRecord:
@@ -35,7 +35,7 @@ class StepRecord:
         self.constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def beside(self, p: Tensor) -> tuple[Tensor, Tensor]:
-        """(edges, special ids) where p is: copied once, for a copy waits for all that the device has to do."""
+        """(edges, special ids) on the device of p: copied once, because a copy to a GPU waits for its queue."""
         if p.device not in self.constants:
             ids = torch.tensor(self.special_ids, dtype=torch.int64, device=p.device)
             self.constants[p.device] = p.new_tensor(P_EDGES), ids
@@ -43,15 +43,12 @@ class StepRecord:
 
     @torch.no_grad()
     def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> None:
-        """Count one micro-batch, never waiting for the device, which is busy with the head and has the backward next.
-
-        Objectives of a whole step need its statistics in the context.
-        """
+        """Add one micro-batch without waiting for the GPU; ``context`` is that of its loss."""
         gate, value = self.objective.evaluate(stats, context)
         p, concentration = stats.p, stats.concentration
         edges, ids = self.beside(p)
         special = (stats.targets[:, None] == ids).any(1).to(p.dtype)
-        conflicts = (p < CONFLICT_P) & (concentration > CONFLICT_CONCENTRATION)
+        conflicts = is_confident_conflict(stats.log_p, concentration)
         columns = torch.stack([
             torch.ones_like(p), value, stats.nll, p, self.objective.focus(stats, context), gate, gate * stats.error,
             stats.entropy, concentration, (gate < SUPPRESSED_GATE).to(p.dtype), conflicts.to(p.dtype),
@@ -62,7 +59,7 @@ class StepRecord:
         self.sums = sums if self.sums is None else self.sums + sums
 
     def take(self) -> dict[str, float | list[int]]:
-        """The means since the last time, over all ranks; every rank must ask. {} where nothing was counted."""
+        """The means since the last call, over all ranks; every rank must call. {} where nothing was added."""
         sums, self.sums = self.sums, None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             assert sums is not None, "every rank counts every micro-batch, even one without supervised tokens"
@@ -90,5 +87,5 @@ def means(sums: list[float]) -> dict[str, float | list[int]]:
 
 
 def scalars(record: dict[str, float | list[int]]) -> dict[str, float]:
-    """What a tracker can draw as a line."""
+    """The fields of a record that are numbers."""
     return {name: float(value) for name, value in record.items() if not isinstance(value, list)}

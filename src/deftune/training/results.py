@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,6 +14,7 @@ from deftune.artifacts.checkpoints import sealed_folder
 from deftune.artifacts.results import is_adapter, load_result, result_folder
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import resolve_template
+from deftune.data.encoding import end_tokens_of, stop_ids
 from deftune.data.rendering import Template
 from deftune.training.card import render_merged_card
 
@@ -39,20 +40,23 @@ def merge(
 
 def reply(
     model: Any, tokenizer: Any, messages: list[dict[str, str]], *, template: str | None = None,
-    max_new_tokens: int = 512, temperature: float = 0.0,
+    end_tokens: Sequence[str] = (), max_new_tokens: int = 512, temperature: float = 0.0,
 ) -> Generator[str]:  # fmt: skip
-    """The model's answer to a conversation, piece by piece as it is made; temperature 0 is greedy."""
+    """The model's answer to a conversation, piece by piece while it is generated; temperature 0 is greedy.
+
+    The answer stops at the tokens of `end_tokens_of`; ``end_tokens`` declares further ones.
+    """
     from transformers import TextIteratorStreamer
 
-    text = Template(resolve_template(tokenizer, template)).render(
-        messages, add_generation_prompt=True, variables=tokenizer.special_tokens_map
-    )
+    written = resolve_template(tokenizer, template)
+    text = Template(written).render(messages, add_generation_prompt=True, variables=tokenizer.special_tokens_map)
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         options = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
     options |= {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, "streamer": streamer}
+    options["eos_token_id"] = sorted(stop_ids(model, end_tokens_of(tokenizer, written, end_tokens).values()))
     failure: list[BaseException] = []
 
     def work() -> None:
@@ -72,14 +76,16 @@ def reply(
 
 
 @torch.no_grad()
-def complete(model: Any, tokenizer: Any, prompts: list[list[int]], *, max_new_tokens: int) -> list[str]:
-    """Greedy answers to several encoded prompts at once, padded on the left."""
+def complete(
+    model: Any, tokenizer: Any, prompts: list[list[int]], *, end_ids: Iterable[int], max_new_tokens: int
+) -> list[str]:
+    """Greedy answers to several encoded prompts at once, padded on the left; ``end_ids`` are the encoder's."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     model.eval()
     out = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, temperature=None,
-        top_p=None, top_k=None, pad_token_id=tokenizer.pad_token_id,
+        top_p=None, top_k=None, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(stop_ids(model, end_ids)),
     )  # fmt: skip
     return tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)

@@ -27,7 +27,15 @@ from deftune.losses import raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
-from deftune.tokens.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, check_packing, shifted
+from deftune.tokens.head import (
+    ObjectiveCall,
+    ObjectiveOutput,
+    StatisticsCall,
+    attach_objective,
+    base_of,
+    check_packing,
+    shifted,
+)
 from deftune.training.attention import attention_kernels, kernels_of
 from deftune.training.guard import UnseenNorm, forget, tell
 from deftune.training.nonfinite import diagnose
@@ -211,15 +219,13 @@ class DeftSFTTrainer(SFTTrainer):
         with torch.random.fork_rng(devices):  # its dropout is that of the pass that follows
             for batch in batches:
                 inputs = self._prepare_inputs(dict(batch))
-                found.append(self._forward(model, inputs, self._context(), None, statistics_only=True).stats)
+                found.append(self._forward(model, inputs, StatisticsCall(self.objective.needs)).stats)
         return step_stats(self.objective, found, context=self._context())
 
-    def _forward(
-        self, model: Any, inputs: dict[str, Any], context: Context, num_items: int | None, statistics_only: bool = False
-    ) -> ObjectiveOutput:
+    def _forward(self, model: Any, inputs: dict[str, Any], call: ObjectiveCall | StatisticsCall) -> ObjectiveOutput:
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "row_of", "places")} | {
             "deft_targets": shifted(inputs["labels"]),
-            "deft_call": ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only),
+            "deft_call": call,
         }
         try:
             output = model(**inputs)
@@ -243,7 +249,7 @@ class DeftSFTTrainer(SFTTrainer):
             step.stats = self._pre_pass(model, step.batches)
         context = self._context("deferred" if self.objective.kind == "mass" else step.stats)
         try:
-            output = self._forward(model, inputs, context, step.num_items)
+            output = self._forward(model, inputs, ObjectiveCall(self.objective, context, step.num_items))
         except ValueError as error:  # on a CPU a NaN is seen at once
             if "NaN" in str(error) and "training step" not in str(error):
                 self.state.global_step = step.step - 1
@@ -260,14 +266,15 @@ class DeftSFTTrainer(SFTTrainer):
         return output.loss * self.accelerator.num_processes
 
     def _evaluation_loss(self, model: Any, inputs: Any) -> Tensor:
-        """The loss of one batch; the records get what belongs to the whole evaluation set."""
-        output = self._forward(model, inputs, self._context(), None)
+        """The mean objective of one batch; `evaluation_loop` takes the mean of the whole set from the record."""
+        stats, context = self._forward(model, inputs, StatisticsCall(self.objective.needs)).stats, self._context()
         if self.objective.kind == "local":
-            self.records["eval"].add(output.stats, self._context(), input_tokens(inputs))
+            self.records["eval"].add(stats, context, input_tokens(inputs))
         else:
-            self._held["eval"].append((output.stats, input_tokens(inputs)))
-        assert output.loss is not None
-        return output.loss
+            self._held["eval"].append((stats, input_tokens(inputs)))
+            if len(stats):
+                context = replace(context, step=step_stats(self.objective, [stats], context=context, local=True))
+        return self.objective.loss(stats, context).mean() if len(stats) else stats.log_p.sum()
 
     def _record_held(self, mode: str) -> None:
         """Record the batches of a step, or of an evaluation, now that its statistics can be known."""
@@ -366,10 +373,11 @@ class DeftSFTTrainer(SFTTrainer):
         model.train()
         self._unseen = None
         context = self._context("deferred" if self.objective.kind == "mass" else inputs.stats)
+        call = ObjectiveCall(self.objective, context, inputs.num_items)
 
         def loss_of(batch: Any, autocast: bool) -> Tensor:
             with self.accelerator.autocast() if autocast else contextlib.nullcontext():
-                output = self._forward(model, self._prepare_inputs(dict(batch)), context, inputs.num_items)
+                output = self._forward(model, self._prepare_inputs(dict(batch)), call)
             assert output.loss is not None
             raise_pending()
             return output.loss
