@@ -15,7 +15,7 @@ from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import TEMPLATES
 from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
-from deftune.data.sources import read_source
+from deftune.data.sources import read_rows
 from deftune.tokens.head import shifted
 from deftune.tokens.scoring import bootstrap, score
 from deftune.training.results import complete, merge
@@ -33,7 +33,7 @@ def lora_run(tmp_path_factory, make_config) -> Run:
 @pytest.fixture(scope="module")
 def examples(tiny_model, chat_file):
     tokenizer = load_result(str(tiny_model))[1]
-    return encode_rows(read_source(chat_file)[:7], Encoder(tokenizer, mask="assistant", max_length=128)).examples
+    return encode_rows(read_rows(chat_file)[:7], Encoder(tokenizer, mask="assistant", max_length=128)).examples
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -117,7 +117,7 @@ def test_chat_refuses_a_negative_temperature(lora_run, capsys):
 def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):
     model, tokenizer = load_result(str(tiny_model))
     encoder = Encoder(tokenizer, mask="assistant", max_length=128)
-    prompts = [encoder.encode_prompt(row) for row in read_source(chat_file)[:3]]
+    prompts = [encoder.encode_prompt(row) for row in read_rows(chat_file)[:3]]
     together = complete(model, tokenizer, prompts, max_new_tokens=6)
     assert together == [complete(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
 

@@ -233,7 +233,7 @@ def changed(config: Path, edit) -> Path:
 def test_an_unknown_key(tmp_path, make_config):
     config = write_config(make_config(tmp_path / "run"))
     changed(config, lambda content: content["train"].update(learning_rat=1))
-    check_refused(start(config), f"{config}: train.learning_rat: unknown key; did you mean 'learning_rate'?")
+    check_refused(start(config), f"{config}: train.learning_rat: unknown key. Did you mean 'learning_rate'?")
     assert not (tmp_path / "run").exists()
 
 

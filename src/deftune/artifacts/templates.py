@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
+
+from deftune.objectives.suggest import did_you_mean
 
 # For base models that come without a template. Neither writes BOS: the encoder knows whether the tokenizer adds one.
 TEMPLATES: dict[str, str] = {
@@ -53,9 +54,7 @@ def resolve_template(tokenizer: Any, name: str | None) -> str:
     if name in TEMPLATES:
         return TEMPLATES[name]
     if not name.endswith(".jinja"):
-        near = difflib.get_close_matches(name, choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown template {name!r}.{hint} {choose[0].upper()}{choose[1:]}")
+        raise ValueError(f"unknown template {name!r}.{did_you_mean(name, choices)} {choose[0].upper()}{choose[1:]}")
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

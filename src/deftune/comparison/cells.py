@@ -42,7 +42,7 @@ from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.measurement import why_not_computable
 from deftune.tokens.table import token_context, token_table_facts, write_token_table
-from deftune.training.preparation import Prepared, prepare, read_rows
+from deftune.training.preparation import Prepared, prepare, read_mixture
 from deftune.training.train import quiet, train_run
 
 Say = Callable[[str], None]
@@ -152,7 +152,7 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
     Returns which, and why.
     """
     bad = BadRows(skip=cell.config.data.skip_bad_rows)
-    rows = [row for source in cell.section.tokens for row in read_rows([source], cell.config, bad, say)]
+    rows = [row for source in cell.section.tokens for row in read_mixture([source], cell.config, bad, say)]
     chosen = [parse_objective(spec) for spec in dict.fromkeys(["nll", *cell.comparison.objectives])]
     # what needs a whole optimizer step has no gate in a table of single tokens
     single = [objective for objective in chosen if objective.kind == "local" and "progress" not in objective.requires]
@@ -185,7 +185,7 @@ def data_fact(cell: Cell) -> dict[str, str]:
     if len(cell.section.tokens) != 1:
         return {}
     (source,) = cell.section.tokens
-    return {"data": f"generated:{source.generate}" if source.generate else str(source.path)}
+    return {"data": source.place}
 
 
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:

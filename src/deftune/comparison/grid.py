@@ -24,14 +24,23 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from deftune.artifacts.config import ConfigError, RunConfig, Section, Source, apply_override, explain, read_yaml
+from deftune.artifacts.config import (
+    ConfigError,
+    NotNegative,
+    Positive,
+    RunConfig,
+    Section,
+    Source,
+    apply_override,
+    explain,
+    read_yaml,
+)
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.runs import differences, environment
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
 from deftune.evaluation.task_files import load_task_file
 from deftune.objectives import objective as parse_objective
 
-Positive = Annotated[int, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0)]
 BASE = "base"
 CONFIG = "comparison.yaml"
@@ -49,7 +58,7 @@ class Evaluation(Section):
     samples: Positive | None = Field(None, description="answers per item where T > 0 (default: the suite's)")
     temperatures: list[Temperature] = Field(default_factory=list, description="a sweep; default: the suite's one")
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NotNegative = 0
     limit: Positive | None = Field(None, description="a sample of the items")
     max_new_tokens: Positive | None = Field(None, description="default: the task's")
     rule: Literal["strict", "lenient"] = "strict"
@@ -131,7 +140,7 @@ class Comparison(Section):
 
     folder: str = Field("comparisons/first", description="the same folder goes on where it was stopped")
     objectives: list[str] = Field(min_length=1, description="`deftune objectives` lists them")
-    seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
+    seeds: list[NotNegative] = Field([0], min_length=1)
     learning_rates: list[Annotated[float, Field(gt=0)]] = Field(
         [5e-5], min_length=1, description="several: the same for every objective, each at its own best"
     )

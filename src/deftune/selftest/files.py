@@ -20,7 +20,7 @@ from deftune.artifacts.config import load_config
 from deftune.data.encoding import Encoded, Encoder
 from deftune.data.packing import Collator, pack
 from deftune.data.rows import BadRows, Row, RowError
-from deftune.data.sources import read_source
+from deftune.data.sources import read_rows
 from deftune.objectives import IGNORE_INDEX
 from deftune.objectives import objective as parse_objective
 from deftune.selftest import tiny
@@ -104,14 +104,14 @@ def bad_rows(size: Size) -> Figure:
             path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
             tried += 1
             try:
-                read_source(path)
+                read_rows(path)
                 misses.append(f"line {number} of {name}: not refused")
                 continue
             except RowError as error:
                 if not str(error).startswith(f"{path}:2: "):
                     misses.append(f"line {number} of {name}: {error}")
             bad = BadRows(skip=True)
-            if len(read_source(path, bad=bad)) != 2 or [row.where for row in bad.rows] != [f"{path}:2"]:
+            if len(read_rows(path, bad=bad)) != 2 or [row.where for row in bad.rows] != [f"{path}:2"]:
                 misses.append(f"line {number} of {name}: not skipped alone")
     bench = Bench(size.folder)
     rows = [json.loads(GOOD), *REFUSED_ROWS, json.loads(GOOD)] * 2
