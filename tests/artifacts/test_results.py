@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 
 from deftune import token_stats
+from deftune.artifacts.checkpoints import checkpoints
 from deftune.artifacts.models import load_tokenizer
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
@@ -95,9 +96,34 @@ def test_a_damaged_result_is_not_loaded(lora_run, tmp_path, capsys):
 
     shutil.copytree(lora_run.folder, tmp_path / "copy")
     weights = tmp_path / "copy" / "model" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    weights.write_bytes(weights.read_bytes()[:-1])
     assert main(["chat", str(tmp_path / "copy")]) == 2
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_verify_compares_every_byte(lora_run, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(lora_run.folder, tmp_path / "copy")
+    run = Run(tmp_path / "copy")
+    for folder in (run.folder, run.model, checkpoints(run.checkpoints)[-1]):
+        assert main(["verify", str(folder)]) == 0
+        assert f"{folder}" in capsys.readouterr().out
+    places = [*checkpoints(run.checkpoints), run.model]
+    assert main(["verify", str(run.folder)]) == 0
+    assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == [str(p) for p in places]
+    weights = run.model / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
+    load_result(str(run.folder))  # names and sizes are right: only `verify` reads every byte
+    for folder in (run.folder, run.model):
+        assert main(["verify", str(folder)]) == 1
+        assert f"{weights}: is damaged (its sha256 is not the one written)" in capsys.readouterr().err
+    (run.model / "manifest.json").unlink()
+    assert main(["verify", str(run.folder)]) == 1
+    assert "has no manifest.json; it was not written to the end" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["verify", str(tmp_path / "empty")]) == 2
+    assert "nothing to verify; name a run, a checkpoint or a model folder" in capsys.readouterr().err
 
 
 def test_chat_reads_lines_and_keeps_the_conversation(lora_run, monkeypatch, capsys):
@@ -126,14 +152,14 @@ def test_runs_tells_what_became_of_each(lora_run, tmp_path, capsys):
     import json
     import shutil
 
-    from deftune.artifacts.runs import locked
+    from deftune.artifacts.folders import locked
 
     for name in ("done", "killed", "busy", "broken"):
         shutil.copytree(lora_run.folder, tmp_path / name)
     for name in ("killed", "busy"):
         Run(tmp_path / name).set_status("running", step=2)
     (tmp_path / "broken" / "config.yaml").write_text("run: [")
-    with locked(Run(tmp_path / "busy")):
+    with locked(tmp_path / "busy", "training"):
         assert main(["runs", str(tmp_path), "--json"]) == 0
         found = {Path(run["run"]).name: run for run in json.loads(capsys.readouterr().out)}
     states = {name: run["state"] for name, run in found.items()}

@@ -90,7 +90,7 @@ def test_another_evaluation_is_not_mixed_in(tmp_path, tasks):
         result.open(settings(tasks, seed=1))
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "file").touch()
-    with pytest.raises(ValueError, match="is not empty and no result"):
+    with pytest.raises(ValueError, match="is not empty and no evaluation"):
         Result(tmp_path / "x").open(settings(tasks))
 
 

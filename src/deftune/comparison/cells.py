@@ -25,10 +25,11 @@ from rich.console import Console
 
 from deftune.artifacts.encodings import PROMPT_OPTIONS, encoder_options
 from deftune.artifacts.files import write_atomic
+from deftune.artifacts.folders import locked
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import load_result
-from deftune.artifacts.runs import Run, locked
+from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, open_comparison
 from deftune.data.encoding import Encoder
@@ -56,7 +57,7 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
     """Train and measure a cell, or go on with it; its state at the end, which `cell.json` has too."""
     console = console or Console(stderr=True)
     stage = "train"
-    with locked(Run(cell.folder)):
+    with locked(cell.folder, "running this cell"):
         if cell.state()["state"] == "finished":
             return "finished"
         cell.set_state("running", stage=stage)

@@ -35,8 +35,9 @@ from deftune.artifacts.config import (
     explain,
     read_yaml,
 )
+from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.runs import differences, environment
+from deftune.artifacts.folders import Kind, differences
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
 from deftune.evaluation.task_files import load_task_file
 from deftune.objectives import objective as parse_objective
@@ -44,6 +45,7 @@ from deftune.objectives import objective as parse_objective
 Temperature = Annotated[float, Field(ge=0)]
 BASE = "base"
 CONFIG = "comparison.yaml"
+COMPARISON = Kind("comparison", CONFIG, "--set folder=...")
 NAME = r"[\w-][\w.-]*"  # of a folder: not .., nor a hidden one
 
 
@@ -331,40 +333,30 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 GROWS = ("objectives", "seeds", "learning_rates", "regimes")
+BEGINNING = ("environment.json", ".environment.json.writing", f".{CONFIG}.writing")  # written before the config
 
 
 def open_comparison(comparison: Comparison) -> None:
     """Make or continue the folder. It may grow by objectives, seeds, rates and regimes; nothing else may change."""
     folder = Path(comparison.folder)
-    path = folder / CONFIG
     now = json.loads(comparison.model_dump_json())
-    if path.is_file():
-        before = read_yaml(path, Comparison)
+    if COMPARISON.is_begun(folder, BEGINNING):
+        before = read_yaml(folder / CONFIG, Comparison)
         with suppress(ValidationError):  # a key that came later has its default
             before = json.loads(Comparison.model_validate(before).model_dump_json())
         changed = [
             line
-            for line in differences(
-                {k: v for k, v in before.items() if k not in GROWS}, {k: v for k, v in now.items() if k not in GROWS}
-            )
-            if not line.startswith("folder:")
+            for name, regime in now["regimes"].items()
+            if name in before["regimes"]
+            for line in differences(before["regimes"][name], regime, f"regimes.{name}")
         ]
-        for name, regime in now["regimes"].items():
-            if name in before["regimes"]:
-                changed += [f"regimes.{name}.{line}" for line in differences(before["regimes"][name], regime)]
-        for key in ("objectives", "seeds", "learning_rates", "regimes"):
-            changed += [f"{key}: {value} is gone" for value in before[key] if value not in now[key]]
-        if changed:
-            raise ConfigError(
-                f"{folder}: holds another comparison ({'; '.join(changed[:4])}); choose another folder with "
-                f"--set folder=..."
-            )
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: is not empty and no comparison; choose another folder with --set folder=...")
+        changed += [f"{key}: {value} is gone" for key in GROWS for value in before[key] if value not in now[key]]
+        old, new = ({k: v for k, v in content.items() if k not in (*GROWS, "folder")} for content in (before, now))
+        COMPARISON.refuse_changes(folder, old, new, *changed)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "environment.json", json.dumps(environment(), indent=1))
-    write_atomic(path, render_comparison(comparison))
+    write_atomic(folder / CONFIG, render_comparison(comparison))
 
 
 STARTER = """\

@@ -7,26 +7,25 @@ and a manifest with their checksums, which are compared on every read. Nothing i
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deftune.artifacts.checkpoints import MANIFEST, CheckpointError, disk_error, remove, sealed_folder, verify
+from deftune.artifacts.folders import MANIFEST, FolderError, disk_error, locked_file, remove, sealed_folder, verify
 from deftune.data.encoding import EncodedRows, Encoder, EncodingError, checked
 from deftune.data.examples import Examples
 from deftune.data.rows import BadRows, PackedRows
 
 SIZE_VARIABLE = "DEFTUNE_DATA_CACHE_GB"
 DEFAULT_GIGABYTES = 20.0
+WAITING_SECONDS = 15.0
 _DTYPES = {"I32": "<i4", "U8": "<u1"}
 _LISTS = ("fully_truncated", "overlong", "fully_masked")
 
@@ -63,7 +62,7 @@ def encode_cached(
     entry = folder / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".lock-{key[0]}", notice):
+        with locked_file(folder / f".lock-{key[0]}", _waiting(notice)):
             if found := _read(entry, notice):
                 notice(f"{found.num_rows:,} rows were encoded before: taken from {entry}")
                 return checked(found, encoder, bad)
@@ -78,24 +77,17 @@ def encode_cached(
         return encode()
 
 
-@contextmanager
-def _locked(path: Path, notice: Callable[[str], None]) -> Generator[None]:
-    """One process at a time; the lock goes with the process that holds it, however it ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        told = float("-inf")
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() - told > 15:
-                    notice("another process is encoding rows: waiting for it")
-                    told = time.monotonic()
-                time.sleep(0.2)
-        yield
-    finally:
-        os.close(descriptor)
+def _waiting(notice: Callable[[str], None]) -> Callable[[float], None]:
+    """A function for `locked_file` that says every 15 seconds what this process waits for."""
+    said = -WAITING_SECONDS
+
+    def wait(seconds: float) -> None:
+        nonlocal said
+        if seconds - said >= WAITING_SECONDS:
+            notice("another process is encoding rows: waiting for it")
+            said = seconds
+
+    return wait
 
 
 def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> None:
@@ -131,7 +123,7 @@ def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
             refused=[EncodingError(*fields) for fields in about["refused"]],
             **{name: about[name] for name in _LISTS},
         )  # fmt: skip
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+    except (FolderError, OSError, ValueError, KeyError, TypeError) as error:
         notice(f"encoding again, the cached rows are damaged: {error}")
         return None
     with suppress(OSError):

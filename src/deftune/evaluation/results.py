@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
-import os
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.runs import differences
+from deftune.artifacts.folders import Kind, locked
 from deftune.evaluation.items import Item
 from deftune.evaluation.suites import Task
 
@@ -29,6 +27,7 @@ Record = dict[str, Any]
 Tasks = dict[str, tuple[Task, list[Item]]]
 Key = tuple[str, str, float, int]  # task, item, temperature, sample: what names an answer
 
+EVALUATION = Kind("evaluation", "settings.json", "--out")
 AGAIN = "run the same `deftune eval` again, it grades the recorded answers without asking for them"
 NUMBER = (int, float)
 SAMPLE = {"task": str, "id": str, "temperature": NUMBER, "sample": int, "text": str, "finish": str}
@@ -114,8 +113,7 @@ class Result:
         """
         if not self._has_answers():
             return []
-        if not (self.folder / "settings.json").is_file():
-            raise ValueError(f"{self.folder}: is not empty and no result; choose another folder with --out")
+        EVALUATION.is_begun(self.folder)
         before = self.settings()
         now = json.loads(json.dumps(dataclasses.asdict(settings)))
         recorded = before.pop("data", None) if "data" not in now else None  # `HeldoutSettings` has its own
@@ -126,10 +124,7 @@ class Result:
             for content in (before, now):  # recorded as deftune's own is: an upgrade goes on
                 content["engine"].pop("version", None)
             self._check_url(before["engine"], now["engine"], change_endpoint)
-        if changed := differences(before, now):
-            raise ValueError(
-                f"{self.folder}: holds another evaluation ({'; '.join(changed[:4])}); choose another folder with --out"
-            )
+        EVALUATION.refuse_changes(self.folder, before, now)
         return [] if tasks is None else self._check_questions(recorded, tasks)
 
     def _check_url(self, before: Record, now: Record, change_endpoint: bool) -> None:
@@ -211,40 +206,17 @@ class Result:
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            with self._locked():
+            with locked(self.folder, "writing this result"):
                 try:
                     yield self.open(settings, tasks, change_endpoint=change_endpoint)
                 finally:
                     if not self._has_answers():
                         for entry in self.folder.iterdir():
-                            entry.unlink()  # the lock too, which no other process can hold
+                            entry.unlink(missing_ok=True)  # the lock too, which no other process can hold
         finally:
             for path in missing:
                 with contextlib.suppress(OSError):  # it holds something
                     path.rmdir()
-
-    @contextlib.contextmanager
-    def _locked(self) -> Generator[None]:
-        path = self.folder / ".lock"
-        while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(handle)
-                raise ValueError(
-                    f"{self.folder}: another process is writing this result; wait until it ends, or choose another "
-                    f"folder with --out"
-                ) from None
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle), os.stat(path)):
-                    break
-            os.close(handle)  # its holder removed it in between: this lock keeps nobody out
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            os.close(handle)
 
     # what is there
 

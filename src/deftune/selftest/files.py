@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deftune.artifacts import checkpoints
+from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import load_config
 from deftune.data.encoding import Encoded, Encoder
 from deftune.data.packing import Collator, pack
@@ -300,7 +300,7 @@ def parsers(folder: Path) -> dict[str, tuple[list[bytes], Callable[[bytes], obje
 
     def read_manifest(content: bytes) -> object:
         path.write_bytes(content)
-        return checkpoints.read_manifest(path)
+        return folders.read_manifest(path)
 
     def read_spec(content: bytes) -> object:
         return parse_objective(content.decode("utf-8", "replace"))
@@ -308,8 +308,8 @@ def parsers(folder: Path) -> dict[str, tuple[list[bytes], Callable[[bytes], obje
     sealed = folder / "sealed"
     sealed.mkdir()
     (sealed / "file").write_bytes(b"x")
-    checkpoints.seal(sealed, step=3)
-    manifest = (sealed / checkpoints.MANIFEST).read_bytes()
+    folders.seal(sealed, step=3)
+    manifest = (sealed / folders.MANIFEST).read_bytes()
     shutil.rmtree(sealed)
     config = json.dumps(tiny.run_content(folder / "run", folder, folder / "chat.jsonl")).encode()
     specs = [b"deft", b"eaft(k=3, power=2, norm=3)", b"deft | floor(0.2) | blend(nll, 0.25) | mean_one"]

@@ -16,7 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from deftune.artifacts import checkpoints
+from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import ConfigError, RunConfig, load_config
 from deftune.artifacts.runs import Run
 from deftune.losses import token_stats
@@ -66,7 +66,7 @@ def quietly(config: RunConfig) -> Outcome:
 
 def weights(run: Path) -> dict[str, bytes]:
     """The result's tensors, byte for byte."""
-    checkpoints.verify(run / "model")
+    folders.verify(run / "model")
     return {path.name: path.read_bytes() for path in sorted((run / "model").glob("*.safetensors"))}
 
 
