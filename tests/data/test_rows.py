@@ -8,8 +8,9 @@ import tracemalloc
 
 import pytest
 
-from deftune.data import rows as rows_module
-from deftune.data.rows import BadRows, Fault, RowError, parse_line, read_records
+from deftune.data import files as files_module
+from deftune.data.files import parse_line, read_records
+from deftune.data.rows import BadRows, Fault, RowError
 from deftune.data.sources import read_rows
 
 GOOD = b'{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}'
@@ -393,7 +394,7 @@ def test_json_rows_have_their_lines_and_one_bad_row_spoils_no_other(tmp_path):
 
 
 def test_json_over_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows_module, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(files_module, "MAX_JSON_BYTES", 100)
     path = tmp_path / "a.json"
     path.write_bytes(b"[" + b",".join(TWO) + b"]")
     with pytest.raises(RowError, match=r"a\.json: JSON file too long \(more than 100 bytes\); write it as JSONL"):

@@ -104,7 +104,7 @@ def test_it_agrees_with_the_scores_of_the_quickstart(tmp_path, model, tokenizer,
     sums = sums_of(records).sum(0)
     for i, name in enumerate(("nll", "p", "focus", "entropy"), 1):
         assert float(sums[i]) == pytest.approx(float(columns[name].sum()), rel=1e-5)
-    assert int(sums[0]) == len(columns["nll"]) == encoded.num_supervised
+    assert int(sums[0]) == len(columns["nll"]) == encoded.examples.num_supervised
 
 
 def test_stopped_and_resumed_is_the_same(tmp_path, model, tokenizer, encoded, encoder):

@@ -16,7 +16,7 @@ from run_process import Started, start
 from test_resume import check_same, rewound, train, weights
 
 from deftune.artifacts import checkpoints, folders
-from deftune.artifacts.config import ConfigError, render_yaml
+from deftune.artifacts.config import render_yaml
 from deftune.artifacts.runs import Run, find_run
 from waiting import HANG_SECONDS, wait_for
 
@@ -286,7 +286,7 @@ def test_a_run_from_before_a_key_was_there(tmp_path, make_config, saved):
     (run / "config.yaml").write_text(yaml.safe_dump(written))
     options = {"train.save_steps": 1, "train.keep": 9}
     assert find_run(make_config(run, options)).folder == run
-    with pytest.raises(ConfigError, match=r"another config \(train.save_at: \[\] -> \[1\]\)"):
+    with pytest.raises(folders.FolderError, match=r"another run \(train.save_at: \[\] -> \[1\]\)"):
         find_run(make_config(run, {**options, "train.save_at": [1]}))
 
 

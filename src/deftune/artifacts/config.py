@@ -1,4 +1,4 @@
-"""What a run is: a YAML file, checked before anything is loaded. Unknown keys are errors."""
+"""The config of a run: a YAML file, checked before anything is loaded. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lora(Section):
 
 
 class Model(Section):
-    """What is tuned."""
+    """The model to tune."""
 
     name: str = Field(description="hub id, folder, .gguf file, or smollm2 (from PyPI, no hub needed)")
     revision: str | None = Field(None, description="of a hub id; best a commit")
@@ -82,7 +82,7 @@ class TaskSource(Section):
 
 
 class Data(Section):
-    """What it is tuned on."""
+    """The rows to tune the model on, and how they are encoded."""
 
     train: list[Source] = Field(min_length=1)
     eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
@@ -109,7 +109,7 @@ class Data(Section):
 
 
 class Train(Section):
-    """How. The defaults are the paper's and its released code's."""
+    """How to train. The defaults are those of the paper and its released code."""
 
     learning_rate: float = Field(5e-5, gt=0)
     epochs: float = Field(1.0, gt=0)
@@ -150,7 +150,7 @@ class Train(Section):
 
 
 class RunConfig(Section):
-    """A run."""
+    """The whole config of a run."""
 
     run: str = Field("runs/first", description="the run's folder; the same folder resumes")
     objective: str = Field("deft", description="a name or spec: `deftune objectives` lists them")
@@ -189,7 +189,7 @@ class RunConfig(Section):
 
 
 class ConfigError(ValueError):
-    """A config that is wrong: where, what, and what to do."""
+    """A wrong config; the message says where, what is wrong and what to do."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), base: dict[str, Any] | None = None) -> RunConfig:
@@ -211,7 +211,7 @@ MOST_VALUES = 100_000  # of a config with its aliases written out
 
 
 class Refused(yaml.YAMLError):
-    """YAML that PyYAML would read, and that is no config."""
+    """YAML that PyYAML would accept and that a config must not contain."""
 
     def __init__(self, problem: str, node: yaml.Node):
         super().__init__(problem)
@@ -267,7 +267,7 @@ def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 
 def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """The mapping in a YAML file; ``root`` names the keys that belong there."""
+    """The mapping in a YAML file; ``root`` has the keys that an error lists."""
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -325,7 +325,7 @@ def _index(place: list[Any], part: str, override: str) -> int:
 
 
 def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
-    """A line for each thing that is wrong in a ``root``; an unknown key comes with the nearest known one."""
+    """One line for each wrong key or value of a ``root``; an unknown key comes with the nearest known one."""
     lines: list[str] = []
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
@@ -344,7 +344,7 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
 
 
 def known_keys(path: Sequence[int | str], root: type[BaseModel] = RunConfig) -> list[str]:
-    """The keys a section takes, by its place in the config."""
+    """The keys of the section at ``path`` in the config."""
     model: Any = root
     parts = iter(path)
     for part in parts:
@@ -364,7 +364,7 @@ def schema() -> dict[str, Any]:
 
 
 def render_yaml(config: RunConfig) -> str:
-    """The whole config, as it is read back."""
+    """The config as YAML with every default; `load_config` reads it back."""
     return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True)
 
 

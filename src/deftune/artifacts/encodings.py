@@ -1,4 +1,4 @@
-"""How rows and prompts become tokens in an evaluation: as in training, or as the options say."""
+"""The encoder's options of a run, so that an evaluation encodes rows and prompts as training did."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ def encoder_options(data: Data) -> dict[str, Any]:
 
 
 def encoding_of(model: str, *, template: str | None = None, like: Path | None = None) -> dict[str, Any]:
-    """The `Encoder`'s options for a model: its own if it is a run or ``RUN:200``, those of ``like``, else the defaults.
+    """The `Encoder`'s options for a model.
 
-    A base model is compared with a run as the run's rows were: ``like`` names the run.
+    Args:
+        model: a run or ``RUN:200`` (its config has the options), or any other model (the defaults of `Data`).
+        template: the chat template of a model that is no run.
+        like: a run whose options a model that is no run gets, so that the two can be compared.
     """
     own, other = parse_result(model)[0], Run(like) if like is not None else None
     run = own or other

@@ -18,11 +18,17 @@ from deftune.artifacts.templates import set_template
 def load_result(
     name: str, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a run's folder, or of anything `deftune train` takes as a model.
+    """Load the model and tokenizer of a run, or of anything that `deftune train` takes as a model.
 
-    ``RUN:200`` is the run's checkpoint of step 200, ``RUN:0`` the model that it began with. Code of a model's
-    repository runs only with ``trust_remote_code``, whatever the run's own config says: the folder may be somebody
-    else's.
+    Args:
+        name: a run's folder, ``RUN:200`` for its checkpoint of step 200, ``RUN:0`` for the model that the run began
+            with, or a hub id, a model folder, a .gguf file, smollm2.
+        notice: gets a line about anything that takes long.
+        trust_remote_code: run the code of the model's repository. A run's own config does not decide this: the folder
+            may come from somebody else.
+
+    Returns:
+        (model, tokenizer).
     """
     source, tokenizer, options, adapter = locate(name, notice, trust_remote_code=trust_remote_code)
     model = load_model(source, **options)

@@ -1,4 +1,4 @@
-"""A run's folder: its config, where it ran, what it recorded, its checkpoints and its result.
+"""A run's folder: its config, its environment, its records, its checkpoints and its model.
 
 config.yaml  environment.json  data.json  metrics.jsonl  bad_rows.jsonl  checkpoints/  model/  status.json
 """
@@ -27,7 +27,7 @@ BEGINNING = ("environment.json", ".environment.json.writing", ".config.yaml.writ
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder and the places in it."""
+    """A run's folder and the paths in it."""
 
     folder: Path
 

@@ -42,6 +42,11 @@ def cache_bytes() -> int:
     return int(gigabytes * 1e9)
 
 
+def is_cached(encoder: Encoder) -> bool:
+    """Whether rows of this encoder are kept, so that one of several ranks encodes them and the others read them."""
+    return cache_bytes() > 0 and not encoder.depends_on_the_date
+
+
 def encode_cached(
     rows: PackedRows,
     encoder: Encoder,
@@ -55,8 +60,7 @@ def encode_cached(
 
     Of several processes that want the same rows one encodes them; the others wait for it and read its result.
     """
-    limit = cache_bytes()
-    if not limit or encoder.depends_on_the_date:
+    if not is_cached(encoder):
         return encode()
     key = hashlib.sha256(f"{encoder.identity()}\n{rows.digest()}".encode("utf-8", "surrogatepass")).hexdigest()
     entry = folder / key
@@ -68,7 +72,7 @@ def encode_cached(
                 return checked(found, encoder, bad)
             result = encode()
             _write(entry, result, notice)
-            _make_room(folder, limit, keep=entry)
+            _make_room(folder, cache_bytes(), keep=entry)
             return result
     except OSError as error:
         if error.filename is None or not str(error.filename).startswith(str(folder)):

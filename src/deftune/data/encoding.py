@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, get_args
@@ -314,22 +314,6 @@ class EncodedRows:
     def num_dropped(self) -> int:
         return self.num_rows - len(self.examples)
 
-    @property
-    def num_truncated(self) -> int:
-        return self.examples.num_truncated
-
-    @property
-    def num_straddled(self) -> int:
-        return self.examples.num_straddled
-
-    @property
-    def num_tokens(self) -> int:
-        return self.examples.num_tokens
-
-    @property
-    def num_supervised(self) -> int:
-        return self.examples.num_supervised
-
     def facts(self) -> list[str]:
         """What a run prints first: the counts, then the dropped rows by name."""
         fates = [
@@ -339,17 +323,18 @@ class EncodedRows:
             ([error.where for error in self.refused], "refused"),
         ]
         counts = ", ".join(f"{len(rows):,} {fate}" for rows, fate in fates if rows)
-        kept, tokens, supervised = len(self.examples), self.num_tokens, self.num_supervised
+        examples = self.examples
+        kept, tokens, supervised = len(examples), examples.num_tokens, examples.num_supervised
         lines = [
             f"{self.num_rows:,} rows; {self.num_dropped:,} dropped" + (f": {counts}" if counts else ""),
-            f"{self.num_truncated:,} truncated ({_percent(self.num_truncated, kept)}); "
+            f"{examples.num_truncated:,} truncated ({_percent(examples.num_truncated, kept)}); "
             f"{_short(tokens)} tokens, {_short(supervised)} supervised ({_percent(supervised, tokens)}); "
             f"EOS supervised in {_percent(self.num_ended, kept)}",
         ]
         if self.num_ended < ENOUGH_ENDS * kept:
             lines.append(self._few_ends())
-        if self.num_straddled:
-            lines.append(f"{self.num_straddled:,} tokens straddle a prompt and its answer: not supervised")
+        if examples.num_straddled:
+            lines.append(f"{examples.num_straddled:,} tokens straddle a prompt and its answer: not supervised")
         lines += [f"dropped, {fate}: {_named(rows)}" for rows, fate in fates if rows]
         return lines
 
@@ -364,18 +349,11 @@ class EncodedRows:
         )
 
 
-def encode_rows(
-    rows: Iterable[Row],
-    encoder: Encoder,
-    *,
-    progress: Callable[[int], None] | None = None,
-    bad: BadRows | None = None,
-) -> EncodedRows:
-    """Every row encoded, dropped and counted, or an error that names it.
+def encode_rows(rows: Iterable[Row], encoder: Encoder, *, bad: BadRows | None = None) -> EncodedRows:
+    """Encode every row in this process; `deftune.data.parallel.encode_packed` uses several.
 
-    ``progress`` is called with the number of rows done. ``bad`` says what becomes of rows whose mask cannot be
-    verified: by default the first one raises `EncodingError`; a ``BadRows(skip=True)`` takes all of them, and they are
-    listed in ``refused``.
+    ``bad`` says what becomes of rows whose mask cannot be verified: by default the first one raises `EncodingError`;
+    with ``BadRows(skip=True)`` all of them are added to ``bad`` and listed in ``refused``.
     """
     bad = BadRows() if bad is None else bad
     result = EncodedRows(max_length=encoder.max_length)
@@ -383,8 +361,6 @@ def encode_rows(
         encode_into(result, row, encoder)
         if result.refused and not bad.skip:
             raise result.refused[0]
-        if progress:
-            progress(result.num_rows)
     return checked(result, encoder, bad)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from deftune.data.files import SUFFIXES, read_records
 from deftune.data.formats import Ambiguous, check_conversation, detect, known_format
 from deftune.data.generated import generate
-from deftune.data.rows import SUFFIXES, BadRow, BadRows, Fault, Record, Row, RowError, raw_text, read_records
+from deftune.data.rows import BadRow, BadRows, Fault, Record, Row, RowError, raw_text
 from deftune.objectives.suggest import did_you_mean
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from deftune.data.rows import SKIP_REMEDY, SUFFIXES, Fault, Record, RowError
+from deftune.data.files import SUFFIXES
+from deftune.data.rows import SKIP_REMEDY, Fault, Record, RowError
 from deftune.data.sources import GENERATED_ROWS, read_fields, read_hub, read_rows
 from deftune.evaluation.grading import EQUAL, Rule
 from deftune.evaluation.readers import REPAIR

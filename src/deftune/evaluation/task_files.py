@@ -10,7 +10,7 @@ from pydantic import Field, StrictInt, ValidationError, field_validator, model_v
 
 from deftune.artifacts.config import ConfigError, Positive, Section, explain, read_yaml
 from deftune.data.fields import Fields, read_field
-from deftune.data.rows import SUFFIXES
+from deftune.data.files import SUFFIXES
 from deftune.evaluation.items import render_prompt
 from deftune.evaluation.readers import Question, each, filled, key_of, letter_of, number_text, options_of
 from deftune.evaluation.suites import MAX_NEW_TOKENS, PROMPTS, TASKS, Source, Task

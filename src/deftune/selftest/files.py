@@ -207,8 +207,7 @@ def packs(size: Size) -> Figure:
             ids = [draw.randrange(9) for _ in range(draw.randint(1, 32))]
             labels = [token if draw.random() < 0.5 else IGNORE_INDEX for token in ids]
             rows.append(Encoded(ids, labels, f"a:{place}", "a"))
-        strategy: Any = draw.choice(["bfd", "sequential"])
-        packed = pack(rows, draw.randint(32, 96), strategy=strategy)
+        packed = pack(rows, draw.randint(32, 96))
         batch = Collator(99, padding_free=draw.random() < 0.5)(packed)
         found: Counter[Any] = Counter()
         for ids, labels, positions in zip(*(batch[key].tolist() for key in ("input_ids", "labels", "position_ids"))):
@@ -280,7 +279,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 def parsers(folder: Path) -> dict[str, tuple[list[bytes], Callable[[bytes], object]]]:
     """The five parsers, each with inputs to damage."""
-    from deftune.data.rows import parse_line
+    from deftune.data.files import parse_line
     from deftune.evaluation.extraction import extract_choice, extract_final
     from deftune.evaluation.grading import normalize_answer
 

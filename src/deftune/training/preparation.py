@@ -18,7 +18,7 @@ from deftune.artifacts.encodings import encoder_options
 from deftune.artifacts.models import cache_folder, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.templates import set_template
-from deftune.data.cache import encode_cached
+from deftune.data.cache import encode_cached, is_cached
 from deftune.data.encoding import EncodedRows, Encoder
 from deftune.data.mixing import mix_places, split_places
 from deftune.data.packing import pack
@@ -144,11 +144,15 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
 
 
 def encode(rows: PackedRows, encoder: Encoder, bad: BadRows, notice: Callable[[str], None]) -> EncodedRows:
-    """The rows' tokens and masks: from the cache, or made by several processes with a bar or a line now and then."""
+    """The rows' tokens and masks, from the cache or made by several processes.
+
+    With the cache one rank of a machine encodes, on all cores, while the others wait and then read its result.
+    """
+    ranks = 1 if is_cached(encoder) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def make() -> EncodedRows:
         with RowProgress("encoding rows", len(rows), notice, shown=is_main()) as progress:
-            return encode_packed(rows, encoder, bad=bad, progress=progress.update)
+            return encode_packed(rows, encoder, bad=bad, ranks=ranks, progress=progress.update)
 
     return encode_cached(rows, encoder, cache_folder() / "encoded", bad=bad, encode=make, notice=notice)
 

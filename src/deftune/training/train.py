@@ -50,6 +50,15 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
+def from_main(value: Any) -> Any:
+    """The value that rank 0 has; every rank calls this once torch.distributed runs."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +346,8 @@ def _train(
         say(line)
     if is_main():
         record_data(prepared, run)
-    resumed = None if restart else checkpoints.latest(run.checkpoints, say)
+    # rank 0 hashes the checkpoint, and the others take its word
+    resumed = checkpoints.latest(run.checkpoints, say) if is_main() and not restart else None
     if restart and is_main() and (aside := checkpoints.set_aside(run.checkpoints)):
         say(f"training from the beginning; the checkpoints are in {aside}")
     stop = StopSignal()
@@ -345,6 +355,7 @@ def _train(
     display = StepDisplay(console, title)
     callback = make_callback(run, display, stop, lambda: trainer)
     trainer = make_trainer(prepared, run, [callback], score_tasks)
+    resumed = from_main(resumed)
     step = checkpoints.step_of(resumed) or 0 if resumed else 0
     if is_main():
         checkpoints.clear_staging(run.checkpoints)
