@@ -26,7 +26,7 @@ from deftune.artifacts.folders import FolderError, UnreadableError, disk_error, 
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model inside a wheel on PyPI: the requirement and the sha256 of the GGUF file in it, and what it is."""
+    """A model inside a wheel on PyPI: the requirement, the sha256 of its GGUF file, and the model's name and licence."""
 
     requirement: str
     sha256: str
@@ -60,9 +60,12 @@ def cache_folder() -> Path:
 
 
 def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, revision: str | None = None) -> str:
-    """What transformers' from_pretrained takes for ``name``: packaged models and GGUF files become cached folders.
+    """The argument for transformers' from_pretrained; packaged models and GGUF files become folders in the cache.
 
-    ``revision`` is of a hub id; nothing else has one.
+    Args:
+        name: a hub id, a folder, a .gguf file, or a name of `PACKAGED`.
+        notice: gets a line before a download or a conversion.
+        revision: of a hub id; other models have none.
     """
     path = Path(name).expanduser()
     if revision is not None and (name in PACKAGED or path.suffix == ".gguf" or path.is_dir()):
@@ -97,7 +100,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_model_config(path: Path) -> None:
-    """Refuse a config.json that transformers would answer with an error about something else."""
+    """Refuse a config.json for which transformers' own error would be misleading."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -346,7 +349,7 @@ download or convert the model again, or correct config.json
 
 
 def cannot_load(what: str, error: Exception) -> ValueError:
-    """One line for whatever a library says about a file: these files come from anywhere."""
+    """A one-line error for any exception that a library raises about a model's files."""
     if "trust_remote_code" in str(error):
         return ValueError(
             f"model: cannot load {what}: it needs the code of its repository, which is not run; read that code, and "
@@ -358,7 +361,7 @@ def cannot_load(what: str, error: Exception) -> ValueError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error; the next one too where the first only announces it."""
+    """The first line of an error; also the second where the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[1]}"

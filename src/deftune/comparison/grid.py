@@ -50,7 +50,7 @@ NAME = r"[\w-][\w.-]*"  # of a folder: not .., nor a hidden one
 
 
 class Evaluation(Section):
-    """What every cell is asked: a suite, or tasks by name."""
+    """An evaluation of every cell: a suite, or tasks by name."""
 
     name: str | None = Field(None, description="default: the suite's name, or tasks")
     suite: str | None = Field(None, description="math, medical, figfont")
@@ -102,7 +102,7 @@ class Evaluation(Section):
         return suite_named(self.suite) if self.suite else None
 
     def sweep(self) -> tuple[float, ...]:
-        """The temperatures asked at, low to high."""
+        """The sampling temperatures, low to high."""
         suite = self.whole_suite
         return tuple(sorted(self.temperatures)) or (suite.temperature if suite else 0.0,)
 
@@ -119,7 +119,7 @@ class Evaluation(Section):
 
 
 class Regime(Section):
-    """What is trained on, and how it is measured; `model` and `train` are laid over the comparison's."""
+    """Data to train on and how to measure; its `model` and `train` override the comparison's."""
 
     data: dict[str, Any] = Field(description="as a run's `data`")
     model: dict[str, Any] = Field(default_factory=dict, description="as a run's `model`")
@@ -138,7 +138,7 @@ class Regime(Section):
 
 
 class Comparison(Section):
-    """A comparison."""
+    """The whole file of a comparison."""
 
     folder: str = Field("comparisons/first", description="the same folder goes on where it was stopped")
     objectives: list[str] = Field(min_length=1, description="`deftune objectives` lists them")
@@ -205,7 +205,7 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 def slug(spec: str) -> str:
-    """A folder's name for an objective's spec; two specs that would look alike are told apart by a hash.
+    """A folder's name for an objective's spec; a hash distinguishes specs that would get the same name.
 
     >>> slug("deft"), slug("alpha(0.5)")
     ('deft', 'alpha-0.5-3776')
@@ -218,7 +218,7 @@ COST = ("seconds", "tokens", "tokens_per_second", "memory_gib")
 
 
 class CellState(BaseModel):
-    """What `cell.json` must look like to be read."""
+    """The content of `cell.json`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
     state: Literal["new", "running", "stopped", "failed", "finished"]
@@ -238,7 +238,7 @@ class CellState(BaseModel):
 
 @dataclass(frozen=True)
 class Cell:
-    """One run and its measurements; the untuned model's has neither learning rate nor seed."""
+    """One run and its measurements; the cell of the untuned model has neither learning rate nor seed."""
 
     comparison: Comparison
     regime: str
@@ -262,7 +262,7 @@ class Cell:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The cell's run. Of the untuned model: what its model and template are."""
+        """The config of the cell's run; for the untuned model it states the model and the template."""
         comparison, regime = self.comparison, self.section
         train = {**comparison.train, **regime.train}
         if self.objective != BASE:
@@ -304,7 +304,7 @@ class Cell:
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """From a YAML file, or from the folder of a comparison that was begun."""
+    """Read a comparison from a YAML file, or from the folder of one that was begun."""
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path}: is no comparison (it has no {CONFIG})")
@@ -328,7 +328,7 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The whole file, as it is read back."""
+    """The comparison as YAML with every default; `load_comparison` reads it back."""
     return yaml.safe_dump(json.loads(comparison.model_dump_json()), sort_keys=False, allow_unicode=True)
 
 

@@ -56,9 +56,9 @@ def encode_cached(
     encode: Callable[[], EncodedRows],
     notice: Callable[[str], None] = lambda _: None,
 ) -> EncodedRows:
-    """What ``encode()`` returns, from the cache in ``folder`` if it is there, else made and kept there.
+    """The result of ``encode()``: read from the cache in ``folder``, or computed and written there.
 
-    Of several processes that want the same rows one encodes them; the others wait for it and read its result.
+    Of several processes that want the same rows one encodes them; the others wait and read its result.
     """
     if not is_cached(encoder):
         return encode()
@@ -95,7 +95,7 @@ def _waiting(notice: Callable[[str], None]) -> Callable[[float], None]:
 
 
 def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> None:
-    """A cache that cannot be written costs time, not the run."""
+    """Write an entry; a full disk is only a notice, since the run can go on without the cache."""
     from safetensors.numpy import save_file
 
     about: dict[str, Any] = {
@@ -115,7 +115,7 @@ def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> N
 
 
 def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
-    """An entry that is as it was written; None if there is none, or if it is damaged."""
+    """Read and verify an entry; None where there is none, or where it is damaged."""
     if not entry.is_dir():
         return None
     try:
@@ -131,12 +131,12 @@ def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
         notice(f"encoding again, the cached rows are damaged: {error}")
         return None
     with suppress(OSError):
-        os.utime(entry / MANIFEST)  # the last to be removed now
+        os.utime(entry / MANIFEST)  # marks the entry as used now: the oldest are removed first
     return result
 
 
 def _map_file(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a safetensors file, read when they are needed; the ranks of a machine share the memory."""
+    """The arrays of a safetensors file, memory-mapped, so that the ranks of a machine share the memory."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

@@ -1,14 +1,14 @@
-"""Conversations to token ids, with a supervision mask that is checked rather than hoped for.
+"""Conversations to token ids, with a supervision mask that is verified for every row.
 
-A template says what a conversation looks like, not which of it the model would write. For an assistant turn i:
+A chat template renders a conversation; it does not say which part the model writes. For an assistant turn i:
 
     P = the messages before it, with the generation prompt    what the model is given
     F = the messages up to and including it                   what it should have written is F without P
     W = the whole conversation                                what is trained on
 
 The supervised text is F without P, up to and including the token that ends the turn. P must be a prefix of F, and F up
-to that token a prefix of W; every text the row wants supervised must be in it. Whatever fails is an `EncodingError`,
-never a mask that looks right. Tokens come from one tokenisation of W, by character offsets.
+to that token a prefix of W; every text that the row wants supervised must be in it. A row that fails a check raises an
+`EncodingError`. Tokens come from one tokenisation of W, by character offsets.
 
 Not covered: images and audio; text that spells an end-of-turn token, which is refused, because the tokenizer would
 read it as one.
@@ -289,7 +289,7 @@ class Encoder:
 
 @dataclass
 class EncodedRows:
-    """The examples to train on, and what became of the other rows."""
+    """The examples to train on, and the places of the rows that were dropped, by reason."""
 
     examples: Examples = field(default_factory=Examples)
     max_length: int = 0
@@ -301,7 +301,7 @@ class EncodedRows:
     refused: list[EncodingError] = field(default_factory=list[EncodingError])
 
     def extend(self, other: EncodedRows) -> None:
-        """The rows that come after these."""
+        """Append the result of the rows that follow."""
         self.examples.extend(other.examples)
         self.num_rows += other.num_rows
         self.num_ended += other.num_ended
@@ -315,7 +315,7 @@ class EncodedRows:
         return self.num_rows - len(self.examples)
 
     def facts(self) -> list[str]:
-        """What a run prints first: the counts, then the dropped rows by name."""
+        """The lines that a run prints first: the counts, then the places of dropped rows."""
         fates = [
             (self.fully_truncated, f"over {self.max_length} tokens with no answer left"),
             (self.overlong, f"over {self.max_length} tokens"),
@@ -339,7 +339,7 @@ class EncodedRows:
         return lines
 
     def _few_ends(self) -> str:
-        """Every whole answer ends in an end-of-turn token, so what lacks one was cut off."""
+        """The warning that many answers lack their end-of-turn token: those were cut at max_length."""
         kept = len(self.examples)
         needed = self.examples.length_of_share(ENOUGH_ENDS)
         return (
@@ -365,7 +365,7 @@ def encode_rows(rows: Iterable[Row], encoder: Encoder, *, bad: BadRows | None = 
 
 
 def encode_into(result: EncodedRows, row: Row, encoder: Encoder) -> None:
-    """Add what becomes of one row to ``result``."""
+    """Encode one row and add it to ``result``, as an example or under the reason why it is dropped."""
     result.num_rows += 1
     try:
         example = encoder.encode(row)
@@ -386,7 +386,7 @@ def encode_into(result: EncodedRows, row: Row, encoder: Encoder) -> None:
 
 
 def checked(result: EncodedRows, encoder: Encoder, bad: BadRows) -> EncodedRows:
-    """The result, its refused rows handed to ``bad``; no example at all is an error."""
+    """The result, with its refused rows added to ``bad``; a result without any example is an error."""
     if result.refused and not bad.skip:
         raise result.refused[0]
     if not result.examples:

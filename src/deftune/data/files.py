@@ -55,7 +55,7 @@ def _shown(text: str) -> str:
 
 
 def _check_values(text: str, value: object) -> None:
-    """What the grammar of JSON allows and a training text cannot hold: half a character, NUL, a well without bottom."""
+    """Refuse what JSON allows and a training text cannot hold: lone surrogates, NUL, lists nested without limit."""
     if text.count("[") + text.count("{") > MAX_DEPTH:
         level, depth = [value], 0
         while level:
@@ -110,7 +110,7 @@ def _as_object(value: object) -> dict[str, Any]:
 
 
 def _syntax(error: json.JSONDecodeError) -> str:
-    """What the parser found, in a reader's words."""
+    """The parser's error in plain words."""
     if error.msg == "Extra data":
         return f"more than one value, the second at column {error.colno}"
     return f"{error.msg.split(':')[0].removesuffix(' at')}, column {error.colno}"
@@ -167,7 +167,7 @@ _FOREIGN = (
 
 @contextlib.contextmanager
 def _reading(where: str) -> Generator[None]:
-    """What a broken file or disk raises, said with its place. It stops the reading: what follows cannot be had."""
+    """Turn the errors of a broken file or disk into a `RowError` with the place; the rest cannot be read."""
     again = "copy or download the file again"
     try:
         yield
@@ -227,7 +227,7 @@ def _read_jsonl(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
             line = stream.readline(MAX_LINE_BYTES + 1)
             start, too_long = line, len(line) > MAX_LINE_BYTES
             while too_long and line and not line.endswith(b"\n"):
-                line = stream.readline(2**20)  # passed over, never held
+                line = stream.readline(2**20)  # skipped in pieces, to bound the memory
         if not start:
             return
         if number == 1:
@@ -282,7 +282,7 @@ def _json_list(path: Path, text: str, bad: BadRows) -> Iterator[Record]:
         except Fault as fault:
             try:
                 _, end = _LENIENT.raw_decode(text, at)
-            except (RecursionError, ValueError):  # where the row ends is not to be known
+            except (RecursionError, ValueError):  # the end of the row cannot be found
                 raise RowError(where, fault) from None
             bad.add(where, fault, raw_text(text[at:end].encode("utf-8", "replace")))
         else:

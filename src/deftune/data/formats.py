@@ -1,6 +1,6 @@
-"""How the field writes its rows: one small pure function per format, from a row's fields to a conversation.
+"""Formats of training rows: one small pure function for each, from a row's fields to a conversation.
 
-`detect` names a row's format by its keys, and refuses to guess: where two formats share their keys it says which.
+`detect` finds a row's format by its keys. Where several formats fit, it raises an error that lists them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Conversation = tuple[list[Message], list[dict[str, Any]] | None]
 
 @dataclass(frozen=True)
 class Format:
-    """``keys``: what a row has at least (one set of them); ``sign``: what else tells it from its like."""
+    """``keys``: sets of keys of which a row has at least one; ``sign``: a further test where formats share keys."""
 
     about: str
     keys: tuple[frozenset[str], ...]
@@ -43,7 +43,7 @@ class Format:
 
 
 class Ambiguous(Fault):
-    """A row that two formats could claim: the whole source needs a name, so this is never skipped."""
+    """A row that fits two formats. The user must name the format of the whole source, so the row is never skipped."""
 
 
 # Conversations of a format -------------------------------------------------------------------------------------------

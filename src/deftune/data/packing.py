@@ -1,4 +1,4 @@
-"""Encoded rows to what a model is given: several in one sequence, and batches of tensors."""
+"""Several encoded rows in one sequence, and batches of tensors for a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pack:
 
 
 class Packs(Sequence[Pack]):
-    """Packs of examples, each joined when it is asked for: beside the examples only their places are held."""
+    """Packs of examples; a pack is joined when it is accessed, so that only the places of its examples are stored."""
 
     def __init__(self, examples: Sequence[Encoded], members: list[list[int]]):
         self.examples, self.members = examples, members

@@ -1,4 +1,4 @@
-"""Many rows encoded by several processes; the result is that of one, token for token and in the same order."""
+"""Rows encoded by several processes; the result is the same, token for token, as with one process."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Row:
 
 
 class PackedRows(Sequence[Row]):
-    """Rows held as JSON text: a third of the memory that their objects take. A row is made when it is asked for.
+    """Rows held as JSON text, a third of the memory of their objects; a `Row` is made when it is accessed.
 
     >>> rows = PackedRows([Row(({"role": "user", "content": "Hello"},), None, "a.jsonl:1", "a.jsonl")])
     >>> rows[0].messages, rows.num_bytes
@@ -94,7 +94,7 @@ def unpack_row(text: bytes) -> Row:
 
 
 class Fault(ValueError):
-    """What is wrong with a row, said before it is known where: ``kind`` is what a summary counts."""
+    """What is wrong with a row, raised by code that does not know the row's place; ``kind`` is counted in summaries."""
 
     def __init__(self, kind: str, detail: str = "", remedy: str = SKIP_REMEDY):
         super().__init__(kind, detail, remedy)
@@ -117,7 +117,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that was left out: its place, what a summary counts, the whole reason, and the start of its text."""
+    """A skipped row: its place, the kind of fault, the whole reason, and the start of its text."""
 
     where: str
     kind: str

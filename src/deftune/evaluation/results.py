@@ -1,4 +1,4 @@
-"""A result's folder: what was asked, of which questions, every answer, its grade; and one process at a time in it.
+"""The folder of an evaluation: settings, questions, answers and grades; one process writes it at a time.
 
 `settings.json` says what was asked and, for each task, the hash of its questions; `questions.jsonl` has the hash of
 each question. `samples.jsonl` has every answer, appended as it is made. `graded.jsonl` has the extraction and verdict
@@ -106,10 +106,15 @@ class Result:
     # before anything is asked
 
     def check(self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False) -> list[str]:
-        """Refuse a folder that holds something else: before a model is loaded, and without writing anything.
+        """Refuse a folder that holds another evaluation; nothing is written.
 
-        ``tasks`` are the questions that are asked now. ``change_endpoint`` lets another server go on. Returns what the
-        user should know, a line each.
+        Args:
+            settings: of this call; they must match those of the folder.
+            tasks: the questions of this call; they must be those that the folder's answers are of.
+            change_endpoint: accept another server than before.
+
+        Returns:
+            Lines that the user should read.
         """
         if not self._has_answers():
             return []
@@ -128,7 +133,7 @@ class Result:
         return [] if tasks is None else self._check_questions(recorded, tasks)
 
     def _check_url(self, before: Record, now: Record, change_endpoint: bool) -> None:
-        """Taken out of both: a URL is compared here and nowhere else; older results have none."""
+        """Compare the servers' URLs, which older results lack, and remove them from both settings."""
         old, new = before.pop("url", None), now.pop("url", None)
         before.pop("earlier_urls", None)
         if old is not None and new is not None and old != new and not change_endpoint:
@@ -169,16 +174,16 @@ class Result:
         return found
 
     def _has_answers(self) -> bool:
-        """Whether anything came of an earlier call."""
+        """Whether an earlier call wrote an answer."""
         return self.folder.exists() and any(not self._is_beginning(entry) for entry in self.folder.iterdir())
 
     def _is_beginning(self, entry: Path) -> bool:
-        """What a call leaves that ends before its first answer."""
+        """Whether a file is one that a call writes before its first answer."""
         empty = entry in (self.samples, self.folder / "rows.jsonl") and entry.stat().st_size == 0
         return empty or entry.name in ("settings.json", self.questions.name, ".lock")
 
     def open(self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False) -> list[str]:
-        """Begin, or go on; another evaluation's folder is refused. Returns `check`'s lines."""
+        """Write the settings of a new folder, or continue one, after `check`, whose lines are returned."""
         notes = self.check(settings, tasks, change_endpoint=change_endpoint)
         self.folder.mkdir(parents=True, exist_ok=True)
         now: Record = {"deftune": __version__, **json.loads(json.dumps(dataclasses.asdict(settings)))}
@@ -202,7 +207,7 @@ class Result:
     def writing(
         self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False
     ) -> Generator[list[str]]:
-        """`open` it, with no other process in it until the end; a folder that got no answer is not left behind."""
+        """`open` the folder and lock it until the end; a folder that got no answer is removed."""
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -335,7 +340,7 @@ def read_lines(path: Path, shape: Mapping[str, Any], remedy: str, *, cut: bool =
 
 
 def misfit(value: Any, shape: Any, place: str = "") -> str | None:
-    """What keeps a value from having a shape; None where it has it.
+    """Why a value does not have a shape; None where it does.
 
     A shape is a type, a tuple of types, ``[shape]`` for a list of any length, or ``{key: shape}`` for an object that
     has at least these keys. A number is finite, and true is no number.
@@ -373,7 +378,7 @@ def _kind(value: Any) -> str:
 
 
 def drop_cut_line(path: Path) -> None:
-    """A kill may leave half a line; the next answer must not be glued to it."""
+    """Remove a last line that a kill cut off, so that the next answer starts a new line."""
     if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(content.rfind(b"\n") + 1)
