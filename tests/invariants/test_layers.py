@@ -45,6 +45,7 @@ def test_rooms_are_known_and_imports_never_look_back():
             other = module.split(".")[1]
             seen.add((room, other))
             assert other in ROOMS and ROOMS.index(other) <= ROOMS.index(room), f"{path} imports {module}"
+            assert other not in ON_TOP or room in (other, "cli"), f"{path} imports {module}"
     assert ("losses", "objectives") in seen  # the walk does find imports
 
 

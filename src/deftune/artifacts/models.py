@@ -26,7 +26,7 @@ from deftune.artifacts.folders import FolderError, UnreadableError, disk_error, 
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model inside a wheel on PyPI: the requirement, the sha256 of its GGUF file, and the model's name and licence."""
+    """A model in a wheel on PyPI: the requirement, the sha256 of its GGUF file, and the model's name and licence."""
 
     requirement: str
     sha256: str
