@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from deftune.artifacts import checkpoints
+from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.runs import Run
 from deftune.selftest import tiny
 from deftune.selftest.process import start
@@ -75,11 +75,11 @@ def run_contents(folder: Path) -> Contents:
     """The result, the newest checkpoint and the metrics of a run."""
     run = folder / "run"
     found: Contents = {"metrics": without_clock(Run(run).read_metrics())}
-    checkpoints.verify(run / "model")
+    folders.verify(run / "model")
     newest = checkpoints.checkpoints(run / "checkpoints")[-1]
-    checkpoints.verify(newest)
+    folders.verify(newest)
     for place in (run / "model", newest):
-        for path in checkpoints.files_of(place):
+        for path in folders.files_of(place):
             if path.name not in ("trainer_state.json", "README.md", "training_args.bin"):  # have times and paths
                 found[f"{place.name}/{path.relative_to(place)}"] = path.read_bytes()
     found["unfinished files"] = [p.name for p in run.rglob(".*") if p.name != ".lock"]
@@ -105,7 +105,7 @@ def comparison_contents(folder: Path) -> Contents:
         found[f"{name} tokens"] = table(cell / "tokens.parquet")
         found |= {f"{name} {e.name}": result_contents(e) for e in sorted(cell.glob("eval-*"))}
         if (cell / "run").is_dir():
-            checkpoints.verify(cell / "run" / "model")
+            folders.verify(cell / "run" / "model")
             found[f"{name} weights"] = (cell / "run" / "model" / "model.safetensors").read_bytes()
             found[f"{name} metrics"] = without_clock(Run(cell / "run").read_metrics())
     return found

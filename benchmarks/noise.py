@@ -28,7 +28,7 @@ import torch
 
 from deftune.artifacts.results import load_result
 from deftune.data.encoding import Encoder
-from deftune.data.sources import read_fields, read_source
+from deftune.data.sources import read_fields, read_rows
 from deftune.inspection.inspect import Inspection, inspect_table
 from deftune.inspection.noise import CORRUPTIONS, Corruption, ranking_quality, resamples
 from deftune.tokens.conflict import CONFIDENT
@@ -103,7 +103,7 @@ class Scorer:
             data, table = Path(folder) / "rows.jsonl", Path(folder) / "tokens.parquet"
             data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
             write_token_table(
-                table, self.model, self.tokenizer, read_source(data, format=format), encoder=self.encoder,
+                table, self.model, self.tokenizer, read_rows(data, format=format), encoder=self.encoder,
                 objectives=["nll"], batch_tokens=self.batch_tokens,
             )  # fmt: skip
             inspection = inspect_table(table)

@@ -64,7 +64,7 @@ def prepare_once(data: Path, model: str, packing: bool) -> dict[str, Any]:
         "cpu_seconds": round(own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime, 1),
         "peak_mib_of_this_process": round(own.ru_maxrss / 1024),
         "examples": len(prepared.train.examples),
-        "tokens": prepared.train.num_tokens,
+        "tokens": prepared.train.examples.num_tokens,
         "sequences": len(prepared.sequences),
         "fingerprint": digest,
     }

@@ -43,9 +43,9 @@ def sequences(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
     """Real rows, masked and packed."""
     from deftune.data.encoding import Encoder, encode_rows
     from deftune.data.packing import pack
-    from deftune.data.sources import read_source
+    from deftune.data.sources import read_rows
 
-    rows = read_source(args.data, format=args.format, limit=args.rows)
+    rows = read_rows(args.data, format=args.format, limit=args.rows)
     encoded = encode_rows(rows, Encoder(tokenizer, mask="assistant", max_length=args.length))
     return list(pack(encoded.examples, args.length))
 

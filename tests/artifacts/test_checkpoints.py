@@ -11,21 +11,23 @@ from pathlib import Path
 import pytest
 
 from deftune.artifacts.checkpoints import (
-    MANIFEST,
     PREFIX,
     STAGING,
-    CheckpointError,
-    UnreadableError,
     checkpoints,
     clear_staging,
-    disk_error,
     latest,
-    render_manifest,
     rotate,
-    seal,
-    sealed_folder,
     set_aside,
     staged,
+)
+from deftune.artifacts.folders import (
+    MANIFEST,
+    FolderError,
+    UnreadableError,
+    disk_error,
+    render_manifest,
+    seal,
+    sealed_folder,
     verify,
 )
 
@@ -137,7 +139,7 @@ def test_a_thousand_damages_are_all_detected(tmp_path):
         shutil.copytree(sealed, copy)
         damage = draw.choice(DAMAGES)
         damage(copy, draw)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(FolderError):
             verify(copy)
             pytest.fail(f"damage {number} ({damage.__name__}) went unnoticed")
     verify(sealed)
@@ -153,7 +155,7 @@ def test_every_bit_of_the_manifest_counts(tmp_path):
             changed = bytearray(content)
             changed[place] ^= 1 << bit
             manifest.write_bytes(changed)
-            with pytest.raises(CheckpointError):
+            with pytest.raises(FolderError):
                 verify(tmp_path)
 
 
@@ -202,7 +204,7 @@ def test_an_absurd_manifest_is_an_error(tmp_path, name):
     (folder / "a").write_bytes(b"x")
     content = ABSURD[name]
     (folder / MANIFEST).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(CheckpointError, match="checkpoint-3"):
+    with pytest.raises(FolderError, match="checkpoint-3"):
         verify(folder)
 
 
@@ -211,15 +213,15 @@ def test_links_and_pipes_are_refused(tmp_path):
     (tmp_path / f"{PREFIX}2").symlink_to(whole)  # a checkpoint that is a link itself
     notices: list[str] = []
     assert latest(tmp_path, notices.append) == whole
-    assert "a link has no place" in notices[0]
+    assert "is a link; a sealed folder holds none" in notices[0]
     os.mkfifo(whole / "pipe")
-    with pytest.raises(CheckpointError, match="pipe: is neither a file nor a folder"):
+    with pytest.raises(FolderError, match="pipe: is neither a file nor a folder"):
         verify(whole)
     (whole / "pipe").unlink()
     (whole / "state" / "away").symlink_to(tmp_path)
-    with pytest.raises(CheckpointError, match="away: a link has no place"):
+    with pytest.raises(FolderError, match="away: is a link; a sealed folder holds none"):
         verify(whole)
-    with pytest.raises(CheckpointError, match="away: a link has no place"):
+    with pytest.raises(FolderError, match="away: is a link; a sealed folder holds none"):
         seal(whole)
 
 
@@ -236,11 +238,12 @@ def test_latest_falls_back_with_a_notice(tmp_path):
     (tmp_path / "checkpoint-9" / MANIFEST).unlink()
     assert latest(tmp_path, notices.append) == tmp_path / "checkpoint-2"
     assert notices == [
-        f"passing over a checkpoint: {tmp_path}/checkpoint-10/optimizer.pt: 5 bytes where 700 were written",
+        f"passing over a checkpoint: {tmp_path}/checkpoint-10/optimizer.pt: is damaged (5 bytes where 700 were "
+        "written)",
         f"passing over a checkpoint: {tmp_path}/checkpoint-9: has no manifest.json; it was not written to the end",
     ]
     shutil.rmtree(tmp_path / "checkpoint-2")
-    with pytest.raises(CheckpointError, match=r"none of its checkpoints \(2\) is as it was written.* with --restart"):
+    with pytest.raises(FolderError, match=r"none of its checkpoints \(2\) is as it was written.* with --restart"):
         latest(tmp_path, notices.append)
     assert steps(tmp_path) == [9, 10]
 
@@ -366,7 +369,7 @@ def test_a_removal_cut_short_leaves_nothing_that_verifies(tmp_path, monkeypatch)
         write(tmp_path, step)
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # the kill comes here
     rotate(tmp_path, 1, None, newest=2)
-    with pytest.raises(CheckpointError, match="has no manifest"):
+    with pytest.raises(FolderError, match="has no manifest"):
         verify(tmp_path / "checkpoint-1")
 
 
@@ -422,7 +425,7 @@ def test_the_same_step_again_replaces_a_damaged_one(tmp_path):
 )
 def test_a_full_disk_is_named(tmp_path, error, reason):
     write(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=f"the checkpoint of step 2 could not be written .*{reason}") as found:
+    with pytest.raises(FolderError, match=f"the checkpoint of step 2 could not be written .*{reason}") as found:
         with staged(tmp_path, 2):
             raise error
     assert "the last one, checkpoint-1, is untouched" in str(found.value)

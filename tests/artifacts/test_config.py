@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deftune.artifacts.config import ConfigError, RunConfig, apply_override, load_config, render_yaml, schema
+from deftune.artifacts.config import STARTER, ConfigError, RunConfig, apply_override, load_config, render_yaml, schema
 
 LAUGHS = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
-BASE = {"data": {"train": [{"path": "rows.jsonl"}]}}
+BASE = {"model": {"name": "org/model"}, "data": {"train": [{"path": "rows.jsonl"}]}}
 
 
 def wrong(overrides=(), base=BASE):
@@ -36,15 +36,15 @@ EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
 @pytest.mark.parametrize(
     ("base", "overrides", "text"),
     [
-        ({**BASE, "trian": {}}, [], "trian: unknown key; did you mean 'train'? known here: run, objective, model"),
-        (BASE, ["train.learning_rat=1"], "train.learning_rat: unknown key; did you mean 'learning_rate'?"),
-        (BASE, ["data.train.0.fromat=a"], "data.train.0.fromat: unknown key; did you mean 'format'?"),
-        (BASE, ["model.lora.rank=8"], "model.lora.rank: unknown key; known here: r, alpha, dropout, target_modules"),
+        ({**BASE, "trian": {}}, [], "trian: unknown key. Did you mean 'train'? Known here: run, objective, model"),
+        (BASE, ["train.learning_rat=1"], "train.learning_rat: unknown key. Did you mean 'learning_rate'?"),
+        (BASE, ["data.train.0.fromat=a"], "data.train.0.fromat: unknown key. Did you mean 'format'?"),
+        (BASE, ["model.lora.rank=8"], "model.lora.rank: unknown key. Known here: r, alpha, dropout, target_modules"),
         (BASE, ["objective=defft"], "objective: unknown objective 'defft'. Did you mean 'deft'?"),
         (BASE, ["train.learning_rate=-1"], "train.learning_rate: Input should be greater than 0 (got -1)"),
         (BASE, ["train.learning_rate=.nan"], "train.learning_rate: Input should be a finite number"),
         (BASE, ["train.batch_size=6"], "train: batch_size 6 is no multiple of micro_batch_size 4"),
-        (BASE, ["train.betas=[0.9, 1.0]"], "betas: 1.0 is not in [0, 1)"),
+        (BASE, ["train.betas=[0.9, 1.0]"], "train.betas.1: Input should be less than 1 (got 1.0)"),
         (BASE, ["train.eval_steps=5"], "train.eval_steps: there is nothing to evaluate on"),
         (BASE, ["train.best=eval_nll"], "train.best: eval_nll is measured at evaluations; give train.eval_steps"),
         (
@@ -69,7 +69,9 @@ EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
         (BASE, ["data.train.0.generate=gsm_symbolic"], "give one of `path` and `generate`"),
         ({"data": {"train": [{"generate": "x"}]}}, [], "`generate` needs `limit`"),
         ({"data": {"train": []}}, [], "data.train: List should have at least 1 item"),
-        ({}, [], "data: is missing"),
+        ({}, [], "data: missing"),
+        ({}, [], "model.name: missing; name a hub id, a folder, a .gguf file, or smollm2"),
+        ({**BASE, "model": {}}, [], "model.name: missing; name a hub id, a folder, a .gguf file, or smollm2"),
         (BASE, ["data.holdout=0.1", "data.eval=[{path: a}]"], "data: give `eval` or `holdout`, not both"),
         (BASE, ["train"], "--set train: write it as a.b=value"),
         (BASE, ["train.seed=[1"], "--set train.seed=[1: the value is not YAML"),
@@ -114,7 +116,7 @@ def test_files_that_are_no_config(tmp_path, content, text):
 
 def test_aliases_and_merged_keys_are_yaml(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("data: {train: [&a {path: a, limit: 3}, {<<: *a, path: b}]}\n")
+    path.write_text("model: {name: m}\ndata: {train: [&a {path: a, limit: 3}, {<<: *a, path: b}]}\n")
     sources = load_config(path).data.train
     assert [(source.path, source.limit) for source in sources] == [("a", 3), ("b", 3)]
 
@@ -166,3 +168,14 @@ def test_the_schema_knows_every_key():
     properties = schema()["properties"]
     assert set(properties) == {"run", "objective", "model", "data", "train"}
     json.dumps(schema())
+
+
+def test_starter(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(STARTER)
+    config = load_config(path)
+    assert (config.model.name, config.objective, config.data.train[0].generate) == ("smollm2", "deft", "gsm_symbolic")
+    train = config.train
+    assert (train.batch_size, train.micro_batch_size, config.data.max_length, train.max_steps) == (8, 4, 384, 40)
+    kept = config.data.train[0].limit * (1 - config.data.holdout)
+    assert kept >= train.batch_size * train.max_steps  # less than an epoch

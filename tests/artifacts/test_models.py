@@ -1,6 +1,7 @@
 """Where models come from, and what is refused."""
 
 import hashlib
+import json
 import os
 import struct
 import subprocess
@@ -194,6 +195,27 @@ def test_a_full_cache_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, tiny
     text = str(raised.value)
     assert "could not be written (No space left on device); it takes 0.0 GiB" in text and "DEFTUNE_CACHE" in text
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.name.startswith(".")]
+
+
+def test_a_converted_gguf_file_is_hashed_once(tmp_path, monkeypatch, tiny_model):
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    path = gguf(tmp_path / "model.gguf")
+    tokenizer, weights = transformers.AutoTokenizer.from_pretrained(tiny_model), load_model(str(tiny_model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(models, "read_weights", lambda *_, **__: weights)
+    hashed, sha256 = [], models.sha256
+    monkeypatch.setattr(models, "sha256", lambda place: hashed.append(place) or sha256(place))
+    first = resolve_model(str(path))
+    assert resolve_model(str(path)) == first and hashed == [path]
+    path.touch()  # another time: hashed again, and found to be the same
+    assert resolve_model(str(path)) == first and hashed == [path, path]
+    index = tmp_path / "cache" / "models" / "gguf.json"
+    for damaged in ("", "[1]", '{"a": 1}', json.dumps({str(path.resolve()): ["x"]})):
+        index.write_text(damaged)
+        assert resolve_model(str(path)) == first
+    assert hashed == [path] * 6
+    gguf(path, rest=b"other content")
+    assert resolve_model(str(path)) != first
 
 
 @pytest.mark.parametrize("said", [True, False, None])

@@ -8,13 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from deftune.artifacts.checkpoints import checkpoints
 from deftune.artifacts.models import load_tokenizer
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import TEMPLATES
 from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
-from deftune.data.sources import read_source
+from deftune.data.sources import read_rows
 from deftune.training.results import complete, merge
 from deftune.training.train import train_run
 
@@ -30,7 +31,7 @@ def lora_run(tmp_path_factory, make_config) -> Run:
 @pytest.fixture(scope="module")
 def examples(tiny_model, chat_file):
     tokenizer = load_result(str(tiny_model))[1]
-    return encode_rows(read_source(chat_file)[:7], Encoder(tokenizer, mask="assistant", max_length=128)).examples
+    return encode_rows(read_rows(chat_file)[:7], Encoder(tokenizer, mask="assistant", max_length=128)).examples
 
 
 def test_a_merged_adapter_gives_the_same_logits(lora_run, tmp_path, examples):
@@ -65,9 +66,34 @@ def test_a_damaged_result_is_not_loaded(lora_run, tmp_path, capsys):
 
     shutil.copytree(lora_run.folder, tmp_path / "copy")
     weights = tmp_path / "copy" / "model" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    weights.write_bytes(weights.read_bytes()[:-1])
     assert main(["chat", str(tmp_path / "copy")]) == 2
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_verify_compares_every_byte(lora_run, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(lora_run.folder, tmp_path / "copy")
+    run = Run(tmp_path / "copy")
+    for folder in (run.folder, run.model, checkpoints(run.checkpoints)[-1]):
+        assert main(["verify", str(folder)]) == 0
+        assert f"{folder}" in capsys.readouterr().out
+    places = [*checkpoints(run.checkpoints), run.model]
+    assert main(["verify", str(run.folder)]) == 0
+    assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == [str(p) for p in places]
+    weights = run.model / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
+    load_result(str(run.folder))  # names and sizes are right: only `verify` reads every byte
+    for folder in (run.folder, run.model):
+        assert main(["verify", str(folder)]) == 1
+        assert f"{weights}: is damaged (its sha256 is not the one written)" in capsys.readouterr().err
+    (run.model / "manifest.json").unlink()
+    assert main(["verify", str(run.folder)]) == 1
+    assert "has no manifest.json; it was not written to the end" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["verify", str(tmp_path / "empty")]) == 2
+    assert "nothing to verify; name a run, a checkpoint or a model folder" in capsys.readouterr().err
 
 
 def test_chat_reads_lines_and_keeps_the_conversation(lora_run, monkeypatch, capsys):
@@ -87,7 +113,7 @@ def test_chat_refuses_a_negative_temperature(lora_run, capsys):
 def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):
     model, tokenizer = load_result(str(tiny_model))
     encoder = Encoder(tokenizer, mask="assistant", max_length=128)
-    prompts = [encoder.encode_prompt(row) for row in read_source(chat_file)[:3]]
+    prompts = [encoder.encode_prompt(row) for row in read_rows(chat_file)[:3]]
     options = {"end_ids": encoder.end_ids.values(), "max_new_tokens": 6}
     together = complete(model, tokenizer, prompts, **options)
     assert together == [complete(model, tokenizer, [prompt], **options)[0] for prompt in prompts]
@@ -100,14 +126,14 @@ def test_runs_tells_what_became_of_each(lora_run, tmp_path, capsys):
     import json
     import shutil
 
-    from deftune.artifacts.runs import locked
+    from deftune.artifacts.folders import locked
 
     for name in ("done", "killed", "busy", "broken"):
         shutil.copytree(lora_run.folder, tmp_path / name)
     for name in ("killed", "busy"):
         Run(tmp_path / name).set_status("running", step=2)
     (tmp_path / "broken" / "config.yaml").write_text("run: [")
-    with locked(Run(tmp_path / "busy")):
+    with locked(tmp_path / "busy", "training"):
         assert main(["runs", str(tmp_path), "--json"]) == 0
         found = {Path(run["run"]).name: run for run in json.loads(capsys.readouterr().out)}
     states = {name: run["state"] for name, run in found.items()}

@@ -14,6 +14,7 @@ import yaml
 from tiny_comparison import comparison_at, content, save_model, write
 
 from deftune.artifacts.config import ConfigError
+from deftune.artifacts.folders import FolderError
 from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.comparison.cells import run_grid, run_here
@@ -85,15 +86,15 @@ def test_a_regime_is_laid_over_the_comparison(tmp_path, model):
         ({"objectives": ["defft"]}, "objectives: unknown objective 'defft'. Did you mean 'deft'?"),
         ({"objectives": ["deft", "deft"]}, "objectives: deft is there twice"),
         ({"seeds": [1, 1]}, "seeds: 1 is there twice"),
-        ({"sedes": [1]}, "sedes: unknown key; did you mean 'seeds'?"),
+        ({"sedes": [1]}, "sedes: unknown key. Did you mean 'seeds'?"),
         ({"train": {"learning_rate": 1e-3}}, "train.learning_rate: belongs in `learning_rates`"),
         ({"train": {"seed": 1}}, "train.seed: belongs in `seeds`"),
-        ({"train": {"max_stepz": 1}}, "regimes.weak: train.max_stepz: unknown key; did you mean 'max_steps'?"),
-        ({"model": {"nam": "x"}}, "regimes.weak: model.nam: unknown key; did you mean 'name'?"),
+        ({"train": {"max_stepz": 1}}, "regimes.weak: train.max_stepz: unknown key. Did you mean 'max_steps'?"),
+        ({"model": {"nam": "x"}}, "regimes.weak: model.nam: unknown key. Did you mean 'name'?"),
         ({"regimes": {}}, "regimes: Dictionary should have at least 1 item"),
         ({"regimes": {"a/b": {"data": {}, "tokens": []}}}, "nothing is measured; give `evaluate` or `tokens`"),
         ({"regimes": {"weak": {"data": {}, "evaluate": [{"suite": "maths"}]}}}, "Did you mean 'math'?"),
-        ({"regimes": {"weak": {"data": {}, "evaluate": [{"tsks": []}]}}}, "did you mean 'tasks'?"),
+        ({"regimes": {"weak": {"data": {}, "evaluate": [{"tsks": []}]}}}, "Did you mean 'tasks'?"),
         ({"regimes": {"weak": {"data": {}, "evaluate": [{"suite": "heldout"}]}}}, "asked for with `tokens`"),
     ],
 )
@@ -139,18 +140,18 @@ def test_a_folder_grows_and_changes_in_nothing_else(tmp_path, model):
     grown = what | {"seeds": [0, 1, 2], "objectives": ["nll", "deft", "linear"]}
     open_comparison(Comparison.model_validate(grown))
     assert load_comparison(tmp_path / "grid").seeds == [0, 1, 2]
-    with pytest.raises(ConfigError, match=r"holds another comparison \(objectives: linear is gone; seeds: 2 is gone\)"):
+    with pytest.raises(FolderError, match=r"holds another comparison \(objectives: linear is gone; seeds: 2 is gone\)"):
         open_comparison(Comparison.model_validate(what))
     written = yaml.safe_load((tmp_path / "grid" / "comparison.yaml").read_text())
     assert written.pop("keep_models") is True  # as if the key had come later
     write(tmp_path / "grid" / "comparison.yaml", written)
     open_comparison(Comparison.model_validate(grown))
     other = grown | {"train": {**what["train"], "max_steps": 4}}
-    with pytest.raises(ConfigError, match=r"train.max_steps: 3 -> 4"):
+    with pytest.raises(FolderError, match=r"train.max_steps: 3 -> 4"):
         open_comparison(Comparison.model_validate(other))
     regimes = json.loads(json.dumps(what["regimes"]))
     regimes["weak"]["tokens"][0]["limit"] = 5
-    with pytest.raises(ConfigError, match=r"regimes.weak.tokens: .* -> "):
+    with pytest.raises(FolderError, match=r"regimes.weak.tokens: .* -> "):
         open_comparison(Comparison.model_validate(grown | {"regimes": regimes}))
 
 
@@ -245,7 +246,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(tmp_path, model, capsys):
     assert broken.state()["state"] == "failed" and broken.state()["stage"] == "train"
     assert main(["compare", "show", comparison.folder]) == 0
     out = capsys.readouterr().out
-    assert f"failed: {broken.name}: ConfigError" in out
+    assert f"failed: {broken.name}: FolderError" in out
     assert "| deft |" in out and "| nll |" not in out
     (broken.folder / "run").unlink()
     assert run_grid(comparison, run_here, lambda _: None).exit_code == 0

@@ -564,14 +564,12 @@ def test_facts_count_and_name_every_row():
     prompt = len(Encoder(tokenizer, max_length=99).encode_prompt(rows_of("")[0]))
     long = row(("user", U1 * 9), ("assistant", A1), where="train.jsonl:3")
     asked = row(("user", U1), where="train.jsonl:4")
-    done: list[int] = []
     encoder = Encoder(tokenizer, max_length=prompt + 6)
-    result = encode_rows([*rows_of("Oslo", A1 * 3), long, asked], encoder, progress=done.append)
-    assert done == [1, 2, 3, 4]
+    result = encode_rows([*rows_of("Oslo", A1 * 3), long, asked], encoder)
     assert [example.where for example in result.examples] == ["train.jsonl:1", "train.jsonl:2"]
     first, second = result.examples
     assert (first.truncated, len(second.input_ids), second.num_supervised) == (0, prompt + 6, 6)
-    tokens, supervised = result.num_tokens, result.num_supervised
+    tokens, supervised = result.examples.num_tokens, result.examples.num_supervised
     assert (tokens, supervised) == (len(first.input_ids) + prompt + 6, first.num_supervised + 6)
     assert result.facts() == [
         f"4 rows; 2 dropped: 1 over {prompt + 6} tokens with no answer left, 1 fully masked",
@@ -590,7 +588,7 @@ def test_overlong_rows_are_dropped_on_request():
     prompt = len(Encoder(tokenizer, max_length=99).encode_prompt(rows_of("")[0]))
     encoder = Encoder(tokenizer, max_length=prompt + 6, overlong="drop")
     result = encode_rows(rows_of("Oslo", A1 * 3), encoder)
-    assert (result.overlong, result.num_truncated, len(result.examples)) == (["train.jsonl:2"], 0, 1)
+    assert (result.overlong, result.examples.num_truncated, len(result.examples)) == (["train.jsonl:2"], 0, 1)
     assert f"1 dropped: 1 over {prompt + 6} tokens" in result.facts()[0]
 
 

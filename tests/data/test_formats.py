@@ -7,7 +7,7 @@ import pytest
 
 from deftune.data.formats import FORMATS, Ambiguous, check_conversation, detect, known_format
 from deftune.data.rows import BadRows, Fault, RowError
-from deftune.data.sources import read_source
+from deftune.data.sources import read_rows
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 MCQ = dict(question="Which bone?", opa="Ulna", opb="Tibia", opc="Fibula", opd="Radius", subject_name="Anatomy", id="x")
@@ -254,7 +254,7 @@ FILES = {
 def test_real_rows(name):
     given, count, refused = FILES[name]
     bad = BadRows(skip=True)
-    rows = read_source(REAL / f"{name}.jsonl.gz", format=given, bad=bad)
+    rows = read_rows(REAL / f"{name}.jsonl.gz", format=given, bad=bad)
     assert (len(rows) + len(bad.rows), bad.summary()) == (count, refused or "no rows skipped")
     for row in rows:
         assert row.messages[-1]["role"] == "assistant" and row.messages[-1]["content"].strip()
@@ -273,7 +273,7 @@ def test_real_rows(name):
 )
 def test_real_rows_that_need_a_name_or_are_no_training_data(name, expected):
     with pytest.raises(RowError, match=expected):
-        read_source(REAL / f"{name}.jsonl.gz")
+        read_rows(REAL / f"{name}.jsonl.gz")
 
 
 @real

@@ -61,18 +61,10 @@ def check_best_fit(encoded: list[Encoded], length: int) -> None:
     assert len(sizes) < 2 or sizes[0] + sizes[1] > length
 
 
-def check_sequential(encoded: list[Encoded], length: int) -> None:
-    packs = pack(encoded, length, strategy="sequential")
-    check(packs, encoded, length)
-    assert [size for one in packs for size in one.lengths] == [len(one.input_ids) for one in encoded]
-    assert [i for one in packs for i in one.input_ids] == [i for one in encoded for i in one.input_ids]
-
-
 @settings(max_examples=500, deadline=None)
 @given(examples, st.integers(LENGTH, 3 * LENGTH))
 def test_packs_keep_every_target_and_its_context(encoded: list[Encoded], length: int):
     check_best_fit(encoded, length)
-    check_sequential(encoded, length)
 
 
 @pytest.mark.slow
@@ -80,7 +72,6 @@ def test_packs_keep_every_target_and_its_context(encoded: list[Encoded], length:
 @given(examples, st.integers(LENGTH, 3 * LENGTH))
 def test_five_thousand_packs_keep_every_target_and_its_context(encoded: list[Encoded], length: int):
     check_best_fit(encoded, length)
-    check_sequential(encoded, length)
 
 
 def check(packs: Sequence[Pack], encoded: list[Encoded], length: int) -> None:
@@ -98,23 +89,20 @@ def check(packs: Sequence[Pack], encoded: list[Encoded], length: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(examples.filter(bool), st.sampled_from([None, 8]), st.booleans())
-def test_padding_free_batch_keeps_every_target(encoded: list[Encoded], multiple: int | None, packed: bool):
-    batch = Collator(99, padding_free=True, pad_to_multiple_of=multiple)(pack(encoded, 40) if packed else encoded)
+@given(examples.filter(bool), st.booleans())
+def test_padding_free_batch_keeps_every_target(encoded: list[Encoded], packed: bool):
+    batch = Collator(99, padding_free=True)(pack(encoded, 40) if packed else encoded)
     assert set(batch) == {"input_ids", "labels", "position_ids"}
     rows = [batch[name].tolist() for name in ("input_ids", "labels", "position_ids")]
     assert all(len(row) == 1 for row in rows)
     assert pairs_of_row(*(row[0] for row in rows)) == pairs_of_examples(encoded)
-    size = sum(len(one.input_ids) for one in encoded)
-    assert len(rows[0][0]) == (size if multiple is None else -(-size // 8) * 8)
-    padding = len(rows[0][0]) - size
-    assert [row[0][size:] for row in rows] == [[99] * padding, [IGNORE_INDEX] * padding, list(range(padding))]
+    assert len(rows[0][0]) == sum(len(one.input_ids) for one in encoded)
 
 
 @settings(max_examples=300, deadline=None)
-@given(examples.filter(bool), st.sampled_from([None, 8]))
-def test_padded_batch_keeps_every_target(encoded: list[Encoded], multiple: int | None):
-    batch = Collator(99, padding_free=False, pad_to_multiple_of=multiple)(encoded)
+@given(examples.filter(bool))
+def test_padded_batch_keeps_every_target(encoded: list[Encoded]):
+    batch = Collator(99, padding_free=False)(encoded)
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     found: Pairs = Counter()
     for ids, mask, labels, one in zip(*(batch[n].tolist() for n in batch), encoded):
@@ -125,7 +113,7 @@ def test_padded_batch_keeps_every_target(encoded: list[Encoded], multiple: int |
         found += pairs_of_row(ids, labels, list(range(len(ids))))
     assert found == pairs_of_examples(encoded)
     longest = max(len(one.input_ids) for one in encoded)
-    assert batch["input_ids"].shape == (len(encoded), longest if multiple is None else -(-longest // 8) * 8)
+    assert batch["input_ids"].shape == (len(encoded), longest)
     assert batch["labels"].dtype == torch.int64
 
 
@@ -134,7 +122,6 @@ def test_best_fit_by_hand():
     encoded = [example(size, -1, first=10 * i) for i, size in enumerate([3, 5, 2, 7, 4])]
     assert [one.lengths for one in pack(encoded, 10)] == [[3, 7], [5, 4], [2]]
     assert [one.lengths for one in pack([encoded[2], example(9, -1)], 10)] == [[2], [9]]
-    assert [one.lengths for one in pack(encoded, 10, strategy="sequential")] == [[3, 5, 2], [7], [4]]
 
 
 def test_packing_is_deterministic_and_leaves_its_input_alone():
@@ -147,8 +134,6 @@ def test_packing_is_deterministic_and_leaves_its_input_alone():
 def test_pack_errors():
     with pytest.raises(ValueError, match=r"a.jsonl:7: 9 tokens do not fit a pack of 8; encode with max_length=8"):
         pack([example(9, 1, where="a.jsonl:7")], 8)
-    with pytest.raises(ValueError, match=r"unknown packing strategy 'ffd'. Known: bfd, sequential"):
-        pack([], 8, strategy="ffd")  # type: ignore[arg-type]
     assert list(pack([], 8)) == []
 
 

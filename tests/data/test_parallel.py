@@ -149,6 +149,12 @@ def test_small_data_and_one_core_start_no_process(monkeypatch):
         encode_packed(make_rows(60), Encoder(small_tokenizer(CHATML), max_length=99), bad=BadRows())
 
 
+def test_ranks_that_all_encode_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("DEFTUNE_DATA_WORKERS", raising=False)
+    assert [parallel.default_workers(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]
+
+
 def test_an_encoding_process_loads_neither_torch_nor_transformers():
     check = "import sys, deftune.data.encoding_worker; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)

@@ -8,9 +8,10 @@ import tracemalloc
 
 import pytest
 
-from deftune.data import rows as rows_module
-from deftune.data.rows import BadRows, Fault, RowError, parse_line, read_records
-from deftune.data.sources import read_source
+from deftune.data import files as files_module
+from deftune.data.files import parse_line, read_records
+from deftune.data.rows import BadRows, Fault, RowError
+from deftune.data.sources import read_rows
 
 GOOD = b'{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}'
 
@@ -125,7 +126,7 @@ def test_a_bad_line_raises_with_its_place_and_reason(tmp_path, kind, ending):
     path = tmp_path / "train.jsonl"
     path.write_bytes(ending.join([GOOD, line, GOOD, b""]))
     with pytest.raises(RowError) as raised:
-        read_source(path)
+        read_rows(path)
     assert str(raised.value).startswith(f"{path}:2: {expected}")
     assert "; " in str(raised.value).split(expected.split(";")[0])[-1]  # and it says what to do
 
@@ -136,7 +137,7 @@ def test_a_bad_line_is_skipped_when_asked(tmp_path, kind):
     path = tmp_path / "train.jsonl.gz"
     path.write_bytes(gzip.compress(b"\n".join([GOOD, line, b"", GOOD, line])))
     bad = BadRows(skip=True)
-    good = read_source(path, bad=bad)
+    good = read_rows(path, bad=bad)
     assert [row.where for row in good] == [f"{path}:1", f"{path}:4"]
     assert [row.where for row in bad.rows] == [f"{path}:2", f"{path}:5"]
     assert bad.rows[0].reason.startswith(expected.split(";")[0].split(")")[0])
@@ -206,7 +207,7 @@ def test_a_bad_file_is_an_error_even_when_rows_are_skipped(tmp_path, kind):
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(RowError) as raised:
-        read_source(path, bad=BadRows(skip=True))
+        read_rows(path, bad=BadRows(skip=True))
     assert expected in str(raised.value) and str(raised.value).startswith(str(path))
 
 
@@ -214,7 +215,7 @@ def test_gzip_cut_off_names_the_line_it_reached(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b"\n".join(GOOD + b" " * (i % 7) for i in range(60_000)))[:-9])
     with pytest.raises(RowError, match=r"a\.jsonl\.gz:[1-9]\d{4}: gzip data cut off; copy or download the file again"):
-        read_source(path)
+        read_rows(path)
 
 
 def test_last_line_cut_off_is_told_from_bad_json(tmp_path):
@@ -224,9 +225,9 @@ def test_last_line_cut_off_is_told_from_bad_json(tmp_path):
         with pytest.raises(
             RowError, match=rf"a\.jsonl:2: last line cut off \(after {length} characters\); copy the file"
         ):
-            read_source(path)
+            read_rows(path)
     path.write_bytes(GOOD + b"\n" + GOOD)  # no newline at the end is no fault
-    assert len(read_source(path)) == 2
+    assert len(read_rows(path)) == 2
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -239,10 +240,10 @@ def test_a_line_too_long_is_passed_over_without_holding_it(tmp_path, zipped):
     with pytest.raises(
         RowError, match=r"a\.jsonl:2: line too long \(more than 16777216 bytes\); is it one row per line\?"
     ):
-        read_source(path)
+        read_rows(path)
     bad = BadRows(skip=True)
     tracemalloc.start()
-    good = read_source(path, bad=bad)
+    good = read_rows(path, bad=bad)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [row.where for row in good] == [
@@ -290,7 +291,7 @@ def test_what_is_accepted(tmp_path, kind):
     name, data = GOOD_FILES[kind]
     path = tmp_path / name
     path.write_bytes(data)
-    rows = read_source(path)
+    rows = read_rows(path)
     assert [row.messages[-1]["content"] for row in rows] == ["4", "4"]
     assert len({row.where for row in rows}) == 2 or kind == "JSON list, gzip"  # there both stand on line 1
     assert all(row.where.startswith(str(path)) and row.source == str(path) for row in rows)
@@ -299,7 +300,7 @@ def test_what_is_accepted(tmp_path, kind):
 def test_a_pretty_printed_row_is_one_row(tmp_path):
     path = tmp_path / "one.json"
     path.write_text(json.dumps(json.loads(GOOD), indent=2))
-    assert len(read_source(path)) == 1
+    assert len(read_rows(path)) == 1
 
 
 def test_parquet_and_its_nulls(tmp_path):
@@ -312,14 +313,14 @@ def test_parquet_and_its_nulls(tmp_path):
     for name in ("a.parquet", "nameless"):
         path = tmp_path / name
         parquet.write_table(table, path)
-        [row] = read_source(path, limit=1)
+        [row] = read_rows(path, limit=1)
         assert row.messages == (
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": None, "tool_calls": [call]},
         )
         assert row.where == f"{path}[0]"
         with pytest.raises(RowError, match=r"\[1\]: no assistant turn \(roles: user\)"):
-            read_source(path)
+            read_rows(path)
 
 
 def test_parquet_columns_that_nobody_reads_may_hold_anything(tmp_path):
@@ -339,7 +340,7 @@ def test_parquet_columns_that_nobody_reads_may_hold_anything(tmp_path):
     }  # fmt: skip
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table(columns), path)
-    [row] = read_source(path)
+    [row] = read_rows(path)
     assert [message["content"] for message in row.messages] == ["q", "a\n#### 4"]
     [(_, fields)] = read_records(path, BadRows())
     assert fields["timestamp"] == 2**62 and fields["inside"] == {"t": 2**62, "s": b"\xff\xfe"}
@@ -353,9 +354,9 @@ def test_bad_text_in_a_parquet_row_is_a_bad_row(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"prompt": arrow.array(["a", "b", "c"]), "completion": answers}), path)
     with pytest.raises(RowError, match=r"\[1\]: prompt and completion differ in type .*bytes that are not UTF-8"):
-        read_source(path)
+        read_rows(path)
     bad = BadRows(skip=True)
-    assert len(read_source(path, bad=bad)) == 1
+    assert len(read_rows(path, bad=bad)) == 1
     assert [row.where for row in bad.rows] == [f"{path}[1]", f"{path}[2]"]
     assert bad.rows[1].reason == "NUL character (message 1 (assistant): in content)"
 
@@ -368,7 +369,7 @@ def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path):
     columns = [arrow.array(["q"]), arrow.array(["a"]), arrow.array(["b"])]
     parquet.write_table(arrow.Table.from_arrays(columns, ["prompt", "completion", "completion"]), path)
     with pytest.raises(RowError) as raised:
-        read_source(path, bad=BadRows(skip=True))
+        read_rows(path, bad=BadRows(skip=True))
     assert str(raised.value) == (
         f"{path}: duplicate column ('completion' occurs more than once); rename or remove one of them"
     )
@@ -378,33 +379,33 @@ def test_gzipped_parquet_says_what_to_do(tmp_path):
     path = tmp_path / "a.parquet.gz"
     path.write_bytes(gzip.compress(b"PAR1...."))
     with pytest.raises(RowError, match=r"gzipped Parquet \(it is compressed inside\); unpack it first: gunzip$"):
-        read_source(path)
+        read_rows(path)
 
 
 def test_json_rows_have_their_lines_and_one_bad_row_spoils_no_other(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(b"[\n" + b",\n".join([GOOD, b'{"a": NaN}', b"[]", b'{"a": 1, "a": 2}', GOOD]) + b"\n]")
     with pytest.raises(RowError, match=r"a\.json:3: NaN is not JSON"):
-        read_source(path)
+        read_rows(path)
     bad = BadRows(skip=True)
-    assert [row.where for row in read_source(path, bad=bad)] == [f"{path}:2", f"{path}:6"]
+    assert [row.where for row in read_rows(path, bad=bad)] == [f"{path}:2", f"{path}:6"]
     assert [row.where for row in bad.rows] == [f"{path}:3", f"{path}:4", f"{path}:5"]
     assert bad.rows[0].raw == '{"a": NaN}'
 
 
 def test_json_over_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows_module, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(files_module, "MAX_JSON_BYTES", 100)
     path = tmp_path / "a.json"
     path.write_bytes(b"[" + b",".join(TWO) + b"]")
     with pytest.raises(RowError, match=r"a\.json: JSON file too long \(more than 100 bytes\); write it as JSONL"):
-        read_source(path)
+        read_rows(path)
 
 
 def test_a_list_over_several_lines_named_jsonl(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"[\n" + GOOD + b"\n]\n")
     with pytest.raises(RowError, match=r"a\.jsonl:1: not JSON .*; a JSON list over several lines is named \.json"):
-        read_source(path)
+        read_rows(path)
 
 
 def test_escapes_that_only_look_bad():
@@ -424,7 +425,7 @@ def test_bad_rows_summary_and_report(tmp_path):
     path.write_bytes(b"\n".join([GOOD, question, b"nope \xff", question, GOOD, b"x" * 3000, b""]))
     bad = BadRows(skip=True)
     assert bad.summary() == "no rows skipped"
-    read_source(path, bad=bad)
+    read_rows(path, bad=bad)
     assert bad.summary() == "4 rows skipped: 2 no assistant turn, 1 not UTF-8, 1 not JSON"
     report = tmp_path / "bad.jsonl"
     bad.write(report)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deftune.data.generated import generate
+from deftune.data.mixing import mix_places, prompt_of, split_places
 from deftune.data.rows import BadRows, Row, RowError
-from deftune.data.sources import mix, prompt_of, read_source, split_rows
+from deftune.data.sources import read_fields, read_rows
 
 
 def row(text, source="s", *, system=None, answer="a"):
@@ -42,9 +45,9 @@ ALPACA = {"instruction": "i", "input": "", "output": "o"}
 def test_format_is_resolved_by_the_first_row_and_reported(tmp_path, caplog):
     path = write(tmp_path / "a.jsonl", ALPACA, {"problem": "p", "solution": "s"}, ALPACA)
     with pytest.raises(RowError, match=r"a\.jsonl:2: no 'output' \(its keys: problem, solution\)|no 'instruction'"):
-        read_source(path)
+        read_rows(path)
     with caplog.at_level(logging.INFO, logger="deftune.data.sources"):
-        rows = read_source(path, bad=BadRows(skip=True))
+        rows = read_rows(path, bad=BadRows(skip=True))
     assert [row.where for row in rows] == [f"{path}:1", f"{path}:3"]
     assert caplog.messages == [f"{path}: 2 rows, format alpaca; 1 row skipped: 1 no 'instruction'"]
 
@@ -52,28 +55,28 @@ def test_format_is_resolved_by_the_first_row_and_reported(tmp_path, caplog):
 def test_a_first_row_of_no_format_can_be_skipped_but_an_unclear_one_cannot(tmp_path):
     path = write(tmp_path / "a.jsonl", {"text": "x"}, ALPACA)
     bad = BadRows(skip=True)
-    assert len(read_source(path, bad=bad)) == 1 and bad.summary() == "1 row skipped: 1 unknown format"
+    assert len(read_rows(path, bad=bad)) == 1 and bad.summary() == "1 row skipped: 1 unknown format"
     path = write(tmp_path / "b.jsonl", {"question": "q", "answer": "a"}, ALPACA)
     with pytest.raises(
         RowError, match=r"b\.jsonl:1: format not clear .*could be gsm8k or medquad.*name it, e\.g\. --format gsm8k"
     ):
-        read_source(path, bad=BadRows(skip=True))
-    assert len(read_source(write(tmp_path / "c.jsonl", {"question": "q", "answer": "a"}), format="medquad")) == 1
+        read_rows(path, bad=BadRows(skip=True))
+    assert len(read_rows(write(tmp_path / "c.jsonl", {"question": "q", "answer": "a"}), format="medquad")) == 1
 
 
 def test_limit_counts_good_rows_and_reads_no_further(tmp_path):
     path = write(tmp_path / "a.jsonl", ALPACA, {"text": "x"}, ALPACA, ["never read"])
-    assert len(read_source(path, limit=1)) == 1
-    assert len(read_source(path, limit=2, bad=BadRows(skip=True))) == 2
+    assert len(read_rows(path, limit=1)) == 1
+    assert len(read_rows(path, limit=2, bad=BadRows(skip=True))) == 2
     with pytest.raises(ValueError, match="limit: at least 1 row, got 0; leave it out to read all"):
-        read_source(path, limit=0)
+        read_rows(path, limit=0)
 
 
 def test_a_folder_is_read_sorted_and_what_is_no_data_is_passed_over(tmp_path):
     for name in ("b/x.jsonl", "a.jsonl", ".hidden.jsonl", "_tmp/y.jsonl"):
         write(tmp_path / name, ALPACA)
     (tmp_path / "README.md").write_text("read me")
-    rows = read_source(tmp_path)
+    rows = read_rows(tmp_path)
     assert [row.where for row in rows] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/b/x.jsonl:1"]
     assert {row.source for row in rows} == {str(tmp_path)}
 
@@ -83,34 +86,34 @@ def test_a_folder_with_train_and_test_needs_a_split(tmp_path):
     write(tmp_path / "train-01.jsonl", ALPACA)
     write(tmp_path / "test" / "0.jsonl", ALPACA, ALPACA, ALPACA)
     with pytest.raises(RowError, match=r"holds train and held-out files \(test/0\.jsonl, train-00.*split='train'"):
-        read_source(tmp_path)
-    assert len(read_source(tmp_path, split="train")) == 2 and len(read_source(tmp_path, split="test")) == 3
+        read_rows(tmp_path)
+    assert len(read_rows(tmp_path, split="train")) == 2 and len(read_rows(tmp_path, split="test")) == 3
     with pytest.raises(RowError, match=r"no files of split 'valid' \(it holds test/0\.jsonl, "):
-        read_source(tmp_path, split="valid")
+        read_rows(tmp_path, split="valid")
     with pytest.raises(ValueError, match=r"train-00\.jsonl: a file has no splits, got split='train'; leave it out"):
-        read_source(tmp_path / "train-00.jsonl", split="train")
+        read_rows(tmp_path / "train-00.jsonl", split="train")
 
 
 def test_every_file_of_a_folder_must_give_something(tmp_path):
     write(tmp_path / "a.jsonl", ALPACA)
     write(tmp_path / "b.jsonl", {"text": "x"}, {"text": "y"})
     with pytest.raises(RowError, match=r"b\.jsonl: all 2 rows are bad \(the first, .*b\.jsonl:1: no 'instruction'"):
-        read_source(tmp_path, bad=BadRows(skip=True))
+        read_rows(tmp_path, bad=BadRows(skip=True))
 
 
 def test_nothing_there(tmp_path):
     write(tmp_path / "train.jsonl", ALPACA)
     with pytest.raises(
-        RowError, match=r"tain\.jsonl: no such file or folder \(did you mean .*train\.jsonl\?\); give a file"
+        RowError, match=r"tain\.jsonl: no such file or folder \(Did you mean 'train\.jsonl'\?\); give a file"
     ):
-        read_source(tmp_path / "tain.jsonl")
+        read_rows(tmp_path / "tain.jsonl")
     with pytest.raises(RowError, match=r"^data/train\.jsonl: no such file or folder; give"):  # looks like a hub id
-        read_source("data/train.jsonl")
+        read_rows("data/train.jsonl")
     (tmp_path / "empty").mkdir()
     with pytest.raises(RowError, match=r"empty: no data files \(it holds nothing\); known: \.jsonl"):
-        read_source(tmp_path / "empty")
+        read_rows(tmp_path / "empty")
     with pytest.raises(ValueError, match=r"unknown format 'gsm8'\. Did you mean 'gsm8k'\?"):
-        read_source(tmp_path / "train.jsonl", format="gsm8")
+        read_rows(tmp_path / "train.jsonl", format="gsm8")
 
 
 @pytest.fixture
@@ -129,10 +132,10 @@ def hub(monkeypatch):
 
 
 def test_the_hub(hub):
-    [first] = read_source("org/name", limit=1)
+    [first] = read_rows("org/name", limit=1)
     assert (first.where, first.source) == ("org/name:train[0]", "org/name")
     with pytest.raises(RowError, match=r"^org/name:main:test\[1\]: empty assistant turn \(message 1\)"):
-        read_source("org/name:main", split="test")
+        read_rows("org/name:main", split="test")
     assert hub == [
         (("org/name", None), {"split": "train", "streaming": True}),
         (("org/name", "main"), {"split": "test", "streaming": False}),
@@ -145,43 +148,51 @@ def test_the_hub_without_the_dataset(hub):
         "exist on the Hub); check the name (org/name:config) and split, your network and access, or give a local file"
     )
     with pytest.raises(RowError, match=f"^{re.escape(expected)}$"):
-        read_source("org/nothing")
+        read_rows("org/nothing")
 
 
 def test_the_hub_without_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r'reading the hub needs datasets; pip install "deftune\[train\]"'):
-        read_source("org/name")
+        read_rows("org/name")
 
 
 def test_local_files_need_no_datasets(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "org" / "name" / "a.jsonl", ALPACA)
-    assert len(read_source("org/name")) == 1
+    assert len(read_rows("org/name")) == 1
 
 
 # Mixing --------------------------------------------------------------------------------------------------------------
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=4)
+
+
+def mix(sources, **options):
+    return [sources[index][0][place] for index, place in mix_places(sources, **options)]
+
+
+def split_rows(rows, holdout, seed):
+    return tuple([rows[place] for place in side] for side in split_places(rows, holdout, seed))
+
+
 WEIGHTS = st.one_of(st.integers(1, 50), st.floats(0.01, 10))
 
 
-@given(st.data(), SIZES, st.integers(1, 80), st.integers(0, 5))
-def test_proportions_are_exact_and_rows_come_once_before_twice(data, sizes, total, seed):
-    weights = data.draw(st.lists(WEIGHTS, min_size=len(sizes), max_size=len(sizes)))
-    sources = [(made(f"s{i}", size), weight) for i, (size, weight) in enumerate(zip(sizes, weights))]
-    mixed = mix(sources, total=total, seed=seed, repeat=True)
-    assert mixed == mix(sources, total=total, seed=seed, repeat=True) and len(mixed) == total
+@given(st.lists(WEIGHTS, min_size=1, max_size=4), st.integers(1, 80), st.integers(0, 5))
+def test_proportions_are_exact_and_no_row_comes_twice(weights, total, seed):
+    sources = [(made(f"s{i}", 80), weight) for i, weight in enumerate(weights)]
+    mixed = mix(sources, total=total, seed=seed)
+    assert mixed == mix(sources, total=total, seed=seed) and len(mixed) == total
+    assert len({row.where for row in mixed}) == total
     taken = Counter(row.source for row in mixed)
     whole = sum(map(Fraction, weights))
     remainders = []
-    for i, (size, weight) in enumerate(zip(sizes, weights)):
+    for i, weight in enumerate(weights):
         quota = total * Fraction(weight) / whole
         assert abs(taken[f"s{i}"] - quota) < 1
         remainders.append((quota - int(quota), taken[f"s{i}"] - int(quota)))
-        times = Counter(row.where for row in mixed if row.source == f"s{i}")
-        assert max(times.values(), default=0) - (min(times.values()) if len(times) == size else 0) <= 1
     rounded_up = [remainder for remainder, up in remainders if up]
     rounded_down = [remainder for remainder, up in remainders if not up]
     assert min(rounded_up, default=1) >= max(rounded_down, default=0)  # the largest remainders, and only those
@@ -203,8 +214,6 @@ def test_mix_by_hand():
     assert Counter(row.source for row in mixed) == {"a": 6, "b": 2}
     assert mixed != mix(sources, total=8, seed=2)
     assert [row.source for row in mixed] != sorted(row.source for row in mixed)  # shuffled together
-    twice = [row.where for row in mix([(made("a", 10), 1)], total=20, seed=1, repeat=True)]
-    assert sorted(twice[:10]) == sorted(twice[10:]) and twice[:10] != twice[10:]
     assert Counter(
         row.source for row in mix([(made("a", 9), 1), (made("b", 9), 1), (made("c", 9), 1)], total=8, seed=0)
     ) == {
@@ -216,14 +225,18 @@ def test_mix_by_hand():
 
 def test_mix_does_not_depend_on_the_hash_seed():
     code = (
-        "from deftune.data.rows import Row; from deftune.data.sources import mix, split_rows\n"
+        "from deftune.data.rows import Row; from deftune.data.mixing import mix_places, split_places\n"
         "rows = [Row(({'role': 'user', 'content': str(i)},), None, str(i), 's') for i in range(9)]\n"
-        "mixed, held = mix([(rows, 2), (rows, 1)], total=9, seed=3), split_rows(rows, 3, 0)[1]\n"
-        "print([row.where for row in mixed], [row.where for row in held])"
+        "mixed, held = mix_places([(rows, 2), (rows, 1)], total=9, seed=3), split_places(rows, 3, 0)[1]\n"
+        "print([rows[place].where for _, place in mixed], [rows[place].where for place in held])"
     )
     outputs = [
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
         ).stdout
         for seed in ("1", "2")
     ]
@@ -242,7 +255,7 @@ def test_mix_does_not_depend_on_the_hash_seed():
         (
             [(made("a", 9), 1), (made("b", 2), 1)],
             {"total": 6},
-            "mix: source 1 (b) has 2 rows and 3 of 6 are needed; lower the total or its weight, or pass repeat=True",
+            "mix: source 1 (b) has 2 rows and 3 of 6 are needed; lower data.total or the source's weight",
         ),
     ],
 )
@@ -306,3 +319,19 @@ def test_a_side_without_rows_is_an_error():
         split_rows([row("same")] * 3, 1, 0)
     with pytest.raises(ValueError, match="holdout: no rows are held out of 2 with holdout=1e-06"):
         split_rows(made("s", 2), 1e-6, 0)
+
+
+# Generators ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_generator_is_a_source_like_any_other():
+    pytest.importorskip("reasoning_gym")
+    rows = read_rows("generated:word_sorting", limit=3, seed=7)
+    assert rows == generate("word_sorting", size=3, seed=7) != read_rows("generated:word_sorting", limit=3)
+    assert read_rows("generated:word_sorting", split="test", limit=2) == generate("word_sorting", split="test", size=2)
+    fields = list(read_fields("generated:word_sorting", limit=2))
+    assert [where for where, _ in fields] == [row.where for row in read_rows("generated:word_sorting", limit=2)]
+    with pytest.raises(ValueError, match="--format: generated:word_sorting is generated and has none"):
+        read_rows("generated:word_sorting", format="alpaca")
+    with pytest.raises(ValueError, match=r"'word_sortin'\. Did you mean 'word_sorting'"):
+        read_rows("generated:word_sortin")

@@ -90,7 +90,7 @@ def test_another_evaluation_is_not_mixed_in(tmp_path, tasks):
         result.open(settings(tasks, seed=1))
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "file").touch()
-    with pytest.raises(ValueError, match="is not empty and no result"):
+    with pytest.raises(ValueError, match="is not empty and no evaluation"):
         Result(tmp_path / "x").open(settings(tasks))
 
 
@@ -161,7 +161,10 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
         (["eval", "show", "nowhere"], "nowhere: is no result (no settings.json); `deftune eval MODEL` makes one"),
         (["eval", "compare", "a"], "eval compare: write it as `deftune eval compare BASE RUN [RUN ...]`, got 1"),
         (["eval", "m", "--suite", "math", "--data", "nowhere"], "--data: nowhere: no such folder"),
-        (["eval", "m", "--task-file", "no.yaml"], "no.yaml: no such file; a task of your own is a small YAML file"),
+        (
+            ["eval", "m", "--task-file", "no.yaml"],
+            "no.yaml: no such file; docs/evaluation.md has an example of a task file",
+        ),
         (["eval", "a", "b"], "one model at a time"),
     ],
 )

@@ -105,7 +105,7 @@ def test_it_agrees_with_the_scores_of_the_quickstart(tmp_path, model, tokenizer,
     sums = sums_of(records).sum(0)
     for i, name in enumerate(("nll", "p", "concentration", "entropy"), 1):
         assert float(sums[i]) == pytest.approx(float(getattr(stats, name).sum()), rel=1e-5)
-    assert int(sums[0]) == len(stats) == encoded.num_supervised
+    assert int(sums[0]) == len(stats) == encoded.examples.num_supervised
 
 
 def test_a_result_of_version_1_is_refused(tmp_path, model, tokenizer, encoded, encoder):

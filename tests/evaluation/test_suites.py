@@ -250,7 +250,7 @@ def test_an_index_counts_the_options_that_are_left_out(tmp_path):
 
 
 def test_an_id_twice_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="nejm/7: two rows have this id"):
+    with pytest.raises(ValueError, match="duplicate id 'nejm/7'"):
         one(tmp_path, "nejm", {**CHOICE, "id": 7}, {**CHOICE, "id": 7})
 
 
@@ -286,14 +286,14 @@ def test_a_maths_task_from_the_hub(tmp_path):
     ("change", "message"),
     [
         ("promt: x", "promt: unknown key. Did you mean 'prompt'"),
-        ("kind: figfont", "kind: math or choice, got 'figfont'"),
-        ("version: 1", r"version: a text is needed \(in quotes\)"),
+        ("kind: figfont", "kind: Input should be 'math' or 'choice' \\(got 'figfont'\\)"),
+        ("version: 1", r"version: Input should be a valid string \(got 1\); write it in quotes"),
         ("name: gsm8k", "name: gsm8k is a task already"),
         ("name: a/b", "letters, digits"),
         ("fields: {quest: q}", r"fields\.quest: unknown key. Did you mean 'question'"),
-        ("fields: {gold: 3}", r"fields\.gold: the name of a field"),
-        ("answer_from: 2", "answer_from: 0 or 1, got 2"),
-        ("answer_from: true", "answer_from: 0 or 1, got True"),
+        ("fields: {gold: 3}", r"fields\.gold: Input should be a valid string \(got 3\)"),
+        ("answer_from: 2", r"answer_from: Input should be less than or equal to 1 \(got 2\)"),
+        ("answer_from: true", r"answer_from: Input should be a valid integer \(got True\)"),
         ("max_new_tokens: 0", "max_new_tokens"),
         ("prompt: hello", r"prompt: a text with \{question\}"),
         ("prompt: '{question}'", r"a choice needs \{options\}"),

@@ -5,7 +5,7 @@ import json
 import pytest
 from inspect_tables import ROWS, make_inspection
 
-from deftune.data.sources import read_fields, read_source
+from deftune.data.sources import read_fields, read_rows
 from deftune.inspection.export import KEY, write_export
 
 RIGHT, WRONG, PROSE = range(3)
@@ -59,8 +59,8 @@ def test_a_score_that_is_not_there_is_null(source, tmp_path):
 def test_exported_rows_can_be_read_back_as_data(source, tmp_path):
     export = tmp_path / "flagged.jsonl"
     write_export(make_inspection(data=str(source)), [WRONG], read_fields(source), by="answer", export=export, keep=None)
-    [row] = read_source(export)
-    assert row.messages == read_source(source, format="gsm8k")[WRONG].messages
+    [row] = read_rows(export)
+    assert row.messages == read_rows(source, format="gsm8k")[WRONG].messages
 
 
 def test_a_row_that_is_gone_is_an_error_and_leaves_no_file(source, tmp_path):

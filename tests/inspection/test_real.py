@@ -7,7 +7,7 @@ import pytest
 
 from deftune.artifacts.models import cache_folder
 from deftune.artifacts.results import load_result
-from deftune.data.sources import read_source
+from deftune.data.sources import read_rows
 from deftune.tokens.table import read_rows_table, read_token_table, write_token_table
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl.gz"
@@ -20,7 +20,7 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "trai
 def test_smollm2_on_gsm8k(tmp_path):
     path = tmp_path / "tokens.parquet"
     model, tokenizer = load_result("smollm2")
-    rows = read_source(DATA, limit=4)
+    rows = read_rows(DATA, limit=4)
     write_token_table(path, model, tokenizer, rows, batch_tokens=512)
     table = read_token_table(path)
     columns = {name: np.asarray(table[name]) for name in ("p", "concentration", "rank", "gate:deft", "gate:nll")}

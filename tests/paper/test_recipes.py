@@ -20,7 +20,6 @@ from deftune.paper.recipes import (
     recipe,
     recipes,
     render_recipe,
-    starter,
 )
 
 NAMES = [found.name for found in recipes()]
@@ -139,7 +138,7 @@ def test_overrides_leave_the_table_as_it_is():
     changed = found.resolve(["data.train.0.limit=100", "train.epochs=2", "model.name=smollm2"])
     assert (changed.data.train[0].limit, changed.train.epochs, changed.model.name) == (100, 2, "smollm2")
     assert found.resolve().data.train[0].limit == 40_000 == REGIMES["weak"].source["limit"]
-    with pytest.raises(ConfigError, match="did you mean 'epochs'"):
+    with pytest.raises(ConfigError, match="Did you mean 'epochs'"):
         found.resolve(["train.epoch=2"])
 
 
@@ -151,8 +150,11 @@ def test_methods_are_objectives():
 def test_formats_and_templates_exist():
     from deftune.artifacts.templates import TEMPLATES
     from deftune.data.formats import FORMATS
+    from deftune.data.generated import GENERATORS
 
+    assert list(REGIMES) == ["strong", "intermediate", "weak", "mixed"]
     assert {r.source["format"] for r in REGIMES.values() if "format" in r.source} <= set(FORMATS)
+    assert {r.source["generate"] for r in REGIMES.values() if "generate" in r.source} <= set(GENERATORS)
     assert {b.template for b in BACKBONES.values()} - {None} <= set(TEMPLATES)
 
 
@@ -205,17 +207,6 @@ def test_no_mark_is_left_over():
     used = {id(found.mark(*leaf)) for found in recipes() for leaf in leaves(found.config())}
     marks = {(scope, key): id(mark) for scope, inner in PROVENANCE.items() for key, mark in inner.items()}
     assert {key for key, mark in marks.items() if mark not in used} == set()
-
-
-def test_starter(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(starter())
-    config = load_config(path)
-    assert (config.model.name, config.objective, config.data.train[0].generate) == ("smollm2", "deft", "gsm_symbolic")
-    train = config.train
-    assert (train.batch_size, train.micro_batch_size, config.data.max_length, train.max_steps) == (8, 4, 384, 40)
-    kept = config.data.train[0].limit * (1 - config.data.holdout)
-    assert kept >= train.batch_size * train.max_steps  # less than an epoch
 
 
 # --- the architectures ------------------------------------------------------------------------------------------------

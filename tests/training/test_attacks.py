@@ -19,7 +19,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from deftune.artifacts.checkpoints import seal
+from deftune.artifacts.folders import seal
 from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.training.train import train_run

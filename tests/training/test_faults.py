@@ -15,8 +15,8 @@ import yaml
 from run_process import Started, start
 from test_resume import check_same, rewound, train, weights
 
-from deftune.artifacts import checkpoints
-from deftune.artifacts.config import ConfigError, render_yaml
+from deftune.artifacts import checkpoints, folders
+from deftune.artifacts.config import render_yaml
 from deftune.artifacts.runs import Run, find_run
 from waiting import HANG_SECONDS, wait_for
 
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_written(tmp_path, make_config, saved, limit):
         f"{run}/checkpoints: the checkpoint of step 3 could not be written",
         "the last one, checkpoint-2, is untouched. Free some space and run the same command again: it resumes",
     )
-    checkpoints.verify(run / "checkpoints" / "checkpoint-2")
+    folders.verify(run / "checkpoints" / "checkpoint-2")
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["checkpoint-2"]
     assert litter(run) == []
     assert Run(run).status()["state"] == "failed"
@@ -233,7 +233,7 @@ def changed(config: Path, edit) -> Path:
 def test_an_unknown_key(tmp_path, make_config):
     config = write_config(make_config(tmp_path / "run"))
     changed(config, lambda content: content["train"].update(learning_rat=1))
-    check_refused(start(config), f"{config}: train.learning_rat: unknown key; did you mean 'learning_rate'?")
+    check_refused(start(config), f"{config}: train.learning_rat: unknown key. Did you mean 'learning_rate'?")
     assert not (tmp_path / "run").exists()
 
 
@@ -274,7 +274,7 @@ def test_another_run_in_the_folder(tmp_path, make_config, saved):
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     config = write_config(make_config(run, {"train.save_steps": 1, "train.keep": 9, "train.seed": 7}, objective="nll"))
-    check_refused(start(config), f"{run}: holds a run with another config (objective: deft -> nll; train.seed: 1 -> 7)")
+    check_refused(start(config), f"{run}: holds another run (objective: deft -> nll; train.seed: 1 -> 7)")
 
 
 def test_a_run_from_before_a_key_was_there(tmp_path, make_config, saved):
@@ -286,7 +286,7 @@ def test_a_run_from_before_a_key_was_there(tmp_path, make_config, saved):
     (run / "config.yaml").write_text(yaml.safe_dump(written))
     options = {"train.save_steps": 1, "train.keep": 9}
     assert find_run(make_config(run, options)).folder == run
-    with pytest.raises(ConfigError, match=r"another config \(train.save_at: \[\] -> \[1\]\)"):
+    with pytest.raises(folders.FolderError, match=r"another run \(train.save_at: \[\] -> \[1\]\)"):
         find_run(make_config(run, {**options, "train.save_at": [1]}))
 
 

@@ -16,8 +16,9 @@ from deftune.artifacts.encodings import encoder_options
 from deftune.cli import main
 from deftune.data import parallel
 from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.mixing import split_places
 from deftune.data.packing import pack
-from deftune.data.sources import read_source, split_rows
+from deftune.data.sources import read_rows
 from deftune.training import display
 from deftune.training.preparation import check_embedding, facts, fingerprint, prepare
 
@@ -39,7 +40,8 @@ def test_the_fingerprint_is_that_of_the_rows_encoded_one_by_one(
     config = make_config(tmp_path / "run", {"data.packing": packing, "data.holdout": 0.25})
     prepared = prepare(config, silent)
     encoder = Encoder(prepared.tokenizer, **encoder_options(config.data))
-    train, held = (encode_rows(side, encoder) for side in split_rows(read_source(chat_file), 0.25, 1))
+    rows = read_rows(chat_file)
+    train, held = (encode_rows([rows[i] for i in side], encoder) for side in split_places(rows, 0.25, 1))
     sequences = list(pack(list(train.examples), 128)) if packing else list(train.examples)
     digest = hashlib.sha256()
     for sequence in [*sequences, *held.examples]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deftune.artifacts import checkpoints
+from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import ConfigError
 from deftune.artifacts.runs import Run, summary
 from deftune.training.train import Outcome, train_run
@@ -28,7 +28,7 @@ def train(config, console: Console | None = None, **options) -> Outcome:
 
 def weights(run: Path) -> dict[str, bytes]:
     """The result's tensors, byte for byte."""
-    checkpoints.verify(run / "model")
+    folders.verify(run / "model")
     return {path.name: path.read_bytes() for path in sorted((run / "model").glob("*.safetensors"))}
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, make_config, refere
         output.seek(0)
         assert "passing over a checkpoint: " in (text := output.read()) and "checkpoint-37" in text
     check_same(copy, reference)
-    checkpoints.verify(damaged.parent)  # written anew
+    folders.verify(damaged.parent)  # written anew
 
 
 def test_from_the_start_when_no_checkpoint_verifies_and_it_is_asked_for(tmp_path, make_config, reference):
@@ -100,7 +100,7 @@ def test_from_the_start_when_no_checkpoint_verifies_and_it_is_asked_for(tmp_path
     (copy / "checkpoints" / "checkpoint-3" / "optimizer.pt").unlink()
     (copy / "checkpoints" / ".saving-4").mkdir()
     before = (copy / "metrics.jsonl").read_bytes()
-    with pytest.raises(checkpoints.CheckpointError, match=r"none of its checkpoints \(1\) is as it was written"):
+    with pytest.raises(folders.FolderError, match=r"none of its checkpoints \(1\) is as it was written"):
         train(make_config(copy, LONG))
     assert [path.name for path in (copy / "checkpoints").glob("checkpoint-*")] == ["checkpoint-3"]
     assert (copy / "metrics.jsonl").read_bytes() == before
@@ -243,7 +243,7 @@ def test_a_damaged_best_one_is_an_error(tmp_path, make_config, worsened, worse):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(checkpoints.CheckpointError, match=r"model\.safetensors: is damaged"):
+    with pytest.raises(folders.FolderError, match=r"model\.safetensors: is damaged"):
         train(make_config(copy, worse))
     assert not (copy / "model").exists()
 

@@ -14,8 +14,10 @@ import yaml
 from rich.console import Console
 from test_faults import last_record, write_config
 
-from deftune.artifacts import checkpoints
-from deftune.artifacts.runs import Run, git_state, is_locked, locked, open_run
+from deftune.artifacts import folders
+from deftune.artifacts.environment import git_state
+from deftune.artifacts.folders import is_locked, locked
+from deftune.artifacts.runs import Run, open_run
 from deftune.cli import main
 from deftune.training.train import train_run
 
@@ -26,6 +28,10 @@ def snapshot(folder: Path) -> dict[str, object]:
         str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
         for path in [folder, *sorted(folder.rglob("*"))]
     }
+
+
+def hold(run: Run):
+    return locked(run.folder, "training this run")
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def test_listing_does_not_follow_a_lock_that_is_a_link(run, tmp_path, capsys):
     (run.folder / ".lock").symlink_to(tmp_path / "thesis.tex")
     assert [found["state"] for found in list_runs(run.folder.parent, capsys)] == ["interrupted"]
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
-    with pytest.raises(ValueError, match=r"\.lock: is a link; a run's lock is a file of its own"), locked(run):
+    with pytest.raises(ValueError, match=r"\.lock: is a link; a lock is a file of its own"), hold(run):
         pass
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
@@ -63,7 +69,7 @@ def test_listing_does_not_follow_a_lock_that_is_a_link(run, tmp_path, capsys):
 def test_a_dangling_link_makes_no_file(run, tmp_path, capsys):
     (run.folder / ".lock").symlink_to(tmp_path / "new")
     list_runs(run.folder.parent, capsys)
-    with pytest.raises(ValueError, match="is a link"), locked(run):
+    with pytest.raises(ValueError, match="is a link"), hold(run):
         pass
     assert not (tmp_path / "new").exists()
 
@@ -114,16 +120,16 @@ def test_names_are_text(run, tmp_path, capsys):
 
 def test_the_lock_is_not_truncated(run):
     (run.folder / ".lock").write_text("kept")
-    with locked(run):
-        assert is_locked(run)
-    assert (run.folder / ".lock").read_text() == "kept" and not is_locked(run)
+    with hold(run):
+        assert is_locked(run.folder) and (run.folder / ".lock").read_text() == "kept"
+    assert not is_locked(run.folder) and not (run.folder / ".lock").exists()
 
 
 def test_a_second_process_is_refused(run):
-    with locked(run):
-        with pytest.raises(ValueError, match="another process is training this run"), locked(run):
+    with hold(run):
+        with pytest.raises(ValueError, match="another process is training this run"), hold(run):
             pass
-    with locked(run):
+    with hold(run):
         pass
 
 
@@ -133,7 +139,7 @@ def test_a_forked_process_does_not_hold_the_lock(run):
     ready, say_ready = os.pipe()
     killed = os.fork()
     if killed == 0:
-        with locked(run):
+        with hold(run):
             if os.fork() == 0:
                 os.close(writer)
                 os.write(say_ready, b"x")
@@ -143,9 +149,9 @@ def test_a_forked_process_does_not_hold_the_lock(run):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
     try:
-        assert not is_locked(run)
-        with locked(run):
-            assert is_locked(run)
+        assert not is_locked(run.folder)
+        with hold(run):
+            assert is_locked(run.folder)
     finally:
         for handle in (writer, reader, ready, say_ready):
             os.close(handle)
@@ -172,7 +178,7 @@ def test_orphaned_data_workers_do_not_hold_the_lock(tmp_path, make_config):
             process.kill()
             process.wait()
             assert all(Path(f"/proc/{worker}").exists() for worker in workers)
-            with locked(Run(folder)):
+            with locked(folder, "training"):
                 pass
         finally:
             os.killpg(process.pid, signal.SIGKILL)
@@ -221,7 +227,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_stops(tmp_path, make_config):
     assert f"{weights}: cannot be read (Permission denied), so whether it is damaged is not known" in errors[0]
     assert (folder / "metrics.jsonl").read_bytes() == metrics
     weights.chmod(0o600)
-    checkpoints.verify(weights.parent)
+    folders.verify(weights.parent)
 
 
 # --- the environment record -------------------------------------------------------------------------------------------

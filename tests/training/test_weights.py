@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from deftune.artifacts import models
-from deftune.artifacts.checkpoints import seal
+from deftune.artifacts.folders import seal
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run

@@ -1,8 +1,7 @@
-"""What a run is: a YAML file, checked before anything is loaded. Unknown keys are errors."""
+"""The config of a run: a YAML file, checked before anything is loaded. Unknown keys are errors."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deftune.objectives import objective as parse_objective
+from deftune.objectives.suggest import did_you_mean
 
 Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+MISSING_MODEL = "model.name: missing; name a hub id, a folder, a .gguf file, or smollm2"
 
 
 class Section(BaseModel):
@@ -25,7 +28,7 @@ class Lora(Section):
 
     r: Positive = 16
     alpha: Positive = 32
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Share = 0.0
     target_modules: str | list[str] = Field("all-linear", description="modules that get an adapter; never the head")
 
     @field_validator("target_modules")
@@ -37,9 +40,9 @@ class Lora(Section):
 
 
 class Model(Section):
-    """What is tuned."""
+    """The model to tune."""
 
-    name: str = Field("smollm2", description="hub id, folder, .gguf file, or smollm2 (from PyPI, no hub needed)")
+    name: str = Field(description="hub id, folder, .gguf file, or smollm2 (from PyPI, no hub needed)")
     revision: str | None = Field(None, description="of a hub id; best a commit")
     trust_remote_code: bool = Field(False, description="run code from the model's repository")
     lora: Lora | None = None
@@ -63,6 +66,11 @@ class Source(Section):
             raise ValueError("`generate` needs `limit`: how many rows to make")
         return self
 
+    @property
+    def place(self) -> str:
+        """The source as `deftune.data.sources.read_rows` and the commands take it."""
+        return f"generated:{self.generate}" if self.generate else str(self.path)
+
 
 class TaskSource(Section):
     """A task whose questions the model answers, greedily, at every evaluation of the run."""
@@ -74,11 +82,11 @@ class TaskSource(Section):
 
 
 class Data(Section):
-    """What it is tuned on."""
+    """The rows to tune the model on, and how they are encoded."""
 
     train: list[Source] = Field(min_length=1)
     eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
-    holdout: float = Field(0.0, ge=0, lt=1, description="share of the training rows kept for evaluation instead")
+    holdout: Share = Field(0.0, description="share of the training rows kept for evaluation instead")
     tasks: list[TaskSource] = Field(default_factory=list, description="tasks to score at every evaluation, e.g. gsm8k")
     total: Positive | None = Field(None, description="rows of a mixture (default: as many as the weights allow)")
     template: str | None = Field(
@@ -101,7 +109,7 @@ class Data(Section):
 
 
 class Train(Section):
-    """How. The defaults are the paper's and its released code's."""
+    """How to train. The defaults are those of the paper and its released code."""
 
     learning_rate: float = Field(5e-5, gt=0)
     epochs: float = Field(1.0, gt=0)
@@ -109,11 +117,11 @@ class Train(Section):
     batch_size: Positive = Field(256, description="rows of an optimizer step, over all ranks")
     micro_batch_size: Positive = Field(4, description="rows of one forward pass on one rank")
     weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    warmup_ratio: float = Field(0.1, ge=0, lt=1)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    warmup_ratio: Share = 0.1
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 is no clipping")
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: NotNegative = 42
     precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
     gradient_checkpointing: bool = False
     compile: bool = False
@@ -121,7 +129,7 @@ class Train(Section):
         "auto", description="torch's attention kernels: auto is all but cuDNN's, which can give NaN gradients"
     )
     fsdp: bool = Field(False, description="FSDP2 over the ranks of torchrun, instead of DDP")
-    workers: Annotated[int, Field(ge=0)] = Field(0, description="processes that make batches, for each rank")
+    workers: NotNegative = Field(0, description="processes that make batches, for each rank")
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
     keep: Positive = Field(2, description="newest checkpoints kept; the best one and those of save_at stay besides")
     save_at: list[Positive] = Field(default_factory=list, description="steps with a checkpoint that is always kept")
@@ -138,18 +146,15 @@ class Train(Section):
     def _batches(self) -> Train:
         if self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
-        for beta in self.betas:
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas: {beta} is not in [0, 1)")
         return self
 
 
 class RunConfig(Section):
-    """A run."""
+    """The whole config of a run."""
 
     run: str = Field("runs/first", description="the run's folder; the same folder resumes")
     objective: str = Field("deft", description="a name or spec: `deftune objectives` lists them")
-    model: Model = Field(default_factory=Model)  # pyright: ignore[reportArgumentType]
+    model: Model
     data: Data
     train: Train = Field(default_factory=Train)  # pyright: ignore[reportArgumentType]
 
@@ -184,7 +189,7 @@ class RunConfig(Section):
 
 
 class ConfigError(ValueError):
-    """A config that is wrong: where, what, and what to do."""
+    """A wrong config; the message says where, what is wrong and what to do."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), base: dict[str, Any] | None = None) -> RunConfig:
@@ -206,7 +211,7 @@ MOST_VALUES = 100_000  # of a config with its aliases written out
 
 
 class Refused(yaml.YAMLError):
-    """YAML that PyYAML would read, and that is no config."""
+    """YAML that PyYAML would accept and that a config must not contain."""
 
     def __init__(self, problem: str, node: yaml.Node):
         super().__init__(problem)
@@ -262,7 +267,7 @@ def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 
 def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
-    """The mapping in a YAML file; ``root`` names the keys that belong there."""
+    """The mapping in a YAML file; ``root`` has the keys that an error lists."""
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -320,26 +325,26 @@ def _index(place: list[Any], part: str, override: str) -> int:
 
 
 def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
-    """A line for each thing that is wrong in a ``root``; an unknown key comes with the nearest known one."""
+    """One line for each wrong key or value of a ``root``; an unknown key comes with the nearest known one."""
     lines: list[str] = []
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             known = known_keys(problem["loc"][:-1], root)
-            near = difflib.get_close_matches(str(problem["loc"][-1]), known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            lines.append(f"{where}: unknown key; {hint}known here: {', '.join(known)}")
+            hint = did_you_mean(problem["loc"][-1], known)
+            lines.append(f"{where}: unknown key.{hint} Known here: {', '.join(known)}")
         elif problem["type"] == "missing":
-            lines.append(f"{where}: is missing")
+            lines.append(MISSING_MODEL if where in ("model", "model.name") else f"{where}: missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
             given = "" if isinstance(problem["input"], dict | list) else f" (got {problem['input']!r})"
-            lines.append(f"{where or 'config'}: {message}{given}")
+            quotes = "; write it in quotes" if problem["type"] == "string_type" else ""
+            lines.append(f"{where}: {message}{given}{quotes}" if where else message)
     return lines
 
 
 def known_keys(path: Sequence[int | str], root: type[BaseModel] = RunConfig) -> list[str]:
-    """The keys a section takes, by its place in the config."""
+    """The keys of the section at ``path`` in the config."""
     model: Any = root
     parts = iter(path)
     for part in parts:
@@ -359,5 +364,39 @@ def schema() -> dict[str, Any]:
 
 
 def render_yaml(config: RunConfig) -> str:
-    """The whole config, as it is read back."""
+    """The config as YAML with every default; `load_config` reads it back."""
     return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True)
+
+
+# The file that `deftune init` writes.
+STARTER = """\
+# A first run: SmolLM2-135M on generated word problems. It needs no hub and no GPU; two cores are enough.
+# `deftune train FILE` runs it, and goes on where it was interrupted. The baseline to compare with:
+# `deftune train FILE --set objective=nll --set run=runs/nll`.
+
+run: runs/first                 # the run's folder: checkpoints, metrics, this file
+objective: deft                 # `deftune objectives` lists them; modifiers compose: deft | eos(nll)
+
+model:
+  name: smollm2                 # or a hub id, a folder, a .gguf file
+  # lora: {r: 16}               # adapters instead of full fine-tuning
+
+data:
+  train:
+    - generate: gsm_symbolic    # or path: train.jsonl, or path: org/dataset
+      split: train
+      limit: 400                # rows to make
+  holdout: 0.1                  # share of the rows that is kept to evaluate on
+  max_length: 384               # tokens; longer rows are cut
+  # template: chatml            # for a model without a chat template of its own
+
+train:
+  learning_rate: 5.0e-5
+  max_steps: 40
+  batch_size: 8                 # rows of an optimizer step
+  micro_batch_size: 4           # rows of one forward pass: memory, never the result
+  save_steps: 20
+  eval_steps: 20
+  # best: eval_loss             # end with the best step by the held-out loss instead of the last step
+  seed: 42
+"""

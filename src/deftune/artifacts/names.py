@@ -1,6 +1,6 @@
-"""What a model is called wherever results stand: its name, and that its weights were quantised if they were.
+"""The name under which a model is shown in results, with a note if its weights were quantised.
 
-A dequantised 4-bit copy is not the model whose name it bears: its numbers differ, so the name says so.
+A dequantised 4-bit copy gives other numbers than the original model, so its name says that it is a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOT_QUANTISED = ("F32", "F16", "BF16")
 
 
 def shown_model(name: str) -> str:
-    """The name of what `model.name` or a command's MODEL says, without the folders of this machine.
+    """The name to show for `model.name` or a command's MODEL, without the folders of this machine.
 
     >>> shown_model("smollm2"), shown_model("org/model"), shown_model("/home/me/models/mine")
     ('SmolLM2-135M-Instruct (Q4_1, dequantised)', 'org/model', 'mine')
@@ -51,7 +51,7 @@ def shown_path(name: str) -> str:
 
 
 def is_local(text: str) -> bool:
-    """Whether a text is a path that tells where on this machine something lies."""
+    """Whether a text is a path that shows folders of this machine."""
     return text.startswith(("/", "~", "./", "../")) or ".." in Path(text).parts or Path(text).is_absolute()
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deftune.artifacts.checkpoints import PREFIX, CheckpointError, checkpoints, step_of, verify
+from deftune.artifacts.checkpoints import PREFIX, checkpoints, step_of
+from deftune.artifacts.folders import MANIFEST, FolderError, verify
 from deftune.artifacts.models import cannot_load, check_loaded, first_line, load_model, load_tokenizer, resolve_model
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import set_template
@@ -17,11 +18,17 @@ from deftune.artifacts.templates import set_template
 def load_result(
     name: str, notice: Callable[[str], None] = lambda _: None, *, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a run's folder, or of anything `deftune train` takes as a model.
+    """Load the model and tokenizer of a run, or of anything that `deftune train` takes as a model.
 
-    ``RUN:200`` is the run's checkpoint of step 200, ``RUN:0`` the model that it began with. Code of a model's
-    repository runs only with ``trust_remote_code``, whatever the run's own config says: the folder may be somebody
-    else's.
+    Args:
+        name: a run's folder, ``RUN:200`` for its checkpoint of step 200, ``RUN:0`` for the model that the run began
+            with, or a hub id, a model folder, a .gguf file, smollm2.
+        notice: gets a line about anything that takes long.
+        trust_remote_code: run the code of the model's repository. A run's own config does not decide this: the folder
+            may come from somebody else.
+
+    Returns:
+        (model, tokenizer).
     """
     source, tokenizer, options, adapter = locate(name, notice, trust_remote_code=trust_remote_code)
     model = load_model(source, **options)
@@ -136,7 +143,7 @@ def parse_result(name: str) -> tuple[Run | None, int | None]:
 
 
 def checkpoint_folder(run: Run, step: int) -> Path:
-    """Where a run's checkpoint of a step lies, verified."""
+    """Where a run's checkpoint of a step lies."""
     folder = run.checkpoints / f"{PREFIX}{step}"
     if not folder.is_dir():
         kept = ", ".join(str(step_of(path)) for path in checkpoints(run.checkpoints)) or "none"
@@ -148,7 +155,7 @@ def checkpoint_folder(run: Run, step: int) -> Path:
 
 
 def result_folder(run: Run) -> Path:
-    """Where a finished run's model lies, verified."""
+    """Where a finished run's model lies."""
     if not run.model.is_dir():
         state = run.status()["state"]
         raise ValueError(f"{run.folder}: has no model yet (the run is {state}); `deftune train {run.folder}` goes on")
@@ -156,11 +163,35 @@ def result_folder(run: Run) -> Path:
 
 
 def verified(folder: Path) -> Path:
+    """The folder, if its files have the names and sizes that its manifest states; `verify_folder` compares hashes."""
     try:
-        verify(folder)
-    except CheckpointError as error:
+        verify(folder, hashes=False)
+    except FolderError as error:
         raise ValueError(f"{error}; it is not loaded") from error
     return folder
+
+
+def verify_folder(folder: Path, say: Callable[[str], None] = lambda _: None) -> None:
+    """Compare every byte of a run, a checkpoint or a model folder with the sha256 written beside it.
+
+    Args:
+        folder: a sealed folder (it has a manifest.json), or a run: then its checkpoints, its model and other sealed
+            folders in it.
+        say: gets a line for each folder that is whole.
+
+    Raises:
+        FolderError: a file is not as it was written.
+        ValueError: there is nothing to verify.
+    """
+    inside = [folder] if (folder / MANIFEST).is_file() or step_of(folder) is not None else []
+    if not inside and folder.is_dir():
+        sealed = {path.parent for path in folder.glob(f"*/{MANIFEST}")} | {Run(folder).model} & set(folder.iterdir())
+        inside = [*checkpoints(Run(folder).checkpoints), *sorted(sealed)]
+    if not inside:
+        raise ValueError(f"{folder}: nothing to verify; name a run, a checkpoint or a model folder with a {MANIFEST}")
+    for place in inside:
+        sizes = [entry["bytes"] for entry in verify(place)["files"].values()]
+        say(f"{place}: {len(sizes)} files, {sum(sizes):,} bytes, as they were written")
 
 
 def is_adapter(folder: Path) -> bool:

@@ -1,8 +1,7 @@
-"""What renders a conversation: the tokenizer's own chat template, one of `TEMPLATES`, or a .jinja file."""
+"""Chat templates: the tokenizer's own, one of `TEMPLATES`, or a .jinja file."""
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,21 @@ TEMPLATES: dict[str, str] = {
 
 
 def set_template(tokenizer: Any, name: str | None) -> None:
-    """Make ``name`` the tokenizer's own: whoever prompts the model then writes what training showed."""
+    """Store the template in the tokenizer, so that prompts are later written as in training."""
     template, own = resolve_template(tokenizer, name), tokenizer.chat_template
     tokenizer.chat_template = {**own, "default": template} if isinstance(own, dict) else template
 
 
 def resolve_template(tokenizer: Any, name: str | None) -> str:
-    """The Jinja text that ``name`` stands for; None is the tokenizer's own.
+    """The Jinja text of a template.
 
-    A name is one of `TEMPLATES`, one of the tokenizer's own where it has several, or the path of a .jinja file.
+    Args:
+        tokenizer: a transformers tokenizer.
+        name: one of `TEMPLATES`, one of the tokenizer's own where it has several, or the path of a .jinja file; None is
+            the tokenizer's default.
+
+    Raises:
+        ValueError: there is no such template.
     """
     own: str | dict[str, str] | None = tokenizer.chat_template
     choices = sorted({*TEMPLATES, *(own if isinstance(own, dict) else ())})
@@ -53,9 +58,9 @@ def resolve_template(tokenizer: Any, name: str | None) -> str:
     if name in TEMPLATES:
         return TEMPLATES[name]
     if not name.endswith(".jinja"):
-        near = difflib.get_close_matches(name, choices, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown template {name!r}.{hint} {choose[0].upper()}{choose[1:]}")
+        from deftune.objectives.suggest import did_you_mean  # here: it loads torch, which encoding processes do without
+
+        raise ValueError(f"unknown template {name!r}.{did_you_mean(name, choices)} {choose[0].upper()}{choose[1:]}")
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -134,9 +134,8 @@ def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
     from deftune.artifacts.encodings import encoding_of
     from deftune.artifacts.results import load_result
     from deftune.data.encoding import Encoder
-    from deftune.data.generated import generate
     from deftune.data.rows import BadRows
-    from deftune.data.sources import read_source
+    from deftune.data.sources import read_rows
     from deftune.tokens.passes import parse_objectives
     from deftune.tokens.table import write_token_table
     from deftune.training.train import quiet
@@ -150,12 +149,7 @@ def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
     objectives = parse_objectives(split_specs(args.objectives))
     shown.show(f"reading {args.data}")
     bad = BadRows(skip=args.skip_bad_rows)
-    if args.data.startswith("generated:"):
-        if args.format != "auto":
-            raise ValueError("--format: generated rows have none; leave it out")
-        rows = generate(args.data.removeprefix("generated:"), split=args.split or "train", size=args.rows or 1000)
-    else:
-        rows = read_source(args.data, format=args.format, split=args.split, limit=args.rows, bad=bad)
+    rows = read_rows(args.data, format=args.format, split=args.split, limit=args.rows, bad=bad)
     import torch
 
     with quiet():

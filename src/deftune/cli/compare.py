@@ -144,9 +144,9 @@ def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None
 
 def shown_state(cell: dict[str, Any]) -> str:
     """A cell's state; one that says "running" while no process has it was killed."""
-    from deftune.artifacts.runs import Run, is_locked
+    from deftune.artifacts.folders import is_locked
 
-    if cell["state"] == "running" and not is_locked(Run(Path(cell["folder"]))):
+    if cell["state"] == "running" and not is_locked(Path(cell["folder"])):
         return "interrupted"
     return cell["state"]
 

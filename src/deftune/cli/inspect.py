@@ -215,12 +215,8 @@ def check_source(args: argparse.Namespace, facts: dict[str, Any]) -> None:
 
 def source_fields(inspection: Any, split: str | None, bad: Any) -> Iterator[Any]:
     """The rows as the data has them, each with its place; generated ones as messages."""
-    from deftune.data.generated import generate
-    from deftune.data.sources import read_fields
+    from deftune.data.sources import is_generated, read_fields
 
     data: str = inspection.facts["data"]
-    if not data.startswith("generated:"):
-        return read_fields(data, split=split, bad=bad)
-    size = max(line["row"] for line in inspection.rows) + 1
-    rows = generate(data.removeprefix("generated:"), split=split or "train", size=size)
-    return ((row.where, {"messages": list(row.messages)}) for row in rows)
+    last = max(line["row"] for line in inspection.rows)
+    return read_fields(data, split=split, limit=last + 1 if is_generated(data) else None, bad=bad)

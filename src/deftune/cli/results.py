@@ -1,4 +1,4 @@
-"""`deftune quickstart`, `chat`, `merge`: the first five minutes, and what to do with a result."""
+"""`deftune quickstart`, `chat`, `merge`, `verify`: the first five minutes, and what to do with a result."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def add_to(commands: Any) -> None:
     merge.add_argument("--out", type=Path, help="default: RUN/merged")
     add_trust(merge)
     merge.set_defaults(run=run_merge)
+
+    verify = commands.add_parser(
+        "verify", help="compare weights and checkpoints with the checksums written beside them"
+    )
+    verify.add_argument("folder", type=Path, help="a run, a checkpoint, or a model folder that a run or `merge` wrote")
+    verify.set_defaults(run=run_verify)
 
 
 def run_quickstart(args: argparse.Namespace) -> int:
@@ -98,4 +104,18 @@ def run_merge(args: argparse.Namespace) -> int:
     with quiet():
         out = args.out or args.folder / "merged"
         say(str(merge(Run(args.folder), out, notice, trust_remote_code=args.trust_remote_code)))
+    return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Exit code 1 where a file is damaged."""
+    need_training()
+    from deftune.artifacts.folders import FolderError
+    from deftune.artifacts.results import verify_folder
+
+    try:
+        verify_folder(args.folder, say)
+    except FolderError as error:
+        notice(f"deftune: {error}")
+        return 1
     return 0

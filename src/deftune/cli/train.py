@@ -127,9 +127,10 @@ def run_train(args: argparse.Namespace) -> int:
 
 def run_init(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.paper.recipes import render_recipe, starter
+    from deftune.artifacts.config import STARTER
+    from deftune.paper.recipes import render_recipe
 
-    return write_starter(args.file, render_recipe(args.recipe) if args.recipe else starter(), "deftune train")
+    return write_starter(args.file, render_recipe(args.recipe) if args.recipe else STARTER, "deftune train")
 
 
 def write_starter(path: Path, text: str, command: str) -> int:
@@ -193,23 +194,17 @@ def run_preview(args: argparse.Namespace) -> int:
 
     from deftune.artifacts.models import load_tokenizer, resolve_model
     from deftune.data.encoding import Encoder
-    from deftune.data.generated import generate
     from deftune.data.parallel import encode_packed
     from deftune.data.preview import render_preview
     from deftune.data.rows import BadRows, PackedRows
-    from deftune.data.sources import iterate_source
+    from deftune.data.sources import iterate_rows
     from deftune.training.display import RowProgress
     from deftune.training.train import quiet
 
     bad = BadRows(skip=args.skip_bad_rows)
     if args.rows < 0 or args.limit < 1:
         raise ValueError(f"data preview: --rows from 0 and --limit from 1, got {args.rows} and {args.limit}")
-    if args.data.startswith("generated:"):
-        if args.format != "auto":
-            raise ValueError("--format: generated rows have none; leave it out")
-        found = generate(args.data.removeprefix("generated:"), split=args.split or "train", size=args.limit)
-    else:
-        found = iterate_source(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
+    found = iterate_rows(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
     rows = PackedRows(found, bad)
     with quiet():
         tokenizer = load_tokenizer(resolve_model(args.model, notice), trust_remote_code=args.trust_remote_code)

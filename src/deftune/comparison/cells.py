@@ -25,10 +25,11 @@ from rich.console import Console
 
 from deftune.artifacts.encodings import encoder_options, prompt_options
 from deftune.artifacts.files import write_atomic
+from deftune.artifacts.folders import locked
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import load_result
-from deftune.artifacts.runs import Run, locked
+from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, open_comparison
 from deftune.data.encoding import Encoder
@@ -42,7 +43,7 @@ from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table
-from deftune.training.preparation import Prepared, prepare, read_rows
+from deftune.training.preparation import Prepared, prepare, read_mixture
 from deftune.training.train import quiet, train_run
 
 Say = Callable[[str], None]
@@ -56,7 +57,7 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
     """Train and measure a cell, or go on with it; its state at the end, which `cell.json` has too."""
     console = console or Console(stderr=True)
     stage = "train"
-    with locked(Run(cell.folder)):
+    with locked(cell.folder, "running this cell"):
         if cell.state()["state"] == "finished":
             return "finished"
         cell.set_state("running", stage=stage)
@@ -152,7 +153,7 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
     Returns which, and why.
     """
     bad = BadRows(skip=cell.config.data.skip_bad_rows)
-    rows = [row for source in cell.section.tokens for row in read_rows([source], cell.config, bad, say)]
+    rows = [row for source in cell.section.tokens for row in read_mixture([source], cell.config, bad, say)]
     chosen = [parse_objective(spec) for spec in dict.fromkeys(["nll", *cell.comparison.objectives])]
     # what needs a whole optimizer step has no gate in a table of single tokens
     single = [objective for objective in chosen if objective.kind == "local" and "progress" not in objective.requires]
@@ -185,7 +186,7 @@ def data_fact(cell: Cell) -> dict[str, str]:
     if len(cell.section.tokens) != 1:
         return {}
     (source,) = cell.section.tokens
-    return {"data": f"generated:{source.generate}" if source.generate else str(source.path)}
+    return {"data": source.place}
 
 
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:

@@ -24,22 +24,33 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from deftune.artifacts.config import ConfigError, RunConfig, Section, Source, apply_override, explain, read_yaml
+from deftune.artifacts.config import (
+    ConfigError,
+    NotNegative,
+    Positive,
+    RunConfig,
+    Section,
+    Source,
+    apply_override,
+    explain,
+    read_yaml,
+)
+from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.runs import differences, environment
+from deftune.artifacts.folders import Kind, differences
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
 from deftune.evaluation.task_files import load_task_file
 from deftune.objectives import objective as parse_objective
 
-Positive = Annotated[int, Field(gt=0)]
 Temperature = Annotated[float, Field(ge=0)]
 BASE = "base"
 CONFIG = "comparison.yaml"
+COMPARISON = Kind("comparison", CONFIG, "--set folder=...")
 NAME = r"[\w-][\w.-]*"  # of a folder: not .., nor a hidden one
 
 
 class Evaluation(Section):
-    """What every cell is asked: a suite, or tasks by name."""
+    """An evaluation of every cell: a suite, or tasks by name."""
 
     name: str | None = Field(None, description="default: the suite's name, or tasks")
     suite: str | None = Field(None, description="math, medical, figfont")
@@ -49,7 +60,7 @@ class Evaluation(Section):
     samples: Positive | None = Field(None, description="answers per item where T > 0 (default: the suite's)")
     temperatures: list[Temperature] = Field(default_factory=list, description="a sweep; default: the suite's one")
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NotNegative = 0
     limit: Positive | None = Field(None, description="a sample of the items")
     max_new_tokens: Positive | None = Field(None, description="default: the task's")
     rule: Literal["strict", "lenient"] = "strict"
@@ -91,7 +102,7 @@ class Evaluation(Section):
         return suite_named(self.suite) if self.suite else None
 
     def sweep(self) -> tuple[float, ...]:
-        """The temperatures asked at, low to high."""
+        """The sampling temperatures, low to high."""
         suite = self.whole_suite
         return tuple(sorted(self.temperatures)) or (suite.temperature if suite else 0.0,)
 
@@ -108,7 +119,7 @@ class Evaluation(Section):
 
 
 class Regime(Section):
-    """What is trained on, and how it is measured; `model` and `train` are laid over the comparison's."""
+    """Data to train on and how to measure; its `model` and `train` override the comparison's."""
 
     data: dict[str, Any] = Field(description="as a run's `data`")
     model: dict[str, Any] = Field(default_factory=dict, description="as a run's `model`")
@@ -127,11 +138,11 @@ class Regime(Section):
 
 
 class Comparison(Section):
-    """A comparison."""
+    """The whole file of a comparison."""
 
     folder: str = Field("comparisons/first", description="the same folder goes on where it was stopped")
     objectives: list[str] = Field(min_length=1, description="`deftune objectives` lists them")
-    seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
+    seeds: list[NotNegative] = Field([0], min_length=1)
     learning_rates: list[Annotated[float, Field(gt=0)]] = Field(
         [5e-5], min_length=1, description="several: the same for every objective, each at its own best"
     )
@@ -194,7 +205,7 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 def slug(spec: str) -> str:
-    """A folder's name for an objective's spec; two specs that would look alike are told apart by a hash.
+    """A folder's name for an objective's spec; a hash distinguishes specs that would get the same name.
 
     >>> slug("deft"), slug("alpha(0.5)")
     ('deft', 'alpha-0.5-3776')
@@ -207,7 +218,7 @@ COST = ("seconds", "tokens", "tokens_per_second", "memory_gib")
 
 
 class CellState(BaseModel):
-    """What `cell.json` must look like to be read."""
+    """The content of `cell.json`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
     state: Literal["new", "running", "stopped", "failed", "finished"]
@@ -227,7 +238,7 @@ class CellState(BaseModel):
 
 @dataclass(frozen=True)
 class Cell:
-    """One run and its measurements; the untuned model's has neither learning rate nor seed."""
+    """One run and its measurements; the cell of the untuned model has neither learning rate nor seed."""
 
     comparison: Comparison
     regime: str
@@ -251,7 +262,7 @@ class Cell:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The cell's run. Of the untuned model: what its model and template are."""
+        """The config of the cell's run; for the untuned model it states the model and the template."""
         comparison, regime = self.comparison, self.section
         train = {**comparison.train, **regime.train}
         if self.objective != BASE:
@@ -293,7 +304,7 @@ class Cell:
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """From a YAML file, or from the folder of a comparison that was begun."""
+    """Read a comparison from a YAML file, or from the folder of one that was begun."""
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path}: is no comparison (it has no {CONFIG})")
@@ -317,45 +328,35 @@ def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The whole file, as it is read back."""
+    """The comparison as YAML with every default; `load_comparison` reads it back."""
     return yaml.safe_dump(json.loads(comparison.model_dump_json()), sort_keys=False, allow_unicode=True)
 
 
 GROWS = ("objectives", "seeds", "learning_rates", "regimes")
+BEGINNING = ("environment.json", ".environment.json.writing", f".{CONFIG}.writing")  # written before the config
 
 
 def open_comparison(comparison: Comparison) -> None:
     """Make or continue the folder. It may grow by objectives, seeds, rates and regimes; nothing else may change."""
     folder = Path(comparison.folder)
-    path = folder / CONFIG
     now = json.loads(comparison.model_dump_json())
-    if path.is_file():
-        before = read_yaml(path, Comparison)
+    if COMPARISON.is_begun(folder, BEGINNING):
+        before = read_yaml(folder / CONFIG, Comparison)
         with suppress(ValidationError):  # a key that came later has its default
             before = json.loads(Comparison.model_validate(before).model_dump_json())
         changed = [
             line
-            for line in differences(
-                {k: v for k, v in before.items() if k not in GROWS}, {k: v for k, v in now.items() if k not in GROWS}
-            )
-            if not line.startswith("folder:")
+            for name, regime in now["regimes"].items()
+            if name in before["regimes"]
+            for line in differences(before["regimes"][name], regime, f"regimes.{name}")
         ]
-        for name, regime in now["regimes"].items():
-            if name in before["regimes"]:
-                changed += [f"regimes.{name}.{line}" for line in differences(before["regimes"][name], regime)]
-        for key in ("objectives", "seeds", "learning_rates", "regimes"):
-            changed += [f"{key}: {value} is gone" for value in before[key] if value not in now[key]]
-        if changed:
-            raise ConfigError(
-                f"{folder}: holds another comparison ({'; '.join(changed[:4])}); choose another folder with "
-                f"--set folder=..."
-            )
-    elif folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: is not empty and no comparison; choose another folder with --set folder=...")
+        changed += [f"{key}: {value} is gone" for key in GROWS for value in before[key] if value not in now[key]]
+        old, new = ({k: v for k, v in content.items() if k not in (*GROWS, "folder")} for content in (before, now))
+        COMPARISON.refuse_changes(folder, old, new, *changed)
     else:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "environment.json", json.dumps(environment(), indent=1))
-    write_atomic(path, render_comparison(comparison))
+    write_atomic(folder / CONFIG, render_comparison(comparison))
 
 
 STARTER = """\

@@ -25,7 +25,7 @@ from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
 from deftune.data.encoding import Encoder
-from deftune.data.generated import generate
+from deftune.data.sources import read_rows
 from deftune.evaluation.clustered import TokenMean, mean_over_tokens
 from deftune.tokens.passes import score_rows
 from deftune.training.results import complete
@@ -178,7 +178,7 @@ def measure(label: str, name: str, folder: Path, console: Console) -> dict[str, 
     with quiet():
         model, tokenizer = load_result(name)
         encoder = Encoder(tokenizer, mask="assistant", max_length=384)
-        rows = generate(REGIME, split="test", size=TEST_ROWS)
+        rows = read_rows(f"generated:{REGIME}", split="test", limit=TEST_ROWS)
         columns = (TextColumn(f"{label:5} {{task.description}}"), BarColumn(bar_width=20), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
             task = progress.add_task("scores", total=len(rows))

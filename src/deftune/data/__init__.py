@@ -1,1 +1,1 @@
-"""Rows: real fine-tuning data read into one type, mixed and split, and the regimes that are generated."""
+"""Rows of training data: read from files, the hub or generators, mixed, split, encoded and packed."""

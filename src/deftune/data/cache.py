@@ -7,26 +7,25 @@ and a manifest with their checksums, which are compared on every read. Nothing i
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deftune.artifacts.checkpoints import MANIFEST, CheckpointError, disk_error, remove, sealed_folder, verify
+from deftune.artifacts.folders import MANIFEST, FolderError, disk_error, locked_file, remove, sealed_folder, verify
 from deftune.data.encoding import EncodedRows, Encoder, EncodingError, checked
 from deftune.data.examples import Examples
 from deftune.data.rows import BadRows, PackedRows
 
 SIZE_VARIABLE = "DEFTUNE_DATA_CACHE_GB"
 DEFAULT_GIGABYTES = 20.0
+WAITING_SECONDS = 15.0
 _DTYPES = {"I32": "<i4", "U8": "<u1"}
 _LISTS = ("fully_truncated", "overlong", "fully_masked")
 
@@ -43,6 +42,11 @@ def cache_bytes() -> int:
     return int(gigabytes * 1e9)
 
 
+def is_cached(encoder: Encoder) -> bool:
+    """Whether rows of this encoder are kept, so that one of several ranks encodes them and the others read them."""
+    return cache_bytes() > 0 and not encoder.depends_on_the_date
+
+
 def encode_cached(
     rows: PackedRows,
     encoder: Encoder,
@@ -52,24 +56,23 @@ def encode_cached(
     encode: Callable[[], EncodedRows],
     notice: Callable[[str], None] = lambda _: None,
 ) -> EncodedRows:
-    """What ``encode()`` returns, from the cache in ``folder`` if it is there, else made and kept there.
+    """The result of ``encode()``: read from the cache in ``folder``, or computed and written there.
 
-    Of several processes that want the same rows one encodes them; the others wait for it and read its result.
+    Of several processes that want the same rows one encodes them; the others wait and read its result.
     """
-    limit = cache_bytes()
-    if not limit or encoder.depends_on_the_date:
+    if not is_cached(encoder):
         return encode()
     key = hashlib.sha256(f"{encoder.identity()}\n{rows.digest()}".encode("utf-8", "surrogatepass")).hexdigest()
     entry = folder / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".lock-{key[0]}", notice):
+        with locked_file(folder / f".lock-{key[0]}", _waiting(notice)):
             if found := _read(entry, notice):
                 notice(f"{found.num_rows:,} rows were encoded before: taken from {entry}")
                 return checked(found, encoder, bad)
             result = encode()
             _write(entry, result, notice)
-            _make_room(folder, limit, keep=entry)
+            _make_room(folder, cache_bytes(), keep=entry)
             return result
     except OSError as error:
         if error.filename is None or not str(error.filename).startswith(str(folder)):
@@ -78,28 +81,21 @@ def encode_cached(
         return encode()
 
 
-@contextmanager
-def _locked(path: Path, notice: Callable[[str], None]) -> Generator[None]:
-    """One process at a time; the lock goes with the process that holds it, however it ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        told = float("-inf")
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() - told > 15:
-                    notice("another process is encoding rows: waiting for it")
-                    told = time.monotonic()
-                time.sleep(0.2)
-        yield
-    finally:
-        os.close(descriptor)
+def _waiting(notice: Callable[[str], None]) -> Callable[[float], None]:
+    """A function for `locked_file` that says every 15 seconds what this process waits for."""
+    said = -WAITING_SECONDS
+
+    def wait(seconds: float) -> None:
+        nonlocal said
+        if seconds - said >= WAITING_SECONDS:
+            notice("another process is encoding rows: waiting for it")
+            said = seconds
+
+    return wait
 
 
 def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> None:
-    """A cache that cannot be written costs time, not the run."""
+    """Write an entry; a full disk is only a notice, since the run can go on without the cache."""
     from safetensors.numpy import save_file
 
     about: dict[str, Any] = {
@@ -119,7 +115,7 @@ def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> N
 
 
 def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
-    """An entry that is as it was written; None if there is none, or if it is damaged."""
+    """Read and verify an entry; None where there is none, or where it is damaged."""
     if not entry.is_dir():
         return None
     try:
@@ -131,16 +127,16 @@ def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
             refused=[EncodingError(*fields) for fields in about["refused"]],
             **{name: about[name] for name in _LISTS},
         )  # fmt: skip
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+    except (FolderError, OSError, ValueError, KeyError, TypeError) as error:
         notice(f"encoding again, the cached rows are damaged: {error}")
         return None
     with suppress(OSError):
-        os.utime(entry / MANIFEST)  # the last to be removed now
+        os.utime(entry / MANIFEST)  # marks the entry as used now: the oldest are removed first
     return result
 
 
 def _map_file(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a safetensors file, read when they are needed; the ranks of a machine share the memory."""
+    """The arrays of a safetensors file, memory-mapped, so that the ranks of a machine share the memory."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))

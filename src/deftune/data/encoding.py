@@ -1,14 +1,14 @@
-"""Conversations to token ids, with a supervision mask that is checked rather than hoped for.
+"""Conversations to token ids, with a supervision mask that is verified for every row.
 
-A template says what a conversation looks like, not which of it the model would write. For an assistant turn i:
+A chat template renders a conversation; it does not say which part the model writes. For an assistant turn i:
 
     P = the messages before it, with the generation prompt    what the model is given
     F = the messages up to and including it                   what it should have written is F without P
     W = the whole conversation                                what is trained on
 
 The supervised text is F without P, up to and including the token that ends the turn. P must be a prefix of F, and F up
-to that token a prefix of W; every text the row wants supervised must be in it. Whatever fails is an `EncodingError`,
-never a mask that looks right. Tokens come from one tokenisation of W, by character offsets.
+to that token a prefix of W; every text that the row wants supervised must be in it. A row that fails a check raises an
+`EncodingError`. Tokens come from one tokenisation of W, by character offsets.
 
 Not covered: images and audio; text that spells an end-of-turn token, which is refused, because the tokenizer would
 read it as one.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, get_args
@@ -289,7 +289,7 @@ class Encoder:
 
 @dataclass
 class EncodedRows:
-    """The examples to train on, and what became of the other rows."""
+    """The examples to train on, and the places of the rows that were dropped, by reason."""
 
     examples: Examples = field(default_factory=Examples)
     max_length: int = 0
@@ -301,7 +301,7 @@ class EncodedRows:
     refused: list[EncodingError] = field(default_factory=list[EncodingError])
 
     def extend(self, other: EncodedRows) -> None:
-        """The rows that come after these."""
+        """Append the result of the rows that follow."""
         self.examples.extend(other.examples)
         self.num_rows += other.num_rows
         self.num_ended += other.num_ended
@@ -314,24 +314,8 @@ class EncodedRows:
     def num_dropped(self) -> int:
         return self.num_rows - len(self.examples)
 
-    @property
-    def num_truncated(self) -> int:
-        return self.examples.num_truncated
-
-    @property
-    def num_straddled(self) -> int:
-        return self.examples.num_straddled
-
-    @property
-    def num_tokens(self) -> int:
-        return self.examples.num_tokens
-
-    @property
-    def num_supervised(self) -> int:
-        return self.examples.num_supervised
-
     def facts(self) -> list[str]:
-        """What a run prints first: the counts, then the dropped rows by name."""
+        """The lines that a run prints first: the counts, then the places of dropped rows."""
         fates = [
             (self.fully_truncated, f"over {self.max_length} tokens with no answer left"),
             (self.overlong, f"over {self.max_length} tokens"),
@@ -339,22 +323,23 @@ class EncodedRows:
             ([error.where for error in self.refused], "refused"),
         ]
         counts = ", ".join(f"{len(rows):,} {fate}" for rows, fate in fates if rows)
-        kept, tokens, supervised = len(self.examples), self.num_tokens, self.num_supervised
+        examples = self.examples
+        kept, tokens, supervised = len(examples), examples.num_tokens, examples.num_supervised
         lines = [
             f"{self.num_rows:,} rows; {self.num_dropped:,} dropped" + (f": {counts}" if counts else ""),
-            f"{self.num_truncated:,} truncated ({_percent(self.num_truncated, kept)}); "
+            f"{examples.num_truncated:,} truncated ({_percent(examples.num_truncated, kept)}); "
             f"{_short(tokens)} tokens, {_short(supervised)} supervised ({_percent(supervised, tokens)}); "
             f"EOS supervised in {_percent(self.num_ended, kept)}",
         ]
         if self.num_ended < ENOUGH_ENDS * kept:
             lines.append(self._few_ends())
-        if self.num_straddled:
-            lines.append(f"{self.num_straddled:,} tokens straddle a prompt and its answer: not supervised")
+        if examples.num_straddled:
+            lines.append(f"{examples.num_straddled:,} tokens straddle a prompt and its answer: not supervised")
         lines += [f"dropped, {fate}: {_named(rows)}" for rows, fate in fates if rows]
         return lines
 
     def _few_ends(self) -> str:
-        """Every whole answer ends in an end-of-turn token, so what lacks one was cut off."""
+        """The warning that many answers lack their end-of-turn token: those were cut at max_length."""
         kept = len(self.examples)
         needed = self.examples.length_of_share(ENOUGH_ENDS)
         return (
@@ -364,18 +349,11 @@ class EncodedRows:
         )
 
 
-def encode_rows(
-    rows: Iterable[Row],
-    encoder: Encoder,
-    *,
-    progress: Callable[[int], None] | None = None,
-    bad: BadRows | None = None,
-) -> EncodedRows:
-    """Every row encoded, dropped and counted, or an error that names it.
+def encode_rows(rows: Iterable[Row], encoder: Encoder, *, bad: BadRows | None = None) -> EncodedRows:
+    """Encode every row in this process; `deftune.data.parallel.encode_packed` uses several.
 
-    ``progress`` is called with the number of rows done. ``bad`` says what becomes of rows whose mask cannot be
-    verified: by default the first one raises `EncodingError`; a ``BadRows(skip=True)`` takes all of them, and they are
-    listed in ``refused``.
+    ``bad`` says what becomes of rows whose mask cannot be verified: by default the first one raises `EncodingError`;
+    with ``BadRows(skip=True)`` all of them are added to ``bad`` and listed in ``refused``.
     """
     bad = BadRows() if bad is None else bad
     result = EncodedRows(max_length=encoder.max_length)
@@ -383,13 +361,11 @@ def encode_rows(
         encode_into(result, row, encoder)
         if result.refused and not bad.skip:
             raise result.refused[0]
-        if progress:
-            progress(result.num_rows)
     return checked(result, encoder, bad)
 
 
 def encode_into(result: EncodedRows, row: Row, encoder: Encoder) -> None:
-    """Add what becomes of one row to ``result``."""
+    """Encode one row and add it to ``result``, as an example or under the reason why it is dropped."""
     result.num_rows += 1
     try:
         example = encoder.encode(row)
@@ -410,7 +386,7 @@ def encode_into(result: EncodedRows, row: Row, encoder: Encoder) -> None:
 
 
 def checked(result: EncodedRows, encoder: Encoder, bad: BadRows) -> EncodedRows:
-    """The result, its refused rows handed to ``bad``; no example at all is an error."""
+    """The result, with its refused rows added to ``bad``; a result without any example is an error."""
     if result.refused and not bad.skip:
         raise result.refused[0]
     if not result.examples:

@@ -17,7 +17,7 @@ from deftune.data.rows import unpack_row
 
 
 def encode_texts(texts: list[bytes], encoder: Encoder) -> EncodedRows:
-    """What becomes of packed rows; rows whose mask cannot be verified are in ``refused``."""
+    """Encode packed rows; those whose mask cannot be verified are in ``refused``."""
     result = EncodedRows(max_length=encoder.max_length)
     for text in texts:
         encode_into(result, unpack_row(text), encoder)

@@ -1,4 +1,4 @@
-"""What a row's fields hold, or a `Fault` that says what is wrong: for training rows and benchmark rows alike."""
+"""Checked access to the fields of a row, of training data and of benchmarks; a wrong field is a `Fault`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def name_type(value: object) -> str:
 
 
 def read_field(row: Fields, *names: str) -> Any:
-    """The first of ``names`` that is there."""
+    """The value of the first of ``names`` that the row has."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
@@ -36,7 +36,7 @@ def read_field(row: Fields, *names: str) -> Any:
 
 
 def read_text(row: Fields, *names: str) -> str:
-    """The text in the first of ``names`` that is there."""
+    """The text of the first of ``names`` that the row has."""
     value = read_field(row, *names)
     if not isinstance(value, str):
         raise Fault(f"{names[0]!r} is not text", f"it is {name_type(value)}")

@@ -1,11 +1,10 @@
-"""How the field writes its rows: one small pure function per format, from a row's fields to a conversation.
+"""Formats of training rows: one small pure function for each, from a row's fields to a conversation.
 
-`detect` names a row's format by its keys, and refuses to guess: where two formats share their keys it says which.
+`detect` finds a row's format by its keys. Where several formats fit, it raises an error that lists them.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from deftune.data.fields import (
     read_text,
 )
 from deftune.data.rows import Fault
+from deftune.objectives.suggest import did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content")
@@ -34,7 +34,7 @@ Conversation = tuple[list[Message], list[dict[str, Any]] | None]
 
 @dataclass(frozen=True)
 class Format:
-    """``keys``: what a row has at least (one set of them); ``sign``: what else tells it from its like."""
+    """``keys``: sets of keys of which a row has at least one; ``sign``: a further test where formats share keys."""
 
     about: str
     keys: tuple[frozenset[str], ...]
@@ -43,7 +43,7 @@ class Format:
 
 
 class Ambiguous(Fault):
-    """A row that two formats could claim: the whole source needs a name, so this is never skipped."""
+    """A row that fits two formats. The user must name the format of the whole source, so the row is never skipped."""
 
 
 # Conversations of a format -------------------------------------------------------------------------------------------
@@ -298,9 +298,8 @@ def _nearest(row: Fields) -> str:
     """' Did you mean ...?': a misspelt key, or the format of which the fewest keys are missing."""
     known = {key for form in FORMATS.values() for keys in form.keys for key in keys}
     for key in row:
-        close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.75)
-        if close and key not in known:
-            return f" Did you mean {close[0]!r} for {key!r}?"
+        if key not in known and (hint := did_you_mean(key, known, cutoff=0.75)):
+            return f"{hint.removesuffix('?')} for {key!r}?"
     partly = [(name, keys) for name, form in FORMATS.items() for keys in form.keys if not keys <= row.keys()]
     name, keys = max(partly, key=lambda pair: len(pair[1] & row.keys()) / len(pair[1]))
     if 2 * len(keys & row.keys()) < len(keys):
@@ -311,9 +310,7 @@ def _nearest(row: Fields) -> str:
 def known_format(name: str) -> Format:
     """The format of this name, or an error that suggests one."""
     if name not in FORMATS:
-        close = difflib.get_close_matches(name.lower(), FORMATS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown format {name!r}.{hint} Known: auto, {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {name!r}.{did_you_mean(name, FORMATS)} Known: auto, {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
@@ -344,10 +341,9 @@ def _check_message(index: int, message: object) -> Message:
     message = {key: value for key, value in cast("Message", message).items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
-        close = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
-        guess = close.get(role) if isinstance(role, str) else None
-        guess = guess or next(iter(difflib.get_close_matches(str(role).lower(), ROLES, n=1)), None)
-        hint = f" Did you mean {guess!r}?" if guess else ""
+        others = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
+        meant = others.get(role) if isinstance(role, str) else None
+        hint = f" Did you mean {meant!r}?" if meant else did_you_mean(role, ROLES)
         raise Fault(
             "unknown role" if role is not None else "no role",
             f"{where}: {str(role)[:40]!r}.{hint} Known: {', '.join(ROLES)}",

@@ -1,12 +1,11 @@
-"""The paper's four regimes, and the ones that need no file: items of `reasoning_gym`, drawn one by one by index.
+"""Rows that need no file: questions and answers drawn from `reasoning_gym`.
 
-reasoning_gym draws item i by Random(seed + i), from few words, fonts and sentences; two ranges of indices therefore
-share items. `generate` keeps its splits apart by content too (but for `figlet_font`, whose ranges are the paper's).
+reasoning_gym draws item i with Random(seed + i) from few words, fonts and sentences, so two ranges of indices share
+items. `generate` therefore splits by content (except `figlet_font`, whose index ranges are the paper's).
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib.resources
@@ -17,38 +16,10 @@ from random import Random
 from typing import Any, cast
 
 from deftune.data.rows import Row
+from deftune.objectives.suggest import did_you_mean
 
 TEST_SHARE = 0.1  # of what a generator can say; the rest is train's
 GSM_SYMBOLIC_SIZE = 2**17  # it draws one template per item up front, so it has an end; any size begins the same way
-
-
-@dataclass(frozen=True)
-class Regime:
-    """Where a regime's data is (a hub id, or a name for `generate`), its format, and what is at hand in its place."""
-
-    source: str
-    format: str
-    stands_for: str
-    stand_ins: tuple[str, ...]
-
-
-REGIMES: dict[str, Regime] = {
-    # verl: the paper's copy of NuminaMath-CoT has its texts in extra_info; the original dataset is format numina
-    "strong": Regime(
-        "gaotang/numina-cot-subset-67k",
-        "verl",
-        "the model knows the field well: NuminaMath-CoT, 67k",
-        ("gsm8k", "math"),
-    ),
-    "intermediate": Regime(
-        "UCSC-VLAA/m23k-tokenized",
-        "m23k",
-        "the model knows some: medical answers without their trace, 23k",
-        ("medquad", "medmcqa_1based"),
-    ),
-    "weak": Regime("figlet_font", "generated", "the model knows nothing: words drawn in letters of letters, 40k", ()),
-    "mixed": Regime("allenai/tulu-3-sft-mixture", "tulu3", "some of everything: a subset of Tulu 3", ("alpaca",)),
-}
 
 
 @dataclass(frozen=True)
@@ -72,8 +43,7 @@ def generate(name: str, *, split: str = "train", size: int, seed: int = 42) -> l
     those unseen, train on ``train_reduced``: train without the items in them.
     """
     if name not in GENERATORS:
-        close = difflib.get_close_matches(name.lower(), GENERATORS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, GENERATORS)
         raise ValueError(f"unknown generated regime {name!r}.{hint} Known: {', '.join(GENERATORS)}")
     generator = GENERATORS[name]
     if split not in generator.splits:

@@ -1,18 +1,16 @@
-"""Encoded rows to what a model is given: several in one sequence, and batches of tensors."""
+"""Several encoded rows in one sequence, and batches of tensors for a model."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
-
-Strategy = Literal["bfd", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Pack:
 
 
 class Packs(Sequence[Pack]):
-    """Packs of examples, each joined when it is asked for: beside the examples only their places are held."""
+    """Packs of examples; a pack is joined when it is accessed, so that only the places of its examples are stored."""
 
     def __init__(self, examples: Sequence[Encoded], members: list[list[int]]):
         self.examples, self.members = examples, members
@@ -44,14 +42,12 @@ class Packs(Sequence[Pack]):
         return _joined([self.examples[i] for i in self.members[place]])
 
 
-def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd") -> Packs:
-    """Whole examples into rows of at most ``length`` tokens.
+def pack(encoded: Sequence[Encoded], length: int) -> Packs:
+    """Whole examples into rows of at most ``length`` tokens, by best fit, longest first.
 
-    ``bfd`` is best fit, longest first: an example goes where it leaves the least room. ``sequential`` fills one row at
-    a time, in order. Either way a row keeps its examples in the data's order, and rows are ordered by their first.
+    An example goes into the row where it leaves the fewest tokens free. A row keeps its examples in the data's order,
+    and rows are ordered by their first example.
     """
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"unknown packing strategy {strategy!r}. Known: {', '.join(get_args(Strategy))}")
     lengths = encoded.sizes if isinstance(encoded, Examples) else [len(example.input_ids) for example in encoded]
     for place, size in enumerate(lengths):
         if size > length:
@@ -59,7 +55,7 @@ def pack(encoded: Sequence[Encoded], length: int, *, strategy: Strategy = "bfd")
                 f"{encoded[place].where}: {size} tokens do not fit a pack of {length}; "
                 f"encode with max_length={length} or pack longer rows"
             )
-    bins = _best_fit_decreasing(lengths, length) if strategy == "bfd" else _sequential(lengths, length)
+    bins = _best_fit_decreasing(lengths, length)
     return Packs(encoded, [sorted(members) for members in sorted(bins, key=min)])
 
 
@@ -75,18 +71,6 @@ def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[list[int]]
             free, which = room.pop(at)
             bins[which].append(i)
         insort(room, (free - lengths[i], which))
-    return bins
-
-
-def _sequential(lengths: Sequence[int], length: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    free = -1
-    for i, size in enumerate(lengths):
-        if size > free:
-            bins.append([])
-            free = length
-        bins[-1].append(i)
-        free -= size
     return bins
 
 
@@ -126,16 +110,15 @@ class Collator:
     is for attention kernels that take the boundaries without a mask.
     """
 
-    def __init__(self, pad_token_id: int, *, padding_free: bool, pad_to_multiple_of: int | None = None):
+    def __init__(self, pad_token_id: int, *, padding_free: bool):
         self.pad_token_id = pad_token_id
         self.padding_free = padding_free
-        self.pad_to_multiple_of = pad_to_multiple_of or 1
 
     def __call__(self, examples: Sequence[Encoded | Pack]) -> dict[str, Tensor]:
         if self.padding_free or any(isinstance(example, Pack) for example in examples):
             rows = [_joined(examples)] if self.padding_free else [_joined([example]) for example in examples]
             return self._packed(rows)
-        width = self._width(len(example.input_ids) for example in examples)
+        width = max(len(example.input_ids) for example in examples)
         batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
         for example in examples:
             size, pad = len(example.input_ids), width - len(example.input_ids)
@@ -144,12 +127,8 @@ class Collator:
             batch["labels"].append([IGNORE_INDEX, *example.labels[1:]] + [IGNORE_INDEX] * pad)
         return {name: torch.tensor(values) for name, values in batch.items()}
 
-    def _width(self, lengths: Iterable[int]) -> int:
-        longest = max(lengths)
-        return longest + -longest % self.pad_to_multiple_of
-
     def _packed(self, rows: Sequence[Pack]) -> dict[str, Tensor]:
-        width = self._width(len(row.input_ids) for row in rows)
+        width = max(len(row.input_ids) for row in rows)
         pads = [width - len(row.input_ids) for row in rows]
         return {
             "input_ids": torch.tensor([row.input_ids + [self.pad_token_id] * pad for row, pad in zip(rows, pads)]),

@@ -1,4 +1,4 @@
-"""Many rows encoded by several processes; the result is that of one, token for token and in the same order."""
+"""Rows encoded by several processes; the result is the same, token for token, as with one process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _START = (
 )
 
 
-def default_workers() -> int:
-    """As many as this process has cores, shared with the other ranks of a machine; or $DEFTUNE_DATA_WORKERS."""
+def default_workers(ranks: int = 1) -> int:
+    """The cores of this process, divided by the ranks of this machine that encode; or $DEFTUNE_DATA_WORKERS."""
     if asked := os.environ.get("DEFTUNE_DATA_WORKERS"):
         if not asked.isdecimal() or not 1 <= int(asked) <= 10 * MAX_WORKERS:
             raise ValueError(f"DEFTUNE_DATA_WORKERS: a number from 1 to {10 * MAX_WORKERS}, got {asked!r}")
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(MAX_WORKERS, cores // ranks))
 
 
 def encode_packed(
@@ -41,11 +41,21 @@ def encode_packed(
     *,
     bad: BadRows,
     workers: int | None = None,
+    ranks: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> EncodedRows:
-    """What `encode_rows` returns. ``workers``: processes; by default none for a few MiB of rows, else one a core."""
+    """Encode many rows by several processes; the result is that of `encode_rows`.
+
+    Args:
+        rows: the rows.
+        encoder: the tokenizer, template and mask.
+        bad: what to do with a row whose mask cannot be verified.
+        workers: how many processes; by default none for a few MiB of rows, else one for each core.
+        ranks: how many ranks of this machine do the same at this time, and share its cores.
+        progress: called with the number of rows done.
+    """
     if workers is None:
-        workers = default_workers() if rows.num_bytes > SMALL_BYTES else 1
+        workers = default_workers(ranks) if rows.num_bytes > SMALL_BYTES else 1
     result = EncodedRows(max_length=encoder.max_length)
     chunks = _chunks(rows.texts)
     if workers > 1 and len(chunks) > 1:

@@ -1,4 +1,4 @@
-"""What a model will see of the data and what it will be asked to write, in a terminal."""
+"""Encoded rows in a terminal: the text that a model sees, with the supervised part marked."""
 
 from __future__ import annotations
 

@@ -1,32 +1,18 @@
-"""One row type for every source, and the files it is read from: JSONL, JSON and Parquet, read strictly.
-
-A row that cannot be read is an error that says where it is, what is wrong and what to do; `BadRows` holds the policy.
-JSONL is read line by line in bounded memory.
-"""
+"""A row of training data, and what is wrong with a row that cannot be read."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import gzip
 import hashlib
-import io
 import json
-import math
-import re
-import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from deftune.artifacts.files import write_atomic
 
-MAX_LINE_BYTES = 16 * 2**20
-MAX_JSON_BYTES = 2**30  # a .json file is parsed in memory; a larger one belongs in JSONL
-MAX_DEPTH = 100  # of nested lists and objects; chat rows use about six
 MAX_RAW_CHARS = 2000  # of a bad row's text, kept for the report
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 SKIP_REMEDY = "fix the row or pass --skip-bad-rows"
 
 Record = tuple[str, dict[str, Any]]
@@ -49,7 +35,7 @@ class Row:
 
 
 class PackedRows(Sequence[Row]):
-    """Rows held as JSON text: a third of the memory that their objects take. A row is made when it is asked for.
+    """Rows held as JSON text, a third of the memory of their objects; a `Row` is made when it is accessed.
 
     >>> rows = PackedRows([Row(({"role": "user", "content": "Hello"},), None, "a.jsonl:1", "a.jsonl")])
     >>> rows[0].messages, rows.num_bytes
@@ -108,7 +94,7 @@ def unpack_row(text: bytes) -> Row:
 
 
 class Fault(ValueError):
-    """What is wrong with a row, said before it is known where: ``kind`` is what a summary counts."""
+    """What is wrong with a row, raised by code that does not know the row's place; ``kind`` is counted in summaries."""
 
     def __init__(self, kind: str, detail: str = "", remedy: str = SKIP_REMEDY):
         super().__init__(kind, detail, remedy)
@@ -131,7 +117,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that was left out: its place, what a summary counts, the whole reason, and the start of its text."""
+    """A skipped row: its place, the kind of fault, the whole reason, and the start of its text."""
 
     where: str
     kind: str
@@ -179,371 +165,3 @@ def raw_text(value: object) -> str:
         return json.dumps(value, ensure_ascii=False, default=str)[:MAX_RAW_CHARS]
     except (RecursionError, ValueError, TypeError):
         return type(value).__name__
-
-
-# Strict JSON ---------------------------------------------------------------------------------------------------------
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        twice = next(key for key, count in collections.Counter(key for key, _ in pairs).items() if count > 1)
-        raise Fault("duplicate key", f"{_shown(twice)} occurs more than once in one object")
-    return made
-
-
-def _constant(name: str) -> float:
-    raise Fault(f"{name} is not JSON", "", f"write null or a number; {SKIP_REMEDY}")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise Fault("number out of range", text[:40])
-    return value
-
-
-_STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
-_LENIENT = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\r\n]*")
-_SUSPECT_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-def _check_values(text: str, value: object) -> None:
-    """What the grammar of JSON allows and a training text cannot hold: half a character, NUL, a well without bottom."""
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        level, depth = [value], 0
-        while level:
-            level = [inner for outer in level for inner in _children(outer)]
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise Fault("nested too deep", f"more than {MAX_DEPTH} levels")
-    if _SUSPECT_ESCAPE.search(text):
-        plain = json.dumps(value, ensure_ascii=False)
-        try:
-            plain.encode("utf-8")
-        except UnicodeEncodeError as error:
-            found = f"\\u{ord(plain[error.start]):04x} without its other half"
-            raise Fault("lone surrogate", found, f"it is half of a character; {SKIP_REMEDY}") from None
-        if re.search(r"(?<!\\)(?:\\\\)*\\u0000", plain):  # dumps escapes NUL even where it escapes little
-            raise Fault("NUL character", "\\u0000 in a string")
-
-
-def _children(value: object) -> list[Any]:
-    if isinstance(value, dict):
-        return list(cast("dict[str, Any]", value).values())
-    return cast("list[Any]", value) if isinstance(value, list) else []
-
-
-def _decode(text: str, start: int = 0, *, whole: bool = True) -> tuple[Any, int]:
-    """One strict JSON value and where it ends; `json.JSONDecodeError` is left to the caller, who knows the place."""
-    try:
-        value, end = _STRICT.raw_decode(text, _space(text, start))
-    except RecursionError:
-        raise Fault("nested too deep", f"more than {MAX_DEPTH} levels") from None
-    except (json.JSONDecodeError, Fault):
-        raise
-    except ValueError:  # Python refuses integers of thousands of digits
-        raise Fault("number out of range", "an integer of more than 4000 digits") from None
-    if whole and _space(text, end) != len(text):
-        raise json.JSONDecodeError("Extra data", text, _space(text, end))
-    _check_values(text if whole else text[start:end], value)
-    return value, end
-
-
-def _space(text: str, start: int) -> int:
-    match = _SPACE.match(text, start)
-    return match.end() if match else start
-
-
-def _as_object(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        names = {"list": "a list", "str": "a string", "int": "a number", "float": "a number", "NoneType": "null"}
-        name = type(value).__name__
-        raise Fault("not an object", names.get(name, name), f'a row looks like {{"messages": [...]}}; {SKIP_REMEDY}')
-    return cast("dict[str, Any]", value)
-
-
-def _syntax(error: json.JSONDecodeError) -> str:
-    """What the parser found, in a reader's words."""
-    if error.msg == "Extra data":
-        return f"more than one value, the second at column {error.colno}"
-    return f"{error.msg.split(':')[0].removesuffix(' at')}, column {error.colno}"
-
-
-def _utf8(line: bytes) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        detail = f"byte 0x{line[error.start]:02x} at position {error.start + 1}"
-        raise Fault("not UTF-8", detail, f"save the file as UTF-8; {SKIP_REMEDY}") from None
-
-
-def parse_line(line: bytes, *, ends_file: bool = False) -> dict[str, Any]:
-    """The object that one line of JSONL holds, or a `Fault`. ``ends_file``: the line has no newline after it.
-
-    >>> parse_line(b'{"question": "2 + 2?", "answer": "4"}')
-    {'question': '2 + 2?', 'answer': '4'}
-    """
-    if b"\0" in line:
-        raise Fault("NUL character", f"byte {line.index(0) + 1} of the line is 0", f"is the file whole? {SKIP_REMEDY}")
-    text = _utf8(line)
-    try:
-        return _as_object(_decode(text)[0])
-    except json.JSONDecodeError as error:
-        if ends_file and (error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")):
-            raise Fault(
-                "last line cut off", f"after {len(text)} characters", f"copy the file again; {SKIP_REMEDY}"
-            ) from None
-        if text.lstrip().startswith("["):
-            raise Fault("not JSON", _syntax(error), "a JSON list over several lines is named .json") from None
-        raise Fault("not JSON", _syntax(error)) from None
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
-
-_Stream = io.BufferedReader | gzip.GzipFile
-
-_FOREIGN = (
-    (b"\xff\xfe\0\0", "UTF-32 text", "convert it: iconv -f UTF-32 -t UTF-8"),
-    (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
-    (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
-    (b"{\0", "UTF-16 text", "convert it: iconv -f UTF-16LE -t UTF-8"),
-    (b"\0{", "UTF-16 text", "convert it: iconv -f UTF-16BE -t UTF-8"),
-    (b"PK\x03\x04", "a zip archive", "unpack it first"),
-    (b"\x28\xb5\x2f\xfd", "Zstandard data", "unpack it first: unzstd"),
-    (b"BZh", "bzip2 data", "unpack it first: bunzip2"),
-    (b"\xfd7zXZ", "xz data", "unpack it first: unxz"),
-    (b"version https://git-lfs", "a Git LFS pointer, not the data", "fetch it: git lfs pull"),
-    (b"<!doctype html", "an HTML page", "the download failed; download the file itself"),
-    (b"<html", "an HTML page", "the download failed; download the file itself"),
-)
-
-
-@contextlib.contextmanager
-def _reading(where: str) -> Generator[None]:
-    """What a broken file or disk raises, said with its place. It stops the reading: what follows cannot be had."""
-    again = "copy or download the file again"
-    try:
-        yield
-    except EOFError:
-        raise RowError(where, Fault("gzip data cut off", "", again)) from None
-    except (zlib.error, gzip.BadGzipFile) as error:
-        raise RowError(where, Fault("corrupt gzip data", str(error).split("(")[0].strip(), again)) from None
-    except OSError as error:
-        raise RowError(where, Fault("cannot be read", error.strerror or str(error), "check the file")) from None
-
-
-def _open(path: Path) -> _Stream:
-    with open(path, "rb") as raw:
-        zipped = raw.read(2) == b"\x1f\x8b"
-    if path.suffix.lower() == ".gz" and not zipped:
-        raise RowError(str(path), Fault("named .gz but not gzip data", "", "rename it, or compress it"))
-    return gzip.GzipFile(path) if zipped else io.BufferedReader(io.FileIO(path), 2**16)
-
-
-def _layout(path: Path, head: bytes) -> str:
-    """jsonl, json or parquet: by its name, by its first bytes where the name leaves it open."""
-    name = path.name.lower().removesuffix(".gz")
-    suffix = Path(name).suffix
-    if head.startswith(b"PAR1") or suffix == ".parquet":
-        return "parquet"
-    for magic, what, remedy in _FOREIGN:
-        if head[:64].lower().startswith(magic.lower()):
-            raise RowError(str(path), Fault(f"is {what}", "", remedy))
-    if suffix in (".jsonl", ".ndjson"):
-        return "jsonl"
-    if suffix not in (".json", ""):
-        raise RowError(str(path), Fault(f"unknown file type {suffix!r}", "", f"known: {', '.join(SUFFIXES)}"))
-    first, newline, rest = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
-    several = newline and first.rstrip().endswith(b"}") and rest.lstrip()[:1] in (b"{", b"")
-    return "jsonl" if first.startswith(b"{") and several and rest.strip() else "json"
-
-
-def read_records(path: str | Path, bad: BadRows) -> Iterator[Record]:
-    """The rows of one file, each with its place, one at a time; bad ones go to ``bad``. No rows at all is an error."""
-    path = Path(path)
-    already, count = len(bad.rows), 0
-    with _reading(str(path)), _open(path) as stream:
-        read = _LAYOUTS[_layout(path, stream.peek(2**16))]
-        for record in read(path, stream, bad):
-            count += 1
-            yield record
-    if count == 0 and len(bad.rows) == already:
-        raise RowError(str(path), Fault("no rows", "the file is empty", "check how it was made"))
-
-
-def _read_jsonl(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
-    number = 0
-    while True:
-        number += 1
-        where = f"{path}:{number}"
-        with _reading(where):
-            line = stream.readline(MAX_LINE_BYTES + 1)
-            start, too_long = line, len(line) > MAX_LINE_BYTES
-            while too_long and line and not line.endswith(b"\n"):
-                line = stream.readline(2**20)  # passed over, never held
-        if not start:
-            return
-        if number == 1:
-            start = start.removeprefix(b"\xef\xbb\xbf")
-        try:
-            if too_long:
-                raise Fault("line too long", f"more than {MAX_LINE_BYTES} bytes", "is it one row per line?")
-            if not start.strip():
-                continue
-            record = parse_line(start, ends_file=not start.endswith(b"\n"))
-        except Fault as fault:
-            bad.add(where, fault, raw_text(start))
-        else:
-            yield where, record
-
-
-def _read_json(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
-    with _reading(str(path)):
-        data = stream.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise RowError(str(path), Fault("JSON file too long", f"more than {MAX_JSON_BYTES} bytes", "write it as JSONL"))
-    text = ""
-    try:
-        text = _utf8(data.removeprefix(b"\xef\xbb\xbf"))
-        if not text.strip():
-            return
-        if text[_space(text, 0)] == "[":
-            yield from _json_list(path, text, bad)
-        else:
-            yield from _json_object(path, _as_object(_decode(text)[0]))
-    except json.JSONDecodeError as error:
-        cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-        kind, remedy = ("JSON cut off", "copy the file again") if cut else ("not JSON", "fix the file")
-        if error.msg == "Extra data":
-            remedy = "a file of one row per line is named .jsonl"
-        raise RowError(f"{path}:{error.lineno}", Fault(kind, _syntax(error), remedy)) from None
-    except Fault as fault:
-        raise RowError(f"{path}:1", fault) from None
-
-
-def _json_list(path: Path, text: str, bad: BadRows) -> Iterator[Record]:
-    """Row by row, so that each has a line and one bad row does not spoil the others."""
-    at, line, counted = _space(text, _space(text, 0) + 1), 1, 0
-    if text[at : at + 1] == "]":
-        return
-    while True:
-        line, counted = line + text.count("\n", counted, at), at
-        where = f"{path}:{line}"
-        try:
-            value, end = _decode(text, at, whole=False)
-            record = _as_object(value)
-        except Fault as fault:
-            try:
-                _, end = _LENIENT.raw_decode(text, at)
-            except (RecursionError, ValueError):  # where the row ends is not to be known
-                raise RowError(where, fault) from None
-            bad.add(where, fault, raw_text(text[at:end].encode("utf-8", "replace")))
-        else:
-            yield where, record
-        end = _space(text, end)
-        if text[end : end + 1] == "]":
-            if _space(text, end + 1) != len(text):
-                raise json.JSONDecodeError("Extra data", text, _space(text, end + 1))
-            return
-        if text[end : end + 1] != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
-        at = _space(text, end + 1)
-
-
-def _json_object(path: Path, value: dict[str, Any]) -> Iterator[Record]:
-    """A wrapper around one list of rows, or one row."""
-    lists = {key: inner for key, inner in value.items() if isinstance(inner, list) and inner}
-    lists = {key: inner for key, inner in lists.items() if all(isinstance(row, dict) for row in inner)}
-    if not lists or "messages" in value or "conversations" in value:
-        yield f"{path}:1", value
-        return
-    if len(lists) > 1:
-        raise Fault("several lists of rows", ", ".join(map(_shown, lists)), "keep one list in a file")
-    [(key, rows)] = lists.items()
-    for index, row in enumerate(rows):
-        yield f"{path}:{key}[{index}]", row
-
-
-def _read_parquet(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise ImportError(f'{path}: Parquet needs pyarrow; pip install "deftune[train]"') from None
-    if isinstance(stream, gzip.GzipFile):
-        raise RowError(str(path), Fault("gzipped Parquet", "it is compressed inside", "unpack it first: gunzip"))
-    again, index = "copy or download the file again", 0
-    try:
-        file: Any = parquet.ParquetFile(path)
-        names: list[str] = file.schema_arrow.names
-        batches = file.iter_batches(batch_size=256)
-    except Exception as error:  # Arrow's own classes, and what Python makes of a damaged schema
-        raise RowError(str(path), Fault("not a whole Parquet file", _first_line(error), again)) from None
-    if len(set(names)) < len(names):
-        twice = next(name for name, count in collections.Counter(names).items() if count > 1)
-        remedy = "rename or remove one of them"
-        raise RowError(str(path), Fault("duplicate column", f"{_shown(twice)} occurs more than once", remedy))
-    while True:
-        try:
-            batch = next(batches, None)
-            columns = [] if batch is None else [_column_values(column) for column in batch.columns]
-        except Exception as error:
-            raise RowError(f"{path}[{index}]", Fault("not a whole Parquet file", _first_line(error), again)) from None
-        if batch is None:
-            return
-        for place in range(batch.num_rows):
-            yield f"{path}[{index}]", {name: values[place] for name, values in zip(names, columns)}
-            index += 1
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-def _column_values(column: Any) -> list[Any]:
-    """A column as Python values. Most rows have columns that nobody reads, and one of those must not stop the reading:
-    a date that Python cannot hold is given as the number that the file holds, text that is not UTF-8 as bytes."""
-    try:
-        return column.to_pylist()
-    except Exception:  # OverflowError, UnicodeDecodeError, ArrowInvalid, an unknown time zone's KeyError, ...
-        values: list[Any] = column.cast(_storage_type(column.type)).to_pylist()
-        return [_decoded(value) for value in values]
-
-
-def _storage_type(type: Any) -> Any:
-    """An Arrow type with numbers for dates and times, and bytes for text, at any depth."""
-    import pyarrow as arrow
-
-    is_type = arrow.types
-    if is_type.is_date32(type) or is_type.is_time32(type):
-        return arrow.int32()
-    if is_type.is_temporal(type):
-        return arrow.int64()
-    if is_type.is_string(type) or is_type.is_large_string(type):
-        return arrow.large_binary() if is_type.is_large_string(type) else arrow.binary()
-    if is_type.is_struct(type):
-        return arrow.struct([(field.name, _storage_type(field.type)) for field in type])
-    if is_type.is_large_list(type):
-        return arrow.large_list(_storage_type(type.value_type))
-    if is_type.is_list(type):
-        return arrow.list_(_storage_type(type.value_type))
-    return type
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:
-            return value
-    if isinstance(value, dict):
-        return {key: _decoded(inner) for key, inner in cast("dict[str, Any]", value).items()}
-    return [_decoded(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
-
-
-_LAYOUTS = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}

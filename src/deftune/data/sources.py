@@ -1,57 +1,72 @@
-"""Sources: a file, a folder or a hub id becomes rows; sources are mixed by weight and split without leaks."""
+"""Rows of a source: a file, a folder, a dataset on the hub, or a generator; `read_rows` reads all four."""
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import logging
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from random import Random
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
+from deftune.data.files import SUFFIXES, read_records
 from deftune.data.formats import Ambiguous, check_conversation, detect, known_format
-from deftune.data.rows import SUFFIXES, BadRow, BadRows, Fault, Record, Row, RowError, raw_text, read_records
+from deftune.data.generated import generate
+from deftune.data.rows import BadRow, BadRows, Fault, Record, Row, RowError, raw_text
+from deftune.objectives.suggest import did_you_mean
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
+GENERATED = "generated:"
+GENERATED_ROWS = 1000  # of a generator where no limit is given
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?::[\w.-]+)?")
 _HELD_OUT = ("test", "valid", "val", "dev", "eval")
 
 
-def read_source(
-    path_or_id: str | Path,
+def read_rows(
+    source: str | Path,
     *,
     format: str = "auto",
     split: str | None = None,
     limit: int | None = None,
+    seed: int = 42,
     bad: BadRows | None = None,
 ) -> list[Row]:
-    """The rows of a file, a folder of files, or a dataset on the Hugging Face hub ("org/name", "org/name:config").
+    """The rows of a file, a folder of files, a dataset on the Hugging Face hub, or a generator.
 
-    ``format`` is one of `FORMATS`, or "auto": the first row's format, logged, and every other row must have it too.
-    ``split`` chooses a folder's files by their names, and the hub's split (train unless said). ``limit`` is a number of
-    good rows. ``bad`` says what becomes of the others: by default the first one raises `RowError`.
+    Args:
+        source: a path, a hub id ("org/name", "org/name:config"), or "generated:NAME" with a name of `GENERATORS`.
+        format: one of `FORMATS`, or "auto": the format of the first row, which every other row must have too.
+        split: chooses a folder's files by their names, the hub's split, or a generator's; default of the last two:
+            train.
+        limit: how many good rows to read; default: all, and `GENERATED_ROWS` of a generator, which has no end.
+        seed: of a generator.
+        bad: what to do with a row that cannot be read: by default the first one raises `RowError`.
+
+    Raises:
+        RowError: a row or the whole source cannot be read; the message says where, what is wrong and what to do.
     """
-    return list(iterate_source(path_or_id, format=format, split=split, limit=limit, bad=bad))
+    return list(iterate_rows(source, format=format, split=split, limit=limit, seed=seed, bad=bad))
 
 
-def iterate_source(
-    path_or_id: str | Path,
+def iterate_rows(
+    source: str | Path,
     *,
     format: str = "auto",
     split: str | None = None,
     limit: int | None = None,
+    seed: int = 42,
     bad: BadRows | None = None,
 ) -> Iterator[Row]:
-    """What `read_source` returns, one row at a time."""
-    source, bad = str(path_or_id), BadRows() if bad is None else bad
+    """`read_rows`, one row at a time: for callers that do not hold them all."""
+    source, bad = str(source), BadRows() if bad is None else bad
     if limit is not None and limit < 1:
         raise ValueError(f"limit: at least 1 row, got {limit}; leave it out to read all")
+    if is_generated(source):
+        if format != "auto":
+            raise ValueError(f"--format: {source} is generated and has none; leave it out")
+        name = source.removeprefix(GENERATED)
+        yield from generate(name, split=split or "train", size=limit or GENERATED_ROWS, seed=seed)
+        return
     chosen = None if format == "auto" else format
     if chosen is not None:
         known_format(chosen)
@@ -78,10 +93,25 @@ def iterate_source(
     log.info("%s: %d rows, format %s%s", source, count, chosen, f"; {bad.summary()}" if bad.rows else "")
 
 
-def read_fields(path_or_id: str | Path, *, split: str | None = None, bad: BadRows | None = None) -> Iterator[Record]:
-    """The rows of a source as its files have them, each with the place that `Row.where` names; none is converted."""
-    for _, records in _parts(str(path_or_id), split, None, BadRows() if bad is None else bad):
+def read_fields(
+    source: str | Path, *, split: str | None = None, limit: int | None = None, bad: BadRows | None = None
+) -> Iterator[Record]:
+    """(place, fields) of each row of a source as the source has them, one at a time; a generated row is messages.
+
+    The place is the one that `Row.where` has. ``limit`` is for generators, which have no end; other sources are read to
+    their end.
+    """
+    if is_generated(str(source)):
+        for row in iterate_rows(source, split=split, limit=limit):
+            yield row.where, {"messages": list(row.messages)}
+        return
+    for _, records in _parts(str(source), split, None, BadRows() if bad is None else bad):
         yield from records
+
+
+def is_generated(source: str) -> bool:
+    """Whether a source is "generated:NAME"."""
+    return source.startswith(GENERATED)
 
 
 def _nothing_good(skipped: list[BadRow]) -> Fault:
@@ -136,9 +166,9 @@ def _parts(source: str, split: str | None, limit: int | None, bad: BadRows) -> I
 
 
 def _beside(path: Path) -> str:
+    """A file in the same folder whose name is near."""
     names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.parent / close[0]}?" if close else ""
+    return did_you_mean(path.name, names).strip()
 
 
 def _folder(folder: Path, split: str | None) -> list[Path]:
@@ -190,119 +220,3 @@ def read_hub(source: str, split: str, *, streaming: bool) -> Iterator[Record]:
         where = f"{source}:{split}[{index}]" if index else source
         kind = "not readable from the hub" if index else "no such file, and not readable from the hub"
         raise RowError(where, Fault(kind, detail, remedy)) from error
-
-
-# Mixing and splitting ------------------------------------------------------------------------------------------------
-
-
-def _shares(weights: Sequence[float], total: int) -> list[int]:
-    """``total`` divided in proportion: floors first, then one each to the largest remainders (ties: the earlier)."""
-    exact = [Fraction(weight) for weight in weights]
-    quotas = [total * weight / sum(exact) for weight in exact]
-    counts = [math.floor(quota) for quota in quotas]
-    order = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
-    for index in order[: total - sum(counts)]:
-        counts[index] += 1
-    return counts
-
-
-def mix(
-    sources: Sequence[tuple[Sequence[Row], float]], *, total: int | None = None, seed: int, repeat: bool = False
-) -> list[Row]:
-    """Rows of several sources in exact proportion to their weights, shuffled; the same for the same seed everywhere.
-
-    ``total`` unless given is the most that the smallest source allows without repeating a row. A source gives each of
-    its rows once before any twice, and twice only with ``repeat=True``, each pass in a new order.
-    """
-    return [sources[index][0][place] for index, place in mix_places(sources, total=total, seed=seed, repeat=repeat)]
-
-
-def mix_places(
-    sources: Sequence[tuple[Sequence[Row], float]], *, total: int | None = None, seed: int, repeat: bool = False
-) -> Iterator[tuple[int, int]]:
-    """What `mix` returns, as (source, place of the row in it)."""
-    if not sources:
-        raise ValueError("mix: no sources; give at least one (rows, weight)")
-    for index, (rows, weight) in enumerate(sources):
-        if not rows:
-            raise ValueError(f"mix: source {index} has no rows; leave it out")
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"mix: {_named(sources, index)} has weight {weight}; a weight is a number above 0")
-    weights = [weight for _, weight in sources]
-    if total is None:
-        whole = sum(map(Fraction, weights))
-        total = min(math.floor(len(rows) * whole / Fraction(weight)) for rows, weight in sources)
-    if total < 1:
-        raise ValueError(f"mix: total is at least 1, got {total}")
-    counts = _shares(weights, total)
-    picked: list[list[int]] = []
-    for index, ((rows, _), count) in enumerate(zip(sources, counts)):
-        if count > len(rows) and not repeat:
-            raise ValueError(
-                f"mix: {_named(sources, index)} has {len(rows)} rows and {count} of {total} are needed; "
-                f"lower the total or its weight, or pass repeat=True"
-            )
-        places = range(len(rows))
-        passes = [_shuffled(places, f"{seed}/{index}/{turn}") for turn in range(math.ceil(count / len(rows)))]
-        picked.append([place for places in passes for place in places][:count])
-    order = _shuffled([index for index, count in enumerate(counts) for _ in range(count)], f"{seed}/order")
-    queues = [iter(places) for places in picked]
-    return ((index, next(queues[index])) for index in order)
-
-
-def _named(sources: Sequence[tuple[Sequence[Row], float]], index: int) -> str:
-    return f"source {index} ({sources[index][0][0].source})"
-
-
-def _shuffled(items: Sequence[_T], seed: str) -> list[_T]:
-    shuffled = list(items)
-    Random(seed).shuffle(shuffled)  # a string seeds through SHA-512, so PYTHONHASHSEED has no part in it
-    return shuffled
-
-
-def prompt_of(row: Row) -> str:
-    """What a row asks: all that stands before its first answer, with runs of white space made one."""
-    parts: list[str] = []
-    asked = False
-    for message in row.messages:
-        if message["role"] == "assistant":
-            if asked:
-                break
-            continue
-        asked = asked or message["role"] == "user"
-        parts.append(f"{message['role']}: {message.get('content') or ''}")
-    return " ".join(" ".join(parts).split()) if asked else repr(row.messages)
-
-
-def split_rows(rows: Sequence[Row], holdout: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """(train, held out), each in the rows' order. Rows with the same prompt are always on the same side.
-
-    A whole number holds out that many rows (a few more if the last prompt has several), a fraction about that share.
-    The side follows from the prompt's hash and the seed alone, so that with a fraction new rows move no old ones.
-    """
-    train, held = split_places(rows, holdout, seed)
-    return [rows[place] for place in train], [rows[place] for place in held]
-
-
-def split_places(rows: Sequence[Row], holdout: float, seed: int) -> tuple[list[int], list[int]]:
-    """What `split_rows` returns, as places in ``rows``."""
-    fraction = isinstance(holdout, float)
-    if not 0 < holdout < (1 if fraction else len(rows)):
-        bound = "between 0 and 1" if fraction else f"from 1 to {len(rows) - 1}"
-        raise ValueError(f"holdout: a number of rows or a fraction, {bound} for {len(rows)} rows, got {holdout}")
-    places = [_place(row, seed) for row in rows]
-    limit = holdout if fraction else sorted(places)[int(holdout) - 1]
-    held = [index for index, place in enumerate(places) if place <= limit]
-    train = [index for index, place in enumerate(places) if place > limit]
-    if not held or not train:
-        empty = "held out" if not held else "left to train on"
-        raise ValueError(
-            f"holdout: no rows are {empty} of {len(rows)} with holdout={holdout}, seed={seed}; change them"
-        )
-    return train, held
-
-
-def _place(row: Row, seed: int) -> float:
-    """A number in [0, 1), spread evenly over prompts."""
-    digest = hashlib.sha256(f"{seed}/{prompt_of(row)}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48

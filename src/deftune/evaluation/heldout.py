@@ -83,20 +83,13 @@ class HeldoutSettings:
 
 
 def read_data(settings: HeldoutSettings, bad: BadRows) -> list[Row]:
-    """The first ``rows`` rows of a file, a folder, a hub id, or ``generated:NAME``."""
-    from deftune.data.generated import generate
-    from deftune.data.sources import read_source
+    """The rows of a file, a folder, a hub id, or ``generated:NAME``; the first ``rows`` of them."""
+    from deftune.data.sources import is_generated, read_rows
 
-    kind, _, name = settings.data.partition(":")
-    if kind != "generated":
-        return read_source(
-            settings.data, format=settings.format, split=settings.split, limit=settings.rows, bad=bad
-        )  # fmt: skip
-    if settings.rows is None:
+    if is_generated(settings.data) and settings.rows is None:
         raise ValueError(f"{settings.data}: has no end; say how many with --rows N")
-    if settings.format != "auto":
-        raise ValueError(f"--format: {settings.data} is generated and has none; leave it out")
-    return generate(name, split=settings.split or "test", size=settings.rows)
+    split = settings.split or ("test" if is_generated(settings.data) else None)
+    return read_rows(settings.data, format=settings.format, split=split, limit=settings.rows, bad=bad)
 
 
 def fingerprint(example: Encoded) -> str:

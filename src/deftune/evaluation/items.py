@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from deftune.data.rows import SKIP_REMEDY, SUFFIXES, BadRows, Fault, Record, RowError, read_records
+from deftune.data.files import SUFFIXES
+from deftune.data.rows import SKIP_REMEDY, Fault, Record, RowError
+from deftune.data.sources import GENERATED_ROWS, read_fields, read_hub, read_rows
 from deftune.evaluation.grading import EQUAL, Rule
 from deftune.evaluation.readers import REPAIR
 from deftune.evaluation.suites import Task, task_named
-
-GENERATED_SIZE = 1000  # of the held-out FigFont splits, which have no end
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | No
     seen: set[str] = set()
     for item in items:
         if item.id in seen:
-            raise ValueError(f"{item.id}: two rows have this id; fix the file, an answer could not be told to be whose")
+            raise ValueError(f"duplicate id {item.id!r}; ids must be unique so that answers can be matched to items")
         seen.add(item.id)
     if limit is None or len(items) <= limit:
         return items
@@ -140,10 +140,8 @@ def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | No
 def _records(task: Task, data_dir: str | Path | None, limit: int | None) -> Iterable[Record]:
     source = task.source
     if source.generator is not None:
-        from deftune.data.generated import generate
-
-        size = min(limit or (task.size or GENERATED_SIZE), task.size or limit or GENERATED_SIZE)
-        rows = generate(source.generator, split=source.split, size=size)
+        size = min(limit or task.size or GENERATED_ROWS, task.size or limit or GENERATED_ROWS)
+        rows = read_rows(f"generated:{source.generator}", split=source.split, limit=size)
         return (
             (row.where, {"question": row.messages[0]["content"], "answer": row.messages[1]["content"],
                          "index": row.where.partition("[")[2].rstrip("]")})
@@ -151,16 +149,14 @@ def _records(task: Task, data_dir: str | Path | None, limit: int | None) -> Iter
         )  # fmt: skip
     path = find_data(task, data_dir)
     if path is not None:
-        return _benchmark_rows(path)
-    from deftune.data.sources import read_hub
-
+        return _benchmark_rows(read_fields(path))
     return read_hub(cast("str", source.hub), source.split, streaming=False)
 
 
-def _benchmark_rows(path: Path) -> Iterator[Record]:
-    """The rows of a file; the advice about one that cannot be read is that of a benchmark, not of training data."""
+def _benchmark_rows(records: Iterator[Record]) -> Iterator[Record]:
+    """The rows of a file; a row that cannot be read is an error whose advice is for a benchmark, not for training."""
     try:
-        yield from read_records(path, BadRows())
+        yield from records
     except RowError as error:
         kind, detail, remedy = error.fault.kind, error.fault.detail, error.fault.remedy
         if SKIP_REMEDY not in remedy:

@@ -1,4 +1,4 @@
-"""A result's folder: what was asked, of which questions, every answer, its grade; and one process at a time in it.
+"""The folder of an evaluation: settings, questions, answers and grades; one process writes it at a time.
 
 `settings.json` says what was asked and, for each task, the hash of its questions; `questions.jsonl` has the hash of
 each question. `samples.jsonl` has every answer, appended as it is made. `graded.jsonl` has the extraction and verdict
@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
-import os
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.runs import differences
+from deftune.artifacts.folders import Kind, locked
 from deftune.evaluation.items import Item
 from deftune.evaluation.suites import Task
 
@@ -29,6 +27,7 @@ Record = dict[str, Any]
 Tasks = dict[str, tuple[Task, list[Item]]]
 Key = tuple[str, str, float, int]  # task, item, temperature, sample: what names an answer
 
+EVALUATION = Kind("evaluation", "settings.json", "--out")
 AGAIN = "run the same `deftune eval` again, it grades the recorded answers without asking for them"
 NUMBER = (int, float)
 SAMPLE = {"task": str, "id": str, "temperature": NUMBER, "sample": int, "text": str, "finish": str}
@@ -107,15 +106,19 @@ class Result:
     # before anything is asked
 
     def check(self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False) -> list[str]:
-        """Refuse a folder that holds something else: before a model is loaded, and without writing anything.
+        """Refuse a folder that holds another evaluation; nothing is written.
 
-        ``tasks`` are the questions that are asked now. ``change_endpoint`` lets another server go on. Returns what the
-        user should know, a line each.
+        Args:
+            settings: of this call; they must match those of the folder.
+            tasks: the questions of this call; they must be those that the folder's answers are of.
+            change_endpoint: accept another server than before.
+
+        Returns:
+            Lines that the user should read.
         """
         if not self._has_answers():
             return []
-        if not (self.folder / "settings.json").is_file():
-            raise ValueError(f"{self.folder}: is not empty and no result; choose another folder with --out")
+        EVALUATION.is_begun(self.folder)
         before = self.settings()
         now = json.loads(json.dumps(dataclasses.asdict(settings)))
         recorded = before.pop("data", None) if "data" not in now else None  # `HeldoutSettings` has its own
@@ -126,14 +129,11 @@ class Result:
             for content in (before, now):  # recorded as deftune's own is: an upgrade goes on
                 content["engine"].pop("version", None)
             self._check_url(before["engine"], now["engine"], change_endpoint)
-        if changed := differences(before, now):
-            raise ValueError(
-                f"{self.folder}: holds another evaluation ({'; '.join(changed[:4])}); choose another folder with --out"
-            )
+        EVALUATION.refuse_changes(self.folder, before, now)
         return [] if tasks is None else self._check_questions(recorded, tasks)
 
     def _check_url(self, before: Record, now: Record, change_endpoint: bool) -> None:
-        """Taken out of both: a URL is compared here and nowhere else; older results have none."""
+        """Compare the servers' URLs, which older results lack, and remove them from both settings."""
         old, new = before.pop("url", None), now.pop("url", None)
         before.pop("earlier_urls", None)
         if old is not None and new is not None and old != new and not change_endpoint:
@@ -174,16 +174,16 @@ class Result:
         return found
 
     def _has_answers(self) -> bool:
-        """Whether anything came of an earlier call."""
+        """Whether an earlier call wrote an answer."""
         return self.folder.exists() and any(not self._is_beginning(entry) for entry in self.folder.iterdir())
 
     def _is_beginning(self, entry: Path) -> bool:
-        """What a call leaves that ends before its first answer."""
+        """Whether a file is one that a call writes before its first answer."""
         empty = entry in (self.samples, self.folder / "rows.jsonl") and entry.stat().st_size == 0
         return empty or entry.name in ("settings.json", self.questions.name, ".lock")
 
     def open(self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False) -> list[str]:
-        """Begin, or go on; another evaluation's folder is refused. Returns `check`'s lines."""
+        """Write the settings of a new folder, or continue one, after `check`, whose lines are returned."""
         notes = self.check(settings, tasks, change_endpoint=change_endpoint)
         self.folder.mkdir(parents=True, exist_ok=True)
         now: Record = {"deftune": __version__, **json.loads(json.dumps(dataclasses.asdict(settings)))}
@@ -207,44 +207,21 @@ class Result:
     def writing(
         self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False
     ) -> Generator[list[str]]:
-        """`open` it, with no other process in it until the end; a folder that got no answer is not left behind."""
+        """`open` the folder and lock it until the end; a folder that got no answer is removed."""
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            with self._locked():
+            with locked(self.folder, "writing this result"):
                 try:
                     yield self.open(settings, tasks, change_endpoint=change_endpoint)
                 finally:
                     if not self._has_answers():
                         for entry in self.folder.iterdir():
-                            entry.unlink()  # the lock too, which no other process can hold
+                            entry.unlink(missing_ok=True)  # the lock too, which no other process can hold
         finally:
             for path in missing:
                 with contextlib.suppress(OSError):  # it holds something
                     path.rmdir()
-
-    @contextlib.contextmanager
-    def _locked(self) -> Generator[None]:
-        path = self.folder / ".lock"
-        while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(handle)
-                raise ValueError(
-                    f"{self.folder}: another process is writing this result; wait until it ends, or choose another "
-                    f"folder with --out"
-                ) from None
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle), os.stat(path)):
-                    break
-            os.close(handle)  # its holder removed it in between: this lock keeps nobody out
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            os.close(handle)
 
     # what is there
 
@@ -363,7 +340,7 @@ def read_lines(path: Path, shape: Mapping[str, Any], remedy: str, *, cut: bool =
 
 
 def misfit(value: Any, shape: Any, place: str = "") -> str | None:
-    """What keeps a value from having a shape; None where it has it.
+    """Why a value does not have a shape; None where it does.
 
     A shape is a type, a tuple of types, ``[shape]`` for a list of any length, or ``{key: shape}`` for an object that
     has at least these keys. A number is finite, and true is no number.
@@ -401,7 +378,7 @@ def _kind(value: Any) -> str:
 
 
 def drop_cut_line(path: Path) -> None:
-    """A kill may leave half a line; the next answer must not be glued to it."""
+    """Remove a last line that a kill cut off, so that the next answer starts a new line."""
     if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(content.rfind(b"\n") + 1)

@@ -7,7 +7,6 @@ items are read by `deftune.evaluation.items`. No data is part of this package. S
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from deftune.evaluation.readers import (
     read_olympiad,
     read_pubmedqa,
 )
+from deftune.objectives.suggest import did_you_mean
 
 Kind = Literal["math", "choice", "figfont"]
 
@@ -202,9 +202,7 @@ def suite_named(name: str, others: Sequence[str] = ()) -> Suite:
 def _known(name: str, table: Mapping[str, Any], what: str, others: Sequence[str] = ()) -> Any:
     if name not in table:
         known = [*table, *others]
-        close = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(known)}")
+        raise ValueError(f"unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
     return table[name]
 
 

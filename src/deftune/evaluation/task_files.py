@@ -1,108 +1,107 @@
-"""A task of one's own, from a small YAML file; nothing in it is ever run."""
+"""A task of the user's own, from a small YAML file; nothing in the file is ever executed."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Literal
 
+from pydantic import Field, StrictInt, ValidationError, field_validator, model_validator
+
+from deftune.artifacts.config import ConfigError, Positive, Section, explain, read_yaml
 from deftune.data.fields import Fields, read_field
-from deftune.data.rows import SUFFIXES
+from deftune.data.files import SUFFIXES
 from deftune.evaluation.items import render_prompt
 from deftune.evaluation.readers import Question, each, filled, key_of, letter_of, number_text, options_of
 from deftune.evaluation.suites import MAX_NEW_TOKENS, PROMPTS, TASKS, Source, Task
 
-_FILE_KEYS = ("name", "version", "kind", "data", "split", "fields", "answer_from", "prompt", "max_new_tokens", "about")
-_FIELD_KEYS = ("question", "gold", "options", "id")
+Text = Annotated[str, Field(min_length=1, pattern=r"\S")]
+
+
+class FieldNames(Section):
+    """The names that the data's fields have."""
+
+    question: Text = "question"
+    gold: Text = "gold"
+    options: Text | list[Text] = "options"  # one field that holds all options, or a field for each
+    id: Text = "id"
+
+
+class TaskFile(Section):
+    """The keys of a task file."""
+
+    name: str
+    version: Text
+    kind: Literal["math", "choice"]
+    data: Text
+    split: Text = "test"
+    fields: FieldNames = FieldNames()
+    answer_from: Annotated[StrictInt, Field(ge=0, le=1)] = 0
+    prompt: str | None = None
+    max_new_tokens: Positive | None = None
+    about: str | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.-]+", value):
+            raise ValueError("letters, digits, _, . and - only")
+        if value in TASKS:
+            raise ValueError(f"{value} is a task already; choose another")
+        return value
+
+    @model_validator(mode="after")
+    def _prompt(self) -> TaskFile:
+        prompt = self.whole_prompt
+        if "{question}" not in prompt:
+            raise ValueError("prompt: a text with {question} in it")
+        render_prompt(prompt, {"question": "", "options": ""})
+        if self.kind == "choice" and "{options}" not in prompt:
+            raise ValueError("prompt: a choice needs {options} in it")
+        return self
+
+    @property
+    def whole_prompt(self) -> str:
+        return PROMPTS[self.kind] if self.prompt is None else self.prompt
+
+    def read_row(self, row: Fields) -> Question:
+        names = self.fields
+        question, key = filled(row, names.question), key_of(row, names.id)
+        gold = read_field(row, names.gold)
+        if self.kind == "math":
+            return Question(question, number_text(gold), key=key)
+        where = names.options
+        options = options_of([row.get(name) for name in where] if isinstance(where, list) else read_field(row, where))
+        return Question(question, letter_of(gold, options, self.answer_from), options, key)
 
 
 def load_task_file(path: str | Path) -> Task:
-    """A task of one's own, from a small YAML file; nothing in it is ever run.
+    """Read a task from a YAML file.
 
         name: my_exam
         version: "1"
         kind: choice                  # or math
         data: exam.jsonl              # beside this file; or org/name:config on the hub, with split: test
         fields: {question: q, gold: correct, options: [a, b, c, d], id: number}
-        answer_from: 0                # what the first option counts as, where gold is a number
+        answer_from: 0                # the number of the first option, where gold is a number
         prompt: "{question}\\n\\n{options}\\n\\nAnswer with the letter."
 
-    ``fields.options`` is one field that holds them, or a list of fields. ``prompt`` may be left out, and ``fields``
-    where the data uses the names question, gold, options and id.
+    ``fields.options`` is one field that holds all options, or a list of fields. ``prompt`` may be left out, and
+    ``fields`` where the data uses the names question, gold, options and id.
+
+    Raises:
+        ConfigError: the file is not there, is not YAML, or has a wrong key or value.
     """
-    from deftune.artifacts.config import ConfigError, read_yaml
-
     path = Path(path)
-
-    def wrong(what: str) -> ConfigError:
-        return ConfigError(f"{path}: {what}")
-
     if not path.is_file():
-        raise wrong("no such file; a task of your own is a small YAML file: docs/evaluation.md has one")
-    content = read_yaml(path)
-    _check_keys(content, _FILE_KEYS, wrong, "")
-    for key in ("name", "version", "kind", "data"):
-        if not isinstance(content.get(key), str) or not content[key].strip():
-            raise wrong(f"{key}: a text is needed{' (in quotes)' if content.get(key) is not None else ''}")
-    name, kind = content["name"], content["kind"]
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise wrong(f"name: letters, digits, _, . and - only, got {name!r}")
-    if name in TASKS:
-        raise wrong(f"name: {name} is a task already; choose another")
-    if kind not in ("math", "choice"):
-        raise wrong(f"kind: math or choice, got {kind!r}")
-    names = content.get("fields", {})
-    if not isinstance(names, dict):
-        raise wrong("fields: a mapping such as {question: q, gold: a}")
-    _check_keys(cast("dict[str, Any]", names), _FIELD_KEYS, wrong, "fields.")
-    fields = {"question": "question", "gold": "gold", "options": "options", "id": "id", **cast("dict[str, Any]", names)}
-    for key, value in fields.items():
-        several = (
-            key == "options" and isinstance(value, list) and all(isinstance(v, str) for v in cast("list[Any]", value))
-        )
-        if not isinstance(value, str) and not several:
-            raise wrong(f"fields.{key}: the name of a field{' or a list of names' if key == 'options' else ''}")
-    first: Any = content.get("answer_from", 0)
-    if isinstance(first, bool) or first not in (0, 1):
-        raise wrong(f"answer_from: 0 or 1, got {first!r}")
-    prompt = content.get("prompt", PROMPTS[kind])
-    max_new_tokens = content.get("max_new_tokens", MAX_NEW_TOKENS[kind])
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise wrong(f"max_new_tokens: a number of at least 1, got {max_new_tokens!r}")
-    if not isinstance(prompt, str) or "{question}" not in prompt:
-        raise wrong("prompt: a text with {question} in it")
+        raise ConfigError(f"{path}: no such file; docs/evaluation.md has an example of a task file")
     try:
-        render_prompt(prompt, {"question": "", "options": ""})
-    except ValueError as error:
-        raise wrong(str(error)) from None
-    if kind == "choice" and "{options}" not in prompt:
-        raise wrong("prompt: a choice needs {options} in it")
-
-    def read(row: Fields) -> Question:
-        question, key = filled(row, fields["question"]), key_of(row, fields["id"])
-        gold = read_field(row, fields["gold"])
-        if kind == "math":
-            return Question(question, number_text(gold), key=key)
-        where = fields["options"]
-        options = options_of([row.get(one) for one in where] if isinstance(where, list) else read_field(row, where))
-        return Question(question, letter_of(gold, options, first), options, key)
-
-    data = content["data"]
-    beside = path.parent / data
-    on_hub = not beside.exists() and not data.endswith(SUFFIXES) and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", data)
-    split = str(content.get("split", "test"))
-    source = Source(hub=data, split=split) if on_hub else Source(path=beside)
-    about = str(content.get("about", f"from {path.name}"))
-    return Task(name, content["version"], kind, source, each(read), about, None, prompt, max_new_tokens)
-
-
-def _check_keys(
-    content: Mapping[str, Any], known: Sequence[str], wrong: Callable[[str], Exception], prefix: str
-) -> None:
-    for key in content:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise wrong(f"{prefix}{key}: unknown key.{hint} Known: {', '.join(known)}")
+        task = TaskFile.model_validate(read_yaml(path, TaskFile))
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error, TaskFile))) from None
+    beside = path.parent / task.data
+    hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", task.data) and not task.data.endswith(SUFFIXES)
+    on_hub = hub_id and not beside.exists()
+    source = Source(hub=task.data, split=task.split) if on_hub else Source(path=beside)
+    about, most = task.about or f"from {path.name}", task.max_new_tokens or MAX_NEW_TOKENS[task.kind]
+    return Task(task.name, task.version, task.kind, source, each(task.read_row), about, None, task.whole_prompt, most)

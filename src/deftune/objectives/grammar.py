@@ -7,7 +7,6 @@ arg   := [NAME "="] (NUMBER | spec)  a bare word is a choice (norm=lnk) or an ob
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from deftune.objectives.base import Objective
+from deftune.objectives.suggest import did_you_mean
 
 MAX_SPEC_LENGTH = 1000  # without spaces, which the canonical form adds
 MAX_DEPTH = 30
@@ -117,15 +117,9 @@ class _Parser:
         return _Value(self.spec[at:end].strip(), False, terms)
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' or nothing."""
-    close = difflib.get_close_matches(word.lower(), list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def _unknown(what: str, word: str, known: Iterable[str]) -> ValueError:
     known = list(known)
-    return ValueError(f"unknown {what} {word!r}.{suggest(word, known)} Known: {', '.join(known)}")
+    return ValueError(f"unknown {what} {word!r}.{did_you_mean(word, known)} Known: {', '.join(known)}")
 
 
 def _convert(where: str, wanted: object, value: _Value) -> object:
@@ -138,7 +132,7 @@ def _convert(where: str, wanted: object, value: _Value) -> object:
         choices = [str(choice) for choice in typing.get_args(wanted)]
         if value.text not in choices:
             raise ValueError(
-                f"{where} is one of {', '.join(choices)}, got {value.text!r}.{suggest(value.text, choices)}"
+                f"{where} is one of {', '.join(choices)}, got {value.text!r}.{did_you_mean(value.text, choices)}"
             )
         return value.text
     if wanted in (int, float):

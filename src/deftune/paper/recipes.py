@@ -7,7 +7,6 @@ another table has no recipe of its own: the recipe lists all its tables. Base ro
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from deftune.artifacts.config import RunConfig, load_config
+from deftune.objectives.suggest import did_you_mean
 
 
 class Backbone(NamedTuple):
@@ -283,9 +283,9 @@ def recipe(name: str) -> Recipe:
     same = re.sub(r"^(?:ood|multi-epoch)/(.+?)(?:-e1)?$", r"strong/\1", name)
     if same in known:
         raise ValueError(f"unknown recipe {name!r}. It is the run of {same!r}; use that one")
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown recipe {name!r}.{hint} `deftune paper recipes` lists all {len(known)}")
+    raise ValueError(
+        f"unknown recipe {name!r}.{did_you_mean(name, known)} `deftune paper recipes` lists all {len(known)}"
+    )
 
 
 def _name(regime: str, backbone: str, method: str, epochs: int) -> str:
@@ -337,41 +337,3 @@ def _yaml_lines(
 def _scalar(value: Any) -> str:
     """A value on one line of YAML."""
     return yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]
-
-
-def starter() -> str:
-    """What `deftune init` writes: a first run that needs no hub and no GPU."""
-    return STARTER
-
-
-STARTER = """\
-# A first run: SmolLM2-135M on generated word problems. It needs no hub and no GPU; two cores are enough.
-# `deftune train FILE` runs it, and goes on where it was interrupted. The baseline to compare with:
-# `deftune train FILE --set objective=nll --set run=runs/nll`.
-
-run: runs/first                 # the run's folder: checkpoints, metrics, this file
-objective: deft                 # `deftune objectives` lists them; modifiers compose: deft | eos(nll)
-
-model:
-  name: smollm2                 # or a hub id, a folder, a .gguf file
-  # lora: {r: 16}               # adapters instead of full fine-tuning
-
-data:
-  train:
-    - generate: gsm_symbolic    # or path: train.jsonl, or path: org/dataset
-      split: train
-      limit: 400                # rows to make
-  holdout: 0.1                  # share of the rows that is kept to evaluate on
-  max_length: 384               # tokens; longer rows are cut
-  # template: chatml            # for a model without a chat template of its own
-
-train:
-  learning_rate: 5.0e-5
-  max_steps: 40
-  batch_size: 8                 # rows of an optimizer step
-  micro_batch_size: 4           # rows of one forward pass: memory, never the result
-  save_steps: 20
-  eval_steps: 20
-  # best: eval_loss             # end with the best step by the held-out loss instead of the last step
-  seed: 42
-"""

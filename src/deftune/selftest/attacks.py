@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from deftune.artifacts import checkpoints
+from deftune.artifacts import checkpoints, folders
 from deftune.selftest import tiny
 from deftune.selftest.check import Figure, Size
 from deftune.selftest.files import command
@@ -172,8 +172,8 @@ def pickles() -> Iterator[tuple[str, Attack]]:
             shutil.rmtree(run / "model")
             newest = checkpoints.checkpoints(run / "checkpoints")[-1]
             (newest / name).write_bytes(pickle.dumps(Pickled(target.canary)))
-            (newest / checkpoints.MANIFEST).unlink()
-            checkpoints.seal(newest, step=checkpoints.step_of(newest))  # the attacker can compute checksums, too
+            (newest / folders.MANIFEST).unlink()
+            folders.seal(newest, step=checkpoints.step_of(newest))  # the attacker can compute checksums, too
             (run / "status.json").write_text(json.dumps({"state": "running", "step": 1}))
             quiet_command("train", run)
 
@@ -339,9 +339,9 @@ def paths_and_links() -> Iterator[tuple[str, Attack]]:
     def traversal(target: Target) -> None:
         run = target.copy(target.run)
         newest = checkpoints.checkpoints(run / "checkpoints")[-1]
-        manifest = json.loads(json.loads((newest / checkpoints.MANIFEST).read_text())["content"])
+        manifest = json.loads(json.loads((newest / folders.MANIFEST).read_text())["content"])
         manifest["files"]["../../../thesis"] = {"bytes": 5, "sha256": "0" * 64}
-        (newest / checkpoints.MANIFEST).write_text(checkpoints.render_manifest(json.dumps(manifest)))
+        (newest / folders.MANIFEST).write_text(folders.render_manifest(json.dumps(manifest)))
         shutil.rmtree(run / "model")
         quiet_command("train", run)
 

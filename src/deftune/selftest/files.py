@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deftune.artifacts import checkpoints
+from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import load_config
 from deftune.data.encoding import Encoded, Encoder
 from deftune.data.packing import Collator, pack
 from deftune.data.rows import BadRows, Row, RowError
-from deftune.data.sources import read_source
+from deftune.data.sources import read_rows
 from deftune.objectives import IGNORE_INDEX
 from deftune.objectives import objective as parse_objective
 from deftune.selftest import tiny
@@ -104,14 +104,14 @@ def bad_rows(size: Size) -> Figure:
             path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
             tried += 1
             try:
-                read_source(path)
+                read_rows(path)
                 misses.append(f"line {number} of {name}: not refused")
                 continue
             except RowError as error:
                 if not str(error).startswith(f"{path}:2: "):
                     misses.append(f"line {number} of {name}: {error}")
             bad = BadRows(skip=True)
-            if len(read_source(path, bad=bad)) != 2 or [row.where for row in bad.rows] != [f"{path}:2"]:
+            if len(read_rows(path, bad=bad)) != 2 or [row.where for row in bad.rows] != [f"{path}:2"]:
                 misses.append(f"line {number} of {name}: not skipped alone")
     bench = Bench(size.folder)
     rows = [json.loads(GOOD), *REFUSED_ROWS, json.loads(GOOD)] * 2
@@ -207,8 +207,7 @@ def packs(size: Size) -> Figure:
             ids = [draw.randrange(9) for _ in range(draw.randint(1, 32))]
             labels = [token if draw.random() < 0.5 else IGNORE_INDEX for token in ids]
             rows.append(Encoded(ids, labels, f"a:{place}", "a"))
-        strategy: Any = draw.choice(["bfd", "sequential"])
-        packed = pack(rows, draw.randint(32, 96), strategy=strategy)
+        packed = pack(rows, draw.randint(32, 96))
         batch = Collator(99, padding_free=draw.random() < 0.5)(packed)
         found: Counter[Any] = Counter()
         for ids, labels, positions in zip(*(batch[key].tolist() for key in ("input_ids", "labels", "position_ids"))):
@@ -280,7 +279,7 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 
 def parsers(folder: Path) -> dict[str, tuple[list[bytes], Callable[[bytes], object]]]:
     """The five parsers, each with inputs to damage."""
-    from deftune.data.rows import parse_line
+    from deftune.data.files import parse_line
     from deftune.evaluation.extraction import extract_choice, extract_final
     from deftune.evaluation.grading import normalize_answer
 
@@ -300,7 +299,7 @@ def parsers(folder: Path) -> dict[str, tuple[list[bytes], Callable[[bytes], obje
 
     def read_manifest(content: bytes) -> object:
         path.write_bytes(content)
-        return checkpoints.read_manifest(path)
+        return folders.read_manifest(path)
 
     def read_spec(content: bytes) -> object:
         return parse_objective(content.decode("utf-8", "replace"))
@@ -308,8 +307,8 @@ def parsers(folder: Path) -> dict[str, tuple[list[bytes], Callable[[bytes], obje
     sealed = folder / "sealed"
     sealed.mkdir()
     (sealed / "file").write_bytes(b"x")
-    checkpoints.seal(sealed, step=3)
-    manifest = (sealed / checkpoints.MANIFEST).read_bytes()
+    folders.seal(sealed, step=3)
+    manifest = (sealed / folders.MANIFEST).read_bytes()
     shutil.rmtree(sealed)
     config = json.dumps(tiny.run_content(folder / "run", folder, folder / "chat.jsonl")).encode()
     specs = [b"deft", b"eaft(k=3, power=2, norm=3)", b"deft | floor(0.2) | blend(nll, 0.25) | mean_one"]

@@ -16,7 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from deftune.artifacts import checkpoints
+from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import ConfigError, RunConfig, load_config
 from deftune.artifacts.runs import Run
 from deftune.losses import token_stats
@@ -66,7 +66,7 @@ def quietly(config: RunConfig) -> Outcome:
 
 def weights(run: Path) -> dict[str, bytes]:
     """The result's tensors, byte for byte."""
-    checkpoints.verify(run / "model")
+    folders.verify(run / "model")
     return {path.name: path.read_bytes() for path in sorted((run / "model").glob("*.safetensors"))}
 
 
@@ -244,10 +244,10 @@ def loss_of_all_rows(bench: Bench, spec: str) -> float:
     """The objective's mean over every supervised token, from the model's own float64 logits."""
     from deftune.artifacts.models import load_model, load_tokenizer
     from deftune.data.encoding import Encoder, encode_rows
-    from deftune.data.sources import read_source
+    from deftune.data.sources import read_rows
 
     tokenizer, model = load_tokenizer(str(bench.model)), load_model(str(bench.model)).double()
-    encoded = encode_rows(read_source(bench.data), Encoder(tokenizer, max_length=128)).examples
+    encoded = encode_rows(read_rows(bench.data), Encoder(tokenizer, max_length=128)).examples
     stats: list[TokenStats] = []
     with torch.no_grad():
         for example in encoded:

@@ -18,13 +18,13 @@ from deftune.artifacts.encodings import encoder_options
 from deftune.artifacts.models import cache_folder, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.templates import set_template
-from deftune.data.cache import encode_cached
+from deftune.data.cache import encode_cached, is_cached
 from deftune.data.encoding import EncodedRows, Encoder
-from deftune.data.generated import generate
+from deftune.data.mixing import mix_places, split_places
 from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
-from deftune.data.sources import iterate_source, mix_places, split_places
+from deftune.data.sources import iterate_rows
 from deftune.objectives import objective as parse_objective
 from deftune.training.display import RowProgress
 from deftune.training.trackers import check_trackers
@@ -93,19 +93,13 @@ def check_config(config: RunConfig) -> None:
         )
 
 
-def read_rows(sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None]) -> PackedRows:
+def read_mixture(sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None]) -> PackedRows:
     """The rows of the sources, mixed by their weights."""
     read: list[tuple[PackedRows, float]] = []
     for source in sources:
-        if source.generate is not None:
-            assert source.limit is not None
-            rows = PackedRows(generate(source.generate, split=source.split or "train", size=source.limit))
-            notice(f"{source.generate}: {len(rows):,} rows generated")
-        else:
-            assert source.path is not None
-            found = iterate_source(source.path, format=source.format, split=source.split, limit=source.limit, bad=bad)
-            rows = PackedRows(_counted(found, f"reading {source.path}", notice), bad)
-            notice(f"{source.path}: {len(rows):,} rows")
+        found = iterate_rows(source.place, format=source.format, split=source.split, limit=source.limit, bad=bad)
+        rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad)
+        notice(f"{source.place}: {len(rows):,} rows")
         read.append((rows, source.weight))
     if len(read) == 1 and config.data.total is None:
         return read[0][0]
@@ -125,8 +119,8 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     check_config(config)
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
-    rows = read_rows(data.train, config, bad, notice)
-    held = read_rows(data.eval, config, bad, notice) if data.eval else PackedRows()
+    rows = read_mixture(data.train, config, bad, notice)
+    held = read_mixture(data.eval, config, bad, notice) if data.eval else PackedRows()
     if data.holdout:
         sides = split_places(rows, data.holdout, config.train.seed)
         rows, held = (PackedRows.gather((rows, place) for place in side) for side in sides)
@@ -150,11 +144,15 @@ def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
 
 
 def encode(rows: PackedRows, encoder: Encoder, bad: BadRows, notice: Callable[[str], None]) -> EncodedRows:
-    """The rows' tokens and masks: from the cache, or made by several processes with a bar or a line now and then."""
+    """The rows' tokens and masks, from the cache or made by several processes.
+
+    With the cache one rank of a machine encodes, on all cores, while the others wait and then read its result.
+    """
+    ranks = 1 if is_cached(encoder) else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def make() -> EncodedRows:
         with RowProgress("encoding rows", len(rows), notice, shown=is_main()) as progress:
-            return encode_packed(rows, encoder, bad=bad, progress=progress.update)
+            return encode_packed(rows, encoder, bad=bad, ranks=ranks, progress=progress.update)
 
     return encode_cached(rows, encoder, cache_folder() / "encoded", bad=bad, encode=make, notice=notice)
 

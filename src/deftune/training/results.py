@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from deftune.artifacts.checkpoints import sealed_folder
+from deftune.artifacts.folders import sealed_folder
 from deftune.artifacts.results import is_adapter, load_result, result_folder
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import resolve_template

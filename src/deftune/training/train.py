@@ -19,8 +19,9 @@ from rich.console import Console
 from deftune.artifacts import checkpoints
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.files import write_atomic
+from deftune.artifacts.folders import MANIFEST, FolderError, disk_error, locked, sealed_folder
 from deftune.artifacts.models import first_line, load_model
-from deftune.artifacts.runs import Run, cut_metrics, find_run, locked, open_run
+from deftune.artifacts.runs import Run, cut_metrics, find_run, open_run
 from deftune.artifacts.terminal import line_printer
 from deftune.data.encoding import end_tokens_of
 from deftune.data.packing import Collator, Joined
@@ -30,6 +31,7 @@ from deftune.training.display import StepDisplay
 from deftune.training.preparation import Prepared, facts, fingerprint, is_main, prepare, world_size
 from deftune.training.trackers import tracker_name, tracking
 
+TRAINING = "training this run"
 ScoreTasks = Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> {task: score}
 
 
@@ -46,6 +48,15 @@ def leave_ranks() -> None:
     """The last act of a process among several: one that ends inside its group has threads left, and may abort."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def from_main(value: Any) -> Any:
+    """The value that rank 0 has; every rank calls this once torch.distributed runs."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -309,7 +320,7 @@ def train_run(
     say: Callable[[str], None] = line_printer(console) if is_main() else (lambda _: None)
     with quiet():
         run = find_run(config) if is_main() else Run(Path(config.run))
-        if run.status()["state"] == "finished" and (run.model / checkpoints.MANIFEST).is_file():
+        if run.status()["state"] == "finished" and (run.model / MANIFEST).is_file():
             if restart:
                 raise ValueError(f"--restart: {run.folder} is finished; train anew in another folder, --set run=...")
             say(f"{run.folder}: already finished; its model is in {run.model}")
@@ -317,10 +328,10 @@ def train_run(
         with ExitStack() as held:
             old = run.config.exists()
             if is_main() and old:  # before the data is read, which may take long
-                held.enter_context(locked(run))
+                held.enter_context(locked(run.folder, TRAINING))
             prepared = prepare(config, say)
             if is_main() and not old:  # wrong data leaves no folder behind
-                held.enter_context(locked(run))
+                held.enter_context(locked(run.folder, TRAINING))
                 open_run(config)
             with tracking(config.train.report_to, run.folder / "logs"):
                 return _train(prepared, run, console, say, title, score_tasks, restart)
@@ -335,7 +346,8 @@ def _train(
         say(line)
     if is_main():
         record_data(prepared, run)
-    resumed = None if restart else checkpoints.latest(run.checkpoints, say)
+    # rank 0 hashes the checkpoint, and the others take its word
+    resumed = checkpoints.latest(run.checkpoints, say) if is_main() and not restart else None
     if restart and is_main() and (aside := checkpoints.set_aside(run.checkpoints)):
         say(f"training from the beginning; the checkpoints are in {aside}")
     stop = StopSignal()
@@ -343,6 +355,7 @@ def _train(
     display = StepDisplay(console, title)
     callback = make_callback(run, display, stop, lambda: trainer)
     trainer = make_trainer(prepared, run, [callback], score_tasks)
+    resumed = from_main(resumed)
     step = checkpoints.step_of(resumed) or 0 if resumed else 0
     if is_main():
         checkpoints.clear_staging(run.checkpoints)
@@ -440,7 +453,7 @@ def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
     staging = run.folder / f".model-{os.environ.get('MASTER_PORT', '0')}"
     main = is_main()
     try:
-        with checkpoints.sealed_folder(staging, run.model) if main else nullcontext():
+        with sealed_folder(staging, run.model) if main else nullcontext():
             trainer.accelerator.wait_for_everyone()
             trainer.save_model(str(staging))
             trainer.accelerator.wait_for_everyone()
@@ -452,8 +465,8 @@ def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
                 (staging / "README.md").write_text(card, encoding="utf-8")
                 name_base_model(staging, prepared.config)
     except (OSError, RuntimeError) as error:
-        if reason := checkpoints.disk_error(error):
-            raise checkpoints.CheckpointError(f"{run.model}: could not be written ({reason})") from error
+        if reason := disk_error(error):
+            raise FolderError(f"{run.model}: could not be written ({reason})") from error
         raise
     trainer.accelerator.wait_for_everyone()
 
