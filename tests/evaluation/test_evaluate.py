@@ -139,7 +139,7 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
     tiny_model = tmp_path / "model"
     model.save_pretrained(tiny_model)
     tokenizer.save_pretrained(tiny_model)
-    arguments = ["eval", str(tiny_model), "--task-file", str(own_task), "--max-new-tokens", "8", "--out"]
+    arguments = ["eval", "run", str(tiny_model), "--task-file", str(own_task), "--max-new-tokens", "8", "--out"]
     out = tmp_path / "result"
     assert main([*arguments, str(out)]) == 0
     assert "exam" in capsys.readouterr().out
@@ -155,22 +155,53 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["eval", "m"], "name a --suite, a --task or a --task-file"),
-        (["eval", "m", "--suite", "maths"], "Did you mean 'math'? Known: math, medical, figfont, heldout"),
-        (["eval", "m", "--suite", "held-out"], "unknown suite 'held-out'. Did you mean 'heldout'?"),
-        (["eval", "show", "nowhere"], "nowhere: is no result (no settings.json); `deftune eval MODEL` makes one"),
-        (["eval", "compare", "a"], "eval compare: write it as `deftune eval compare BASE RUN [RUN ...]`, got 1"),
-        (["eval", "m", "--suite", "math", "--data", "nowhere"], "--data: nowhere: no such folder"),
-        (["eval", "m", "--task-file", "no.yaml"], "no.yaml: no such file; a task of your own is a small YAML file"),
-        (["eval", "a", "b"], "one model at a time"),
+        (["run", "m"], "--suite: name a suite, a task or a task file"),
+        (["run", "m", "--suite", "maths"], "Did you mean 'math'? Known: math, medical, figfont;"),
+        (
+            ["run", "m", "--suite", "heldout"],
+            "unknown suite 'heldout'. Known: math, medical, figfont; token statistics",
+        ),
+        (["show", "nowhere"], "nowhere: is no result (no settings.json); `deftune eval run MODEL` makes one"),
+        (["run", "m", "--suite", "math", "--data", "nowhere"], "--data: nowhere: no such folder"),
+        (["run", "m", "--task-file", "no.yaml"], "no.yaml: no such file; a task of your own is a small YAML file"),
+        (["run", "m", "--suite", "math", "--limit", "0"], "--limit: at least 1, got 0"),
+        (["run", "m", "--suite", "math", "--workers", "0"], "--workers: at least 1, got 0"),
     ],
 )
 def test_wrong_inputs_are_one_line(arguments, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    assert main(["eval", *arguments]) == 2
     err = capsys.readouterr().err
     assert text in err and len(err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["runs/first", "--suite", "math"], ["smollm2"], ["a", "b"]])
+def test_a_model_without_a_verb_is_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", *arguments])
+    [line] = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and "deftune eval MODEL is now deftune eval run MODEL" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["compare", "a"], "the following arguments are required: RUN"),
+        (["run", "a", "b"], "unrecognized arguments: b"),
+        (["run", "m", "--suite", "math", "--rows", "3"], "unrecognized arguments: --rows 3"),
+        (["run", "m", "--suite", "math", "--wrong"], "unrecognized arguments: --wrong"),
+        (["run", "m", "--suite", "math", "--engine", "sglang"], "argument --engine: invalid choice: 'sglang'"),
+        (["heldout", "m"], "the following arguments are required: --data"),
+        (["heldout", "m", "--data", "x", "--engine", "vllm"], "unrecognized arguments: --engine vllm"),
+        (["list", "--temperature", "1"], "unrecognized arguments: --temperature 1"),
+        (["show", "r", "--temperature", "1"], "unrecognized arguments: --temperature 1"),
+    ],
+)
+def test_a_verb_refuses_options_that_it_does_not_have(arguments, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", *arguments])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -178,16 +209,16 @@ def test_wrong_inputs_are_one_line(arguments, text, capsys, tmp_path, monkeypatc
     [
         (["--temperature", "-1"], "temperature: a number from 0 (greedy), got -1.0"),
         (["--temperature", "1", "--temperature", "1"], "temperature: 1 is given twice"),
-        (["--temperature", "1", "--top-p", "0"], "top_p: above 0, at most 1 (all tokens), got 0.0"),
-        (["--samples", "4"], "--samples: greedy answers (T = 0) are the same whatever it is"),
-        (["--top-p", "0.9"], "--top-p: greedy answers"),
+        (["--temperature", "1", "--top-p", "0"], "--top-p: above 0, at most 1 (all tokens), got 0.0"),
+        (["--samples", "4"], "--samples: has no effect on greedy answers (T = 0)"),
+        (["--top-p", "0.9"], "--top-p: has no effect on greedy answers"),
         (["--rule", "lenient"], "--rule: is for multiple choice, and none is asked"),
         ([], "model: unknown name 'm'"),
     ],
 )
 def test_what_is_refused_leaves_no_folder(options, text, own_task, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["eval", "m", "--task-file", str(own_task), *options]) == 2
+    assert main(["eval", "run", "m", "--task-file", str(own_task), *options]) == 2
     err = capsys.readouterr().err
     assert text in err and len(err.splitlines()) == 1
     assert not (tmp_path / "results").exists()

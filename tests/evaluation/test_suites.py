@@ -7,8 +7,9 @@ import pytest
 
 from deftune.data.generated import generate
 from deftune.data.rows import RowError
-from deftune.evaluation.items import MissingData, available, find_data, read_task, render_prompt, with_data
-from deftune.evaluation.suites import MATH_PROMPT, SUITES, TASKS, coverage, size_note, suite_named, task_named
+from deftune.evaluation.items import MissingData, find_data, locate_tasks, read_task, render_prompt, with_data
+from deftune.evaluation.kinds import MATH_PROMPT
+from deftune.evaluation.suites import SUITES, TASKS, coverage, size_note, suite_named, task_named
 from deftune.evaluation.task_files import load_task_file
 
 # rows of the released files; where the paper's set is another one, `size_note` must say so
@@ -71,10 +72,10 @@ def test_a_limit_is_a_fair_sample_that_grows(data):
 
 
 def test_what_is_missing_of_a_suite(data):
-    reasons = available(SUITES["medical"].tasks, data)
-    have = [name for name, reason in reasons.items() if not reason]
+    found = locate_tasks(data)
+    have = [name for name, where in found.items() if isinstance(where, str)]
     assert coverage(SUITES["medical"], have) == "8 of 11 (without gpqa_medical, lancet, nejm)"
-    assert "looked for nejm.jsonl" in reasons["nejm"]
+    assert "looked for nejm.jsonl" in str(found["nejm"])
 
 
 # Suites --------------------------------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ def test_an_index_counts_the_options_that_are_left_out(tmp_path):
 
 
 def test_an_id_twice_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="nejm/7: two rows have this id"):
+    with pytest.raises(ValueError, match="duplicate id 'nejm/7' in questions 1 and 2"):
         one(tmp_path, "nejm", {**CHOICE, "id": 7}, {**CHOICE, "id": 7})
 
 

@@ -27,8 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from deftune.artifacts.config import ConfigError, RunConfig, Section, Source, apply_override, explain, read_yaml
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.runs import differences, environment
+from deftune.evaluation.evaluate import wanted_tasks
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
-from deftune.evaluation.task_files import load_task_file
 from deftune.objectives import objective as parse_objective
 
 Positive = Annotated[int, Field(gt=0)]
@@ -101,10 +101,7 @@ class Evaluation(Section):
 
     def wanted(self) -> list[tuple[Task, bool]]:
         """The tasks, and whether each must be there."""
-        suite = self.whole_suite
-        names = [(task_named(name), False) for name in (suite.tasks if suite else ())]
-        names += [(task_named(name), True) for name in self.tasks]
-        return names + [(load_task_file(path), True) for path in self.task_files]
+        return wanted_tasks(self.whole_suite, self.tasks, self.task_files)
 
 
 class Regime(Section):

@@ -26,7 +26,9 @@ def results_in(folder: Path) -> list[Result]:
         return [Result(folder)]
     found = sorted(path.parent for path in folder.glob("*/settings.json"))
     if not found:
-        raise ValueError(f"{folder}: is no result and holds none (no settings.json); `deftune eval MODEL` makes one")
+        raise ValueError(
+            f"{folder}: neither a result nor a folder of results (no settings.json); `deftune eval run` makes one"
+        )
     return [Result(path) for path in found]
 
 

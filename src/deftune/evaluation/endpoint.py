@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
+import math
 import os
 import queue
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from deftune.artifacts.terminal import printable
+from deftune.evaluation.calls import OptionError
 from deftune.evaluation.chance import derive_key
 from deftune.evaluation.sampler import Finish, Output, Prompt, Sampler, SamplerError, Settings
 
@@ -46,8 +48,8 @@ class Address(NamedTuple):
     login: str | None
 
 
-def parse_address(text: str, name: str = "base_url") -> Address:
-    """The address in a URL; an error calls it ``name`` and shows no password.
+def parse_address(text: str) -> Address:
+    """Parse a URL; an error shows no password.
 
     >>> parse_address("http://me:secret@localhost:8000")
     Address(base='http://localhost:8000/v1', login='me:secret')
@@ -57,11 +59,11 @@ def parse_address(text: str, name: str = "base_url") -> Address:
     try:
         port = parts.port
     except ValueError:
-        raise ValueError(f"{name}: the port in {shown!r} is no number from 0 to 65535") from None
+        raise OptionError("url", f"the port in {shown!r} is no number from 0 to 65535") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{name}: write http://host:port or https://host, got {shown!r}")
+        raise OptionError("url", f"write http://host:port or https://host, got {shown!r}")
     if parts.query or parts.fragment:
-        raise ValueError(f"{name}: {shown.partition('?')[0].partition('#')[0]} goes on with '?' or '#'; leave it out")
+        raise OptionError("url", f"{re.split('[?#]', shown)[0]} goes on with '?' or '#'; leave it out")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     base = f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
     login = None
@@ -124,7 +126,9 @@ class _Deadline:
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-class _HTTPConnection(http.client.HTTPConnection):
+class _Watched(http.client.HTTPConnection):
+    """A connection whose socket is closed at the deadline."""
+
     def __init__(self, *arguments: Any, deadline: _Deadline, **options: Any):
         super().__init__(*arguments, **options)
         self._deadline = deadline
@@ -134,14 +138,8 @@ class _HTTPConnection(http.client.HTTPConnection):
         self._deadline.watch(self.sock)
 
 
-class _HTTPSConnection(http.client.HTTPSConnection):
-    def __init__(self, *arguments: Any, deadline: _Deadline, **options: Any):
-        super().__init__(*arguments, **options)
-        self._deadline = deadline
-
-    def connect(self) -> None:
-        super().connect()
-        self._deadline.watch(self.sock)
+class _WatchedTLS(_Watched, http.client.HTTPSConnection):
+    pass
 
 
 class _Request(urllib.request.Request):
@@ -150,12 +148,12 @@ class _Request(urllib.request.Request):
 
 class _HTTPHandler(urllib.request.HTTPHandler):
     def http_open(self, req: Any) -> Any:
-        return self.do_open(cast(Any, _HTTPConnection), req, deadline=req.deadline)
+        return self.do_open(cast(Any, _Watched), req, deadline=req.deadline)
 
 
 class _HTTPSHandler(urllib.request.HTTPSHandler):
     def https_open(self, req: Any) -> Any:
-        return self.do_open(cast(Any, _HTTPSConnection), req, deadline=req.deadline)
+        return self.do_open(cast(Any, _WatchedTLS), req, deadline=req.deadline)
 
 
 class EndpointSampler(Sampler):
@@ -165,7 +163,7 @@ class EndpointSampler(Sampler):
     ``seed`` is sent per answer, from (seed, item, sample); how far the server honours it is the server's affair.
     ``api_key_env`` names the environment variable with the key; a name and password in the URL are sent as HTTP basic
     authentication. Neither is in a message. Requests go out ``concurrency`` at a time, and ``timeout`` seconds is the
-    most that one takes in all. ``extra`` is added to each request's body, such as ``{"top_k": -1}``. ``notice`` is
+    most that one takes in all. ``extra_body`` is added to each request's body, such as ``{"top_k": -1}``. ``notice`` is
     given a line for each retry.
 
     What may pass (a time-out, 408, 409, 429, 5xx, an answer that is no completion) is tried again ``retries`` times,
@@ -177,7 +175,7 @@ class EndpointSampler(Sampler):
 
     def __init__(
         self,
-        base_url: str,
+        url: str,
         model: str,
         *,
         api_key_env: str | None = None,
@@ -185,22 +183,29 @@ class EndpointSampler(Sampler):
         timeout: float = 600.0,
         retries: int = 4,
         backoff: float = 1.0,
-        extra: Mapping[str, Any] | None = None,
+        extra_body: Mapping[str, Any] | None = None,
         notice: Callable[[str], None] = lambda _: None,
     ):
-        self.base, login = parse_address(base_url)
-        if concurrency < 1 or retries < 0 or not timeout > 0 or backoff < 0:
-            raise ValueError("concurrency is at least 1, retries and backoff at least 0, timeout above 0")
-        check_extra(extra or {}, "extra")
+        self.base, login = parse_address(url)
+        if not 0 < timeout < math.inf:
+            raise OptionError("timeout", f"a number of seconds above 0; got {timeout:g}")
+        if retries < 0:
+            raise OptionError("retries", f"a number from 0; got {retries}")
+        if concurrency < 1:
+            raise OptionError("concurrency", f"a number from 1; got {concurrency}")
+        if backoff < 0:
+            raise OptionError("backoff", f"a number of seconds from 0; got {backoff:g}")
+        if own := [name for name in OWN_FIELDS if name in (extra_body or {})]:
+            raise OptionError("extra_body", f"{own[0]!r} is set by deftune itself; leave it out")
         self.url = f"{self.base}/chat/completions"
         self.model, self.concurrency, self.timeout = model, concurrency, timeout
-        self.retries, self.backoff, self.extra, self.notice = retries, backoff, dict(extra or {}), notice
+        self.retries, self.backoff, self.extra_body, self.notice = retries, backoff, dict(extra_body or {}), notice
         self._headers = {"Content-Type": "application/json"}
         self._secrets: list[str] = []
         if api_key_env is not None:
-            key = read_key(api_key_env, "api_key_env")
+            key = read_key(api_key_env)
             if login is not None:
-                raise ValueError("api_key_env: the URL has a name and password already; leave one of them out")
+                raise OptionError("api_key_env", "the URL has a name and password already; leave one of them out")
             self._headers["Authorization"], self._secrets = f"Bearer {key}", [key]
         elif login is not None:
             code = base64.b64encode(login.encode()).decode()
@@ -257,7 +262,7 @@ class EndpointSampler(Sampler):
     def _ask(self, prompt: Prompt, sample: int, settings: Settings, stop: threading.Event) -> Output | None:
         """An answer, or the item's error; None where another request has found that the server cannot be asked."""
         body = {
-            **self.extra,
+            **self.extra_body,
             "model": self.model,
             "messages": [dict(message) for message in prompt.messages],
             "max_tokens": settings.max_new_tokens,
@@ -427,17 +432,11 @@ def _text_of(content: Any) -> str | None:
     return "".join(texts)
 
 
-def check_extra(extra: Mapping[str, Any], name: str) -> None:
-    """Refuse a field that has an option of its own."""
-    if own := [field for field in OWN_FIELDS if field in extra]:
-        raise ValueError(f"{name}: {own[0]!r} is set by deftune itself; leave it out")
-
-
-def read_key(variable: str, name: str) -> str:
-    """The key in an environment variable."""
+def read_key(variable: str) -> str:
+    """The API key in an environment variable; an error does not show its value."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"{name}: the environment has no {variable}; set it to the key")
+        raise OptionError("api_key_env", f"the environment has no {variable}; set it to the key")
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{name}: what {variable} holds is no key: a key is plain text on one line")
+        raise OptionError("api_key_env", f"{variable} holds no key: a key is printable ASCII on one line")
     return key

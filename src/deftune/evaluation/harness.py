@@ -13,15 +13,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from deftune.artifacts.files import write_atomic
 from deftune.evaluation.grading import Grader, Rule
 from deftune.evaluation.items import Item
-from deftune.evaluation.scorers import score_answers
-from deftune.evaluation.suites import Kind, Suite, Task
+from deftune.evaluation.kinds import KINDS, score_answers
+from deftune.evaluation.suites import Suite, Task
 
 MODULE = "deftune_scoring"
 PREFIX = "deftune_"
@@ -76,7 +76,7 @@ def _document(task: Task, item: Item) -> dict[str, Any]:
 
 
 def _task_file(task: Task, file: str) -> str:
-    metrics = ["score", *(["similarity"] if task.kind == "figfont" else [])]
+    metrics = ["score", *KINDS[task.kind].columns]
     content = {
         "task": PREFIX + task.name,
         "dataset_path": "",  # the harness wants the key, and the function below reads the items
@@ -112,9 +112,8 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
     rule = Rule(**json.loads(doc["rule"]))
     item = Item(doc["id"], ({"role": "user", "content": doc["prompt"]},), doc["gold"], json.loads(doc["options"]),
                 rule=rule)  # fmt: skip
-    kind = cast("Kind", doc["kind"])
-    [scored] = score_answers([(kind, item, results[0])], grader=_grader() if kind == "math" else None)
-    return {name: scored[name] for name in ("score", "similarity") if name in scored}
+    [scored] = score_answers([(doc["kind"], item, results[0])], grader=_grader())
+    return {name: scored[name] for name in ("score", *KINDS[doc["kind"]].columns)}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from deftune.artifacts.config import RunConfig, TaskSource
 from deftune.artifacts.encodings import PROMPT_OPTIONS
 from deftune.evaluation.generation import Prompt, TransformersSampler
 from deftune.evaluation.items import Item, read_task
-from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.kinds import score_answers
 from deftune.evaluation.suites import Task, task_named
 
 
@@ -25,10 +25,9 @@ def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | N
         task = task_named(source.name)
         tasks.append((source, task, read_task(task, source.path, limit=source.limit)))
     options = {name: getattr(config.data, name) for name in PROMPT_OPTIONS}
-    template = options.pop("template")
 
     def score(model: Any, tokenizer: Any) -> dict[str, float]:
-        sampler = TransformersSampler(model, tokenizer, template=template, encoder_options=options)
+        sampler = TransformersSampler(model, tokenizer, encoder_options=options)
         scores: dict[str, float] = {}
         for source, task, items in tasks:
             outputs = sampler.sample(

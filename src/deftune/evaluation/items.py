@@ -8,28 +8,17 @@ from __future__ import annotations
 import hashlib
 import string
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from deftune.data.rows import SKIP_REMEDY, SUFFIXES, BadRows, Fault, Record, RowError, read_records
-from deftune.evaluation.grading import EQUAL, Rule
-from deftune.evaluation.readers import REPAIR
-from deftune.evaluation.suites import Task, task_named
+from deftune.evaluation.calls import OptionError, check_counts
+from deftune.evaluation.readers import REPAIR, Item
+from deftune.evaluation.sampler import check_unique
+from deftune.evaluation.suites import TASKS, Task
 
 GENERATED_SIZE = 1000  # of the held-out FigFont splits, which have no end
-
-
-@dataclass(frozen=True)
-class Item:
-    """One question. ``messages`` is what the model is given; ``gold`` the answer: a letter where there are options."""
-
-    id: str
-    messages: tuple[dict[str, Any], ...]
-    gold: str
-    options: dict[str, str] | None = None
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
-    rule: Rule = EQUAL
 
 
 class MissingData(ValueError):
@@ -86,17 +75,18 @@ def _named_files(folder: Path, name: str) -> list[Path]:
     return found
 
 
-def available(tasks: Iterable[str], data_dir: str | Path | None = None) -> dict[str, str]:
-    """Task name -> why its data is missing; "" where it is there (of the hub: where it would be asked)."""
-    reasons: dict[str, str] = {}
-    for name in tasks:
+def locate_tasks(data_dir: str | Path | None = None) -> dict[str, str | MissingData]:
+    """Name of each built-in task -> where its data is (a file, "hub: NAME" or "generated"), or why it has none."""
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise OptionError("data", f"{data_dir}: no such folder")
+    found: dict[str, str | MissingData] = {}
+    for name, task in TASKS.items():
         try:
-            find_data(task_named(name), data_dir)
+            path = find_data(task, data_dir)
+            found[name] = str(path or ("generated" if task.source.generator else f"hub: {task.source.hub}"))
         except MissingData as error:
-            reasons[name] = str(error)
-        else:
-            reasons[name] = ""
-    return reasons
+            found[name] = error
+    return found
 
 
 def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | None = None) -> list[Item]:
@@ -105,8 +95,7 @@ def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | No
     ``limit`` takes that many: of a file those whose ids have the smallest hashes, so that it is a fair sample, and a
     larger limit contains a smaller one; of a generated set the first.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit: at least 1 item, got {limit}; leave it out to take all")
+    check_counts(limit=limit)
     items: list[Item] = []
     for index, question in enumerate(task.read(_records(task, data_dir, limit))):
         options = question.options
@@ -125,11 +114,7 @@ def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | No
         )
     if not items:
         raise MissingData(f"{task.name}: its data has no row of this task")
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise ValueError(f"{item.id}: two rows have this id; fix the file, an answer could not be told to be whose")
-        seen.add(item.id)
+    check_unique(item.id for item in items)
     if limit is None or len(items) <= limit:
         return items
     chosen = sorted(items, key=lambda item: hashlib.sha256(item.id.encode()).digest())[:limit]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from deftune.evaluation.calls import check_counts
 from deftune.evaluation.chance import derive_key, signed
 from deftune.evaluation.sampler import Output, Prompt, Settings, TokenSampler
 
@@ -46,8 +47,7 @@ class TransformersSampler(TokenSampler):
 
         from deftune.evaluation.decoding import LanguageModel
 
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size: at least 1, got {batch_size}")
+        check_counts(batch_size=batch_size)
         if tie_margin is not None and not tie_margin >= 0:
             raise ValueError(f"tie_margin: a number from 0 (off), got {tie_margin}")
         super().__init__(tokenizer, template=template, encoder_options=encoder_options)

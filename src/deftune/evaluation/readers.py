@@ -43,6 +43,22 @@ class Question:
     rule: Rule = EQUAL
 
 
+@dataclass(frozen=True)
+class Item:
+    """A question of a task.
+
+    ``messages`` is the prompt, ``gold`` the correct answer (a letter if there are ``options``), ``rule`` how an answer
+    is compared with the gold.
+    """
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    gold: str
+    options: dict[str, str] | None = None
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    rule: Rule = EQUAL
+
+
 # Fields --------------------------------------------------------------------------------------------------------------
 
 

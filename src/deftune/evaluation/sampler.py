@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from deftune.data.rows import Row
+from deftune.evaluation.calls import OptionError, check_counts
 
 Finish = Literal["stop", "length", "error"]
 
@@ -52,8 +53,27 @@ class SamplerError(RuntimeError):
         return f"{self.message}; {self.done} answers were finished before"
 
 
+def check_unique(ids: Iterable[str]) -> None:
+    """Raise a ValueError if two questions have the same id."""
+    places: dict[str, int] = {}
+    for place, name in enumerate(ids, 1):
+        if places.setdefault(name, place) != place:
+            raise ValueError(
+                f"duplicate id {name!r} in questions {places[name]} and {place}; ids must be unique so that answers "
+                f"can be matched to questions"
+            )
+
+
+def check_chance(temperature: float, top_p: float) -> None:
+    """Raise an `OptionError` for a temperature or a nucleus that no token can be drawn with."""
+    if not 0 <= temperature < math.inf:
+        raise OptionError("temperature", f"a number from 0 (greedy), got {temperature}")
+    if not 0 < top_p <= 1:
+        raise OptionError("top_p", f"above 0, at most 1 (all tokens), got {top_p}")
+
+
 class Settings(NamedTuple):
-    """How prompts are answered, checked."""
+    """How prompts are answered."""
 
     samples: int
     temperature: float
@@ -66,22 +86,13 @@ class Settings(NamedTuple):
         return range(self.samples) if prompt.samples is None else prompt.samples
 
     def checked(self, prompts: Sequence[Prompt]) -> Settings:
-        """Themselves; what cannot be asked is a ValueError."""
-        if self.samples < 1:
-            raise ValueError(f"samples: at least 1, got {self.samples}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: a number from 0 (greedy), got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: above 0 and at most 1, got {self.top_p}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: at least 1, got {self.max_new_tokens}")
+        """The settings themselves, or a ValueError if ``prompts`` cannot be answered with them."""
+        check_counts(samples=self.samples, max_new_tokens=self.max_new_tokens)
+        check_chance(self.temperature, self.top_p)
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"samples: greedy answers are all the same, got {self.samples}; pass a temperature")
-        seen: set[str] = set()
+            raise OptionError("samples", f"greedy answers are all the same, got {self.samples}; pass a temperature")
+        check_unique(prompt.id for prompt in prompts)
         for prompt in prompts:
-            if prompt.id in seen:
-                raise ValueError(f"two prompts have the id {prompt.id!r}; their answers could not be told apart")
-            seen.add(prompt.id)
             if not set(self.samples_of(prompt)) <= set(range(self.samples)):
                 raise ValueError(f"{prompt.id!r} wants samples {prompt.samples}; there are {self.samples}, from 0")
         return self
@@ -113,7 +124,8 @@ class Sampler(ABC):
 class TokenSampler(Sampler):
     """One that is asked in tokens: encoded as in training and decoded here, whichever engine makes the answer.
 
-    ``template`` and the rest of ``encoder_options`` are the training `Encoder`'s, so a prompt is what training showed.
+    ``encoder_options`` are those of the training `Encoder`, so that a prompt has the tokens that training showed.
+    ``template`` may be given apart from them.
     """
 
     max_length: float = math.inf  # what the model has room for, prompt and answer together
@@ -122,8 +134,9 @@ class TokenSampler(Sampler):
         from deftune.data.encoding import Encoder
 
         self.tokenizer = tokenizer
-        # no prompt is cut to fit: one that is too long for the model is an answer with an error
-        self.encoder = Encoder(tokenizer, template=template, max_length=2**31 - 1, **dict(encoder_options or {}))
+        options: dict[str, Any] = {"template": template, **(encoder_options or {})}
+        # no prompt is truncated: a prompt that is too long for the model is an error of its item
+        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""

@@ -8,11 +8,12 @@ items are read by `deftune.evaluation.items`. No data is part of this package. S
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from deftune.evaluation.kinds import KINDS
 from deftune.evaluation.readers import (
     Reader,
     each,
@@ -26,16 +27,6 @@ from deftune.evaluation.readers import (
     read_olympiad,
     read_pubmedqa,
 )
-
-Kind = Literal["math", "choice", "figfont"]
-
-MATH_PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-CHOICE_PROMPT = (
-    '{question}\n\n{options}\n\nAnswer with the letter of the correct option, in the form "Answer: <letter>".'
-)
-FIGFONT_PROMPT = "{question}"  # the regime's own question, letter for letter what training shows
-PROMPTS: dict[Kind, str] = {"math": MATH_PROMPT, "choice": CHOICE_PROMPT, "figfont": FIGFONT_PROMPT}
-MAX_NEW_TOKENS: dict[Kind, int] = {"math": 4096, "choice": 1024, "figfont": 64}
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ class Task:
 
     name: str
     version: str
-    kind: Kind
+    kind: str  # of `KINDS`
     source: Source
     read: Reader
     about: str
@@ -74,8 +65,8 @@ class Task:
     note: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", self.prompt or PROMPTS[self.kind])
-        object.__setattr__(self, "max_new_tokens", self.max_new_tokens or MAX_NEW_TOKENS[self.kind])
+        object.__setattr__(self, "prompt", self.prompt or KINDS[self.kind].prompt)
+        object.__setattr__(self, "max_new_tokens", self.max_new_tokens or KINDS[self.kind].max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -194,17 +185,16 @@ def task_named(name: str) -> Task:
     return _known(name, TASKS, "task")
 
 
-def suite_named(name: str, others: Sequence[str] = ()) -> Suite:
-    """The suite of this name, or an error that suggests one; of ``others`` too, which the caller takes instead."""
-    return _known(name, SUITES, "suite", others)
+def suite_named(name: str) -> Suite:
+    """The suite of this name, or an error that suggests one."""
+    return _known(name, SUITES, "suite", "; token statistics of a dataset: `deftune eval heldout MODEL --data FILE`")
 
 
-def _known(name: str, table: Mapping[str, Any], what: str, others: Sequence[str] = ()) -> Any:
+def _known(name: str, table: Mapping[str, Any], what: str, more: str = "") -> Any:
     if name not in table:
-        known = [*table, *others]
-        close = difflib.get_close_matches(name.lower(), known, n=1)
+        close = difflib.get_close_matches(name.lower(), table, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(known)}")
+        raise ValueError(f"unknown {what} {name!r}.{hint} Known: {', '.join(table)}{more}")
     return table[name]
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from deftune.data.fields import Fields, read_field
+from deftune.data.fields import Fields
 from deftune.data.rows import SUFFIXES
 from deftune.evaluation.items import render_prompt
-from deftune.evaluation.readers import Question, each, filled, key_of, letter_of, number_text, options_of
-from deftune.evaluation.suites import MAX_NEW_TOKENS, PROMPTS, TASKS, Source, Task
+from deftune.evaluation.kinds import KINDS
+from deftune.evaluation.readers import Question, each, filled, key_of
+from deftune.evaluation.suites import TASKS, Source, Task
 
 _FILE_KEYS = ("name", "version", "kind", "data", "split", "fields", "answer_from", "prompt", "max_new_tokens", "about")
 _FIELD_KEYS = ("question", "gold", "options", "id")
@@ -51,8 +52,10 @@ def load_task_file(path: str | Path) -> Task:
         raise wrong(f"name: letters, digits, _, . and - only, got {name!r}")
     if name in TASKS:
         raise wrong(f"name: {name} is a task already; choose another")
-    if kind not in ("math", "choice"):
-        raise wrong(f"kind: math or choice, got {kind!r}")
+    read_gold = KINDS[kind].read_gold if kind in KINDS else None
+    if read_gold is None:
+        known = " or ".join(name for name, one in KINDS.items() if one.read_gold is not None)
+        raise wrong(f"kind: {known}, got {kind!r}")
     names = content.get("fields", {})
     if not isinstance(names, dict):
         raise wrong("fields: a mapping such as {question: q, gold: a}")
@@ -67,8 +70,8 @@ def load_task_file(path: str | Path) -> Task:
     first: Any = content.get("answer_from", 0)
     if isinstance(first, bool) or first not in (0, 1):
         raise wrong(f"answer_from: 0 or 1, got {first!r}")
-    prompt = content.get("prompt", PROMPTS[kind])
-    max_new_tokens = content.get("max_new_tokens", MAX_NEW_TOKENS[kind])
+    prompt = content.get("prompt", KINDS[kind].prompt)
+    max_new_tokens = content.get("max_new_tokens", KINDS[kind].max_new_tokens)
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise wrong(f"max_new_tokens: a number of at least 1, got {max_new_tokens!r}")
     if not isinstance(prompt, str) or "{question}" not in prompt:
@@ -77,17 +80,12 @@ def load_task_file(path: str | Path) -> Task:
         render_prompt(prompt, {"question": "", "options": ""})
     except ValueError as error:
         raise wrong(str(error)) from None
-    if kind == "choice" and "{options}" not in prompt:
-        raise wrong("prompt: a choice needs {options} in it")
+    if "{options}" in KINDS[kind].prompt and "{options}" not in prompt:
+        raise wrong(f"prompt: a {kind} needs {{options}} in it")
 
     def read(row: Fields) -> Question:
         question, key = filled(row, fields["question"]), key_of(row, fields["id"])
-        gold = read_field(row, fields["gold"])
-        if kind == "math":
-            return Question(question, number_text(gold), key=key)
-        where = fields["options"]
-        options = options_of([row.get(one) for one in where] if isinstance(where, list) else read_field(row, where))
-        return Question(question, letter_of(gold, options, first), options, key)
+        return Question(question, *read_gold(row, fields, first), key)
 
     data = content["data"]
     beside = path.parent / data
