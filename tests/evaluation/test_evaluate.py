@@ -1,15 +1,20 @@
 """A whole evaluation: asked, stopped, resumed, graded, summed up, compared."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from deftune.cli import main
 from deftune.cli.eval_tables import render_summary
+from deftune.evaluation.calls import OptionError
 from deftune.evaluation.comparison import compare
-from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, grade, load_items, summarize
+from deftune.evaluation.engines import Endpoint, Transformers, Vllm
+from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, evaluate, grade, load_items, summarize
 from deftune.evaluation.generation import Output, SamplerError
+from deftune.evaluation.heldout import evaluate_heldout
 from deftune.evaluation.items import Item
+from deftune.evaluation.kinds import KINDS, score_answers
 from deftune.evaluation.suites import SUITES, task_named
 from deftune.evaluation.task_files import load_task_file
 
@@ -253,3 +258,65 @@ def test_list(capsys):
     assert main(["eval", "list"]) == 0
     out = capsys.readouterr().out
     assert "math500" in out and "medical:" in out
+
+
+# The library ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_python_user_calls_what_the_command_calls(tmp_path, own_task, model, tokenizer, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    seen = []
+    options = {"task_files": [own_task], "max_new_tokens": 8, "engine": Transformers(batch_size=2)}
+    outcomes = evaluate("model", **options, finished=seen.append)
+    assert list(outcomes) == [""] and seen == [outcomes[""]] and capsys.readouterr() == ("", "")
+    outcome = outcomes[""]
+    assert str(outcome.folder) == "results/model-tasks" and not outcome.failed
+    assert [row["task"] for row in outcome.summary["rows"]] == ["exam"]
+    command = ["eval", "run", "model", "--task-file", str(own_task), "--max-new-tokens", "8", "--batch-size", "2"]
+    assert main([*command, "--out", "again", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == json.loads(json.dumps(outcome.summary["rows"]))
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    measured = evaluate_heldout("model", "rows.jsonl", out="tokens")
+    assert measured.summary["rows"][0]["metric"] == "nll" and measured.folder == Path("tokens")
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "problem"),
+    [
+        (lambda: Transformers(batch_size=0), "batch_size", "at least 1, got 0"),
+        (lambda: Vllm(dtype="int4"), "dtype", "one of bfloat16, float16, float32; got 'int4'"),
+        (lambda: Vllm(gpu_memory_utilization=90), "gpu_memory_utilization", "a share above 0, at most 1; got 90"),
+        (lambda: Endpoint("http://h", timeout=-1), "timeout", "a number of seconds above 0; got -1"),
+        (lambda: Endpoint("http://h", extra_body={"n": 2}), "extra_body", "'n' is set by deftune itself; leave it out"),
+        (lambda: evaluate("m"), "suites", "name a suite, a task or a task file; `deftune eval list` shows them"),
+        (lambda: evaluate("m", suites=["math"], rule="loose"), "rule", "strict or lenient, got 'loose'"),
+        (lambda: evaluate("m", suites=["math"], data="no"), "data", "no: no such folder"),
+        (lambda: evaluate("m", samples=0), "samples", "at least 1, got 0"),
+        (lambda: evaluate("m", change_endpoint=True), "change_endpoint", "is for an endpoint; leave it out"),
+        (lambda: evaluate_heldout("m", "d", rows=0), "rows", "at least 1, got 0"),
+    ],
+)
+def test_errors_name_the_argument(make, option, problem):
+    with pytest.raises(OptionError) as caught:
+        make()
+    assert (caught.value.option, caught.value.problem) == (option, problem)
+
+
+def test_the_help_has_the_engines_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "run", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("timeout", "retries", "concurrency"):
+        assert f"(default: {getattr(Endpoint, name):g})" in text.rpartition(f"--{name} ")[2].partition("--")[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_says_how_it_is_asked_and_scored(name):
+    kind, options = KINDS[name], {"A": "4", "B": "5"} if "{options}" in KINDS[name].prompt else None
+    gold, text = ("A", "Answer: A") if options else ("4", "4")
+    [right] = score_answers([(name, Item("q", (), gold, options), text)], workers=1)
+    assert right["score"] == 1.0 and right["how"] != "none" and set(kind.columns) <= right.keys()
+    assert "{question}" in kind.prompt and kind.max_new_tokens > 0

@@ -53,7 +53,7 @@ class Evaluation(Section):
     limit: Positive | None = Field(None, description="a sample of the items")
     max_new_tokens: Positive | None = Field(None, description="default: the task's")
     rule: Literal["strict", "lenient"] = "strict"
-    batch_size: Positive | None = None  # as `deftune eval` chooses it
+    batch_size: Positive | None = None  # as `deftune eval run` chooses it
 
     @field_validator("suite")
     @classmethod

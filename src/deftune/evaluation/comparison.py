@@ -112,7 +112,7 @@ def average_changes(rows: Sequence[Record]) -> list[Record]:
     return averages
 
 
-def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
+def compare_folders(base: str | Path, others: Sequence[str | Path]) -> dict[str, Any]:
     """Everything that ``base`` and each of ``others`` share: tasks, averages of suites, and token statistics.
 
     p-values are adjusted by Holm's rule over all tasks of all runs. A result that has no partner is named.
@@ -122,9 +122,9 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
     alone: list[str] = []
     engines: list[str] = []
     errors: dict[str, None] = {}
-    bases = results_by_kind(base)
+    bases = results_by_kind(Path(base))
     for folder in others:
-        mine = results_by_kind(folder)
+        mine = results_by_kind(Path(folder))
         if not bases.keys() & mine.keys():
             raise ValueError(f"{base} has {'; '.join(bases)} and {folder} has {'; '.join(mine)}: nothing in common")
         alone += [f"{folder if name in mine else base}: {name}" for name in sorted(bases.keys() ^ mine.keys())]

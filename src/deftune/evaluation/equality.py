@@ -140,15 +140,7 @@ class Comparison:
             return min(self._values(gold, answer) for gold, answer in zip(golds, answers))
         if len(golds) > _LONGEST_LIST:
             return DIFFERENT
-        left, worst = list(answers), EQUAL
-        for gold in golds:
-            found = [self.compare(gold, answer) for answer in left]
-            best = max(found)
-            if best == DIFFERENT:
-                return DIFFERENT
-            left.pop(found.index(best))
-            worst = min(worst, best)
-        return worst
+        return _pair_up(golds, answers, self.compare)
 
     # --- relations ----------------------------------------------------------------------------------------------
 
@@ -157,15 +149,7 @@ class Comparison:
             answers = [sympy.Eq(answers[0].lhs, answers[-1].rhs, evaluate=False)]  # E = m c^2 = 9, for E = 9
         if len(golds) != len(answers):
             return DIFFERENT
-        left, worst = list(answers), EQUAL
-        for gold in golds:
-            found = [self._relation(gold, answer) for answer in left]
-            best = max(found)
-            if best == DIFFERENT:
-                return DIFFERENT
-            left.pop(found.index(best))
-            worst = min(worst, best)
-        return worst
+        return _pair_up(golds, answers, self._relation)
 
     def _relation(self, gold: Any, answer: Any) -> int:
         turned = _turned(answer)
@@ -239,6 +223,19 @@ def _stated_value(relations: list[Any]) -> Any:
     if isinstance(last, sympy.Symbol) and not _is_name(first):
         return first  # 5 = x
     return None if _number(first) is not None and Comparison(_never).compare(first, last) == DIFFERENT else last
+
+
+def _pair_up(golds: Sequence[Any], answers: Sequence[Any], compare: Callable[[Any, Any], int]) -> int:
+    """The worst verdict where each gold in turn takes the best of the answers that are left; as many of each."""
+    left, worst = list(answers), EQUAL
+    for gold in golds:
+        found = [compare(gold, answer) for answer in left]
+        best = max(found)
+        if best == DIFFERENT:
+            return DIFFERENT
+        left.pop(found.index(best))
+        worst = min(worst, best)
+    return worst
 
 
 def _never(*_: Any) -> bool:
