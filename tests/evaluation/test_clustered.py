@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from deftune.evaluation.clustered import interval_of, resample, swap_p_value
+from deftune.evaluation.statistics import interval_of, resample, swap_p_value
 
 
 def mean(sums):

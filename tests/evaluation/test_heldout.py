@@ -1,6 +1,7 @@
 """Held-out token statistics: against the model's own logits, stopped and resumed, and compared row by row."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -20,11 +21,19 @@ from deftune.evaluation.heldout import (
     summarize,
     sums_of,
 )
-from deftune.evaluation.statistics import Interval, ece, wilson_interval
+from deftune.evaluation.statistics import Interval, wilson_interval
 from deftune.objectives import IGNORE_INDEX
 from deftune.tokens.scoring import score
 
 SETTINGS = HeldoutSettings(model="m", data="d")
+
+
+def ece(confidence, correct, bins=15):
+    """sum_b |B_b|/n |share of correct in B_b - mean confidence in B_b|, bins of equal width, closed above."""
+    gaps = [0.0] * bins
+    for p, right in zip(confidence, correct, strict=True):
+        gaps[max(0, math.ceil(p * bins) - 1)] += float(right) - p
+    return sum(map(abs, gaps)) / len(confidence)
 
 
 def row(index: int) -> Row:

@@ -36,9 +36,17 @@ from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
 from deftune.evaluation.calls import QUIET, Display, OptionError, Outcome, check_counts, result_folder
-from deftune.evaluation.clustered import Value, interval_of, resample, swap_p_value
 from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
-from deftune.evaluation.statistics import Interval, equal_differences_interval, holm, wilson_interval
+from deftune.evaluation.statistics import (
+    Interval,
+    Value,
+    equal_differences_interval,
+    holm,
+    interval_of,
+    resample,
+    swap_p_value,
+    wilson_interval,
+)
 from deftune.objectives.stats import TokenStats, topk
 from deftune.tokens.scoring import score_batches
 from deftune.training.train import quiet

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
+from torch import Tensor
 
 Samples = Sequence[Sequence[float]]
 _CHUNK = 1 << 22  # draws held in memory at once
@@ -130,7 +131,7 @@ def score_interval(samples: Samples, *, confidence: float = 0.95, resamples: int
     whole = all(mean in (0, 1) for mean in means)
     if (whole or len(set(means)) == 1) and all(0 <= mean <= 1 for mean in means):
         return wilson_interval(math.fsum(means) / len(means), len(means), confidence=confidence)
-    return _bootstrap(means, confidence, resamples, seed)
+    return bootstrap_interval(samples, confidence=confidence, resamples=resamples, seed=seed)
 
 
 def equal_differences_interval(difference: float, items: int, *, confidence: float = 0.95) -> Interval:
@@ -158,23 +159,12 @@ def bootstrap_interval(
     >>> bootstrap_interval([[1.0]] * 5)
     Interval(low=1.0, high=1.0)
     """
-    return _bootstrap(item_means(samples), confidence, resamples, seed)
-
-
-def _bootstrap(values: Sequence[float], confidence: float, resamples: int, seed: int) -> Interval:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: between 0 and 1, got {confidence}")
     if resamples < 100:
         raise ValueError(f"resamples: at least 100, got {resamples}")
-    items = torch.tensor(values, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    means: list[torch.Tensor] = []
-    for rows in _chunks(resamples, len(values)):
-        drawn = torch.randint(len(values), (rows, len(values)), generator=generator)
-        means.append(items[drawn].mean(dim=1))
-    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = torch.quantile(torch.cat(means), tails).tolist()
-    return Interval(low, high)
+    means = torch.tensor(item_means(samples), dtype=torch.float64)
+    return interval_of(resample(means[:, None], resamples=resamples, seed=seed)[:, 0] / len(means), confidence)
 
 
 def _chunks(rows: int, width: int) -> list[int]:
@@ -244,7 +234,8 @@ def paired(
     if len(set(differences)) == 1 and abs(differences[0]) <= 1:
         interval = equal_differences_interval(differences[0], len(differences), confidence=confidence)
     else:
-        interval = _bootstrap(differences, confidence, resamples, seed)
+        single = [[difference] for difference in differences]
+        interval = bootstrap_interval(single, confidence=confidence, resamples=resamples, seed=seed)
     return Paired(whole.mean, whole.standard_error, interval, p_value, len(differences), exact)
 
 
@@ -387,25 +378,60 @@ def macro_average(scores: Sequence[Estimate]) -> Estimate:
     return Estimate(mean, math.sqrt(math.fsum(score.standard_error**2 for score in scores)) / count)
 
 
-def ece(p: Sequence[float], correct: Sequence[bool | int], *, bins: int = 15) -> float:
-    """The expected calibration error, with ``bins`` bins of equal width, closed above; the first also holds 0.
+# --- statistics of tokens ---------------------------------------------------------------------------------------------
+# Tokens of one row are not independent, so the row is the unit. ``sums`` [rows, columns] (float64) holds the sums of
+# each row, and a `Value` maps [..., columns] to [...]: a mean over tokens is ``lambda s: s[..., 1] / s[..., 0]``.
 
-        ece = sum_b |B_b|/n | mean of correct in B_b - mean of p in B_b |
+Value = Callable[[Tensor], Tensor]
 
-    >>> ece([0.75, 0.75, 0.75, 0.75], [True, True, True, False])
-    0.0
-    >>> ece([1.0, 1.0], [True, False])
-    0.5
+
+def resample(sums: Tensor, *, resamples: int = 2_000, seed: int = 0) -> Tensor:
+    """[resamples, columns]: the sums of as many rows, drawn with replacement."""
+    rows = len(sums)
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[Tensor] = []
+    for number in _chunks(resamples, rows):
+        drawn = torch.randint(rows, (number, rows), generator=generator)
+        times = torch.zeros(number, rows, dtype=torch.float64)
+        times.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+        parts.append(times @ sums)
+    return torch.cat(parts)
+
+
+def interval_of(values: Tensor, confidence: float = 0.95) -> Interval:
+    """The percentile interval of resampled values; resamples without the statistic (0 / 0) are left out.
+
+    >>> interval_of(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), confidence=0.0)
+    Interval(low=2.0, high=2.0)
     """
-    if len(p) != len(correct):
-        raise ValueError(f"{len(p)} probabilities for {len(correct)} outcomes")
-    if not p:
-        raise ValueError("no probabilities: calibration of nothing")
-    if bins < 1:
-        raise ValueError(f"bins: at least 1, got {bins}")
-    gaps: list[list[float]] = [[] for _ in range(bins)]
-    for probability, outcome in zip(p, correct):
-        if not 0 <= probability <= 1:
-            raise ValueError(f"a probability lies in [0, 1], got {probability}")
-        gaps[max(0, math.ceil(probability * bins) - 1)].append(float(outcome) - probability)
-    return math.fsum(abs(math.fsum(gap)) for gap in gaps) / len(p)
+    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    low, high = torch.nanquantile(values, tails).tolist()
+    return Interval(low, high)
+
+
+def swap_p_value(
+    a: Tensor, b: Tensor, value: Value, *, permutations: int = 10_000, exact_up_to: int = 12, seed: int = 0
+) -> float:
+    """Two models on the same rows: the share of ways to swap them, row by row, that part them at least as far.
+
+    Were the two the same, each row's two results would be as likely the other way round. With at most ``exact_up_to``
+    rows every way is counted; otherwise ``permutations`` are drawn and p = (r + 1) / (m + 1), never 0.
+    """
+    middle, half = (a + b).sum(0) / 2, (a - b) / 2
+
+    def apart(signs: Tensor) -> Tensor:
+        moved = signs @ half
+        return (value(middle + moved) - value(middle - moved)).abs()
+
+    observed = apart(torch.ones(1, len(a), dtype=torch.float64))
+    observed = observed * (1 - 1e-9)  # equal sums, added in another order, must tie
+    if len(a) <= exact_up_to:
+        ways = torch.arange(2 ** len(a))
+        signs = ((ways[:, None] >> torch.arange(len(a))) & 1).double() * 2 - 1
+        return int((apart(signs) >= observed).sum()) / len(ways)
+    generator = torch.Generator().manual_seed(seed)
+    extreme = 0
+    for number in _chunks(permutations, len(a)):
+        signs = torch.randint(2, (number, len(a)), generator=generator).double() * 2 - 1
+        extreme += int((apart(signs) >= observed).sum())
+    return (extreme + 1) / (permutations + 1)

@@ -1,13 +1,14 @@
-"""A task of one's own, from a small YAML file; nothing in it is ever run."""
+"""Tasks of a user's own, from small YAML files; nothing in a file is executed."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from deftune.artifacts.config import ConfigError, Section, explain, read_yaml
 from deftune.data.fields import Fields
 from deftune.data.rows import SUFFIXES
 from deftune.evaluation.items import render_prompt
@@ -15,92 +16,96 @@ from deftune.evaluation.kinds import KINDS
 from deftune.evaluation.readers import Question, each, filled, key_of
 from deftune.evaluation.suites import TASKS, Source, Task
 
-_FILE_KEYS = ("name", "version", "kind", "data", "split", "fields", "answer_from", "prompt", "max_new_tokens", "about")
-_FIELD_KEYS = ("question", "gold", "options", "id")
+OWN_KINDS = {name: kind for name, kind in KINDS.items() if kind.read_gold is not None}
+
+
+class FieldNames(Section):
+    """The names of a row's fields; ``options`` is one field that holds all options, or a field for each."""
+
+    question: str = "question"
+    gold: str = "gold"
+    options: str | list[str] = "options"
+    id: str = "id"
+
+
+class TaskFile(Section):
+    """The content of a task file."""
+
+    name: str
+    version: str
+    kind: str
+    data: str
+    split: str = "test"
+    fields: FieldNames = FieldNames()
+    answer_from: int = Field(0, strict=True, ge=0, le=1)
+    prompt: str = ""
+    max_new_tokens: int | None = Field(None, strict=True, gt=0)
+    about: str = Field("", description="a line for `deftune eval list`")
+
+    @field_validator("name", "version", "kind", "data", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError("a text is needed (in quotes)")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _new_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[\w.-]+", value):
+            raise ValueError("letters, digits, _, . and - only")
+        if value in TASKS:
+            raise ValueError(f"{value} is a task already; choose another name")
+        return value
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        if value not in OWN_KINDS:
+            raise ValueError(" or ".join(OWN_KINDS))
+        return value
+
+    @model_validator(mode="after")
+    def _prompt_of_the_kind(self) -> TaskFile:
+        wanted = [name for name in ("{question}", "{options}") if name in OWN_KINDS[self.kind].prompt]
+        if self.prompt:
+            render_prompt(self.prompt, {"question": "", "options": ""})
+            if missing := [name for name in wanted if name not in self.prompt]:
+                raise ValueError(f"prompt: a {self.kind} needs {missing[0]} in it")
+        return self
 
 
 def load_task_file(path: str | Path) -> Task:
-    """A task of one's own, from a small YAML file; nothing in it is ever run.
+    """Read a task file.
 
         name: my_exam
         version: "1"
         kind: choice                  # or math
         data: exam.jsonl              # beside this file; or org/name:config on the hub, with split: test
         fields: {question: q, gold: correct, options: [a, b, c, d], id: number}
-        answer_from: 0                # what the first option counts as, where gold is a number
+        answer_from: 0                # the number of the first option, if gold is a number
         prompt: "{question}\\n\\n{options}\\n\\nAnswer with the letter."
 
-    ``fields.options`` is one field that holds them, or a list of fields. ``prompt`` may be left out, and ``fields``
-    where the data uses the names question, gold, options and id.
+    ``prompt`` may be left out, and ``fields`` if the data has the fields question, gold, options and id.
     """
-    from deftune.artifacts.config import ConfigError, read_yaml
-
     path = Path(path)
-
-    def wrong(what: str) -> ConfigError:
-        return ConfigError(f"{path}: {what}")
-
     if not path.is_file():
-        raise wrong("no such file; a task of your own is a small YAML file: docs/evaluation.md has one")
-    content = read_yaml(path)
-    _check_keys(content, _FILE_KEYS, wrong, "")
-    for key in ("name", "version", "kind", "data"):
-        if not isinstance(content.get(key), str) or not content[key].strip():
-            raise wrong(f"{key}: a text is needed{' (in quotes)' if content.get(key) is not None else ''}")
-    name, kind = content["name"], content["kind"]
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise wrong(f"name: letters, digits, _, . and - only, got {name!r}")
-    if name in TASKS:
-        raise wrong(f"name: {name} is a task already; choose another")
-    read_gold = KINDS[kind].read_gold if kind in KINDS else None
-    if read_gold is None:
-        known = " or ".join(name for name, one in KINDS.items() if one.read_gold is not None)
-        raise wrong(f"kind: {known}, got {kind!r}")
-    names = content.get("fields", {})
-    if not isinstance(names, dict):
-        raise wrong("fields: a mapping such as {question: q, gold: a}")
-    _check_keys(cast("dict[str, Any]", names), _FIELD_KEYS, wrong, "fields.")
-    fields = {"question": "question", "gold": "gold", "options": "options", "id": "id", **cast("dict[str, Any]", names)}
-    for key, value in fields.items():
-        several = (
-            key == "options" and isinstance(value, list) and all(isinstance(v, str) for v in cast("list[Any]", value))
-        )
-        if not isinstance(value, str) and not several:
-            raise wrong(f"fields.{key}: the name of a field{' or a list of names' if key == 'options' else ''}")
-    first: Any = content.get("answer_from", 0)
-    if isinstance(first, bool) or first not in (0, 1):
-        raise wrong(f"answer_from: 0 or 1, got {first!r}")
-    prompt = content.get("prompt", KINDS[kind].prompt)
-    max_new_tokens = content.get("max_new_tokens", KINDS[kind].max_new_tokens)
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise wrong(f"max_new_tokens: a number of at least 1, got {max_new_tokens!r}")
-    if not isinstance(prompt, str) or "{question}" not in prompt:
-        raise wrong("prompt: a text with {question} in it")
+        raise ConfigError(f"{path}: no such file; a task of your own is a small YAML file: docs/evaluation.md has one")
     try:
-        render_prompt(prompt, {"question": "", "options": ""})
-    except ValueError as error:
-        raise wrong(str(error)) from None
-    if "{options}" in KINDS[kind].prompt and "{options}" not in prompt:
-        raise wrong(f"prompt: a {kind} needs {{options}} in it")
+        file = TaskFile.model_validate(read_yaml(path, TaskFile))
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error, TaskFile)[0].removeprefix('config: ')}") from None
+    names, read_gold = file.fields.model_dump(), OWN_KINDS[file.kind].read_gold
+    assert read_gold is not None
 
     def read(row: Fields) -> Question:
-        question, key = filled(row, fields["question"]), key_of(row, fields["id"])
-        return Question(question, *read_gold(row, fields, first), key)
+        question = filled(row, file.fields.question)
+        return Question(question, *read_gold(row, names, file.answer_from), key_of(row, file.fields.id))
 
-    data = content["data"]
-    beside = path.parent / data
-    on_hub = not beside.exists() and not data.endswith(SUFFIXES) and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", data)
-    split = str(content.get("split", "test"))
-    source = Source(hub=data, split=split) if on_hub else Source(path=beside)
-    about = str(content.get("about", f"from {path.name}"))
-    return Task(name, content["version"], kind, source, each(read), about, None, prompt, max_new_tokens)
-
-
-def _check_keys(
-    content: Mapping[str, Any], known: Sequence[str], wrong: Callable[[str], Exception], prefix: str
-) -> None:
-    for key in content:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise wrong(f"{prefix}{key}: unknown key.{hint} Known: {', '.join(known)}")
+    beside = path.parent / file.data
+    hub = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", file.data) and not file.data.endswith(SUFFIXES)
+    source = Source(hub=file.data, split=file.split) if hub and not beside.exists() else Source(path=beside)
+    return Task(
+        file.name, file.version, file.kind, source, each(read), file.about or f"from {path.name}",
+        prompt=file.prompt, max_new_tokens=file.max_new_tokens or 0,
+    )  # fmt: skip
