@@ -82,7 +82,7 @@ def test_results_that_cannot_be_compared(folders, tmp_path):
     with pytest.raises(ValueError, match="rule was strict and lenient; evaluate both alike"):
         compare_folders(base / "medical", [lenient])
     write_result(base / "again", "math", {"math500": items(1, 1, 1, 1)})
-    with pytest.raises(ValueError, match=r"both of math; name one of them"):
+    with pytest.raises(ValueError, match=r"both hold math; name one of them"):
         compare_folders(base, [run])
 
 
@@ -95,7 +95,7 @@ def test_answers_of_another_engine_are_pointed_out(folders, tmp_path, capsys):
     )
     assert main(["eval", "compare", str(base / "math"), str(other)]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(f"{other}: math was answered by vllm 0.32, that of {base / 'math'} by ")
+    assert line.startswith(f"{other}: math was answered by vllm 0.32, and in {base / 'math'} by ")
     assert line.endswith("a difference may be the engine's, not the model's")
 
 

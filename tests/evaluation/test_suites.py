@@ -148,7 +148,7 @@ def test_files_are_found_by_name_at_any_depth(tmp_path):
     assert find_data(TASKS["gsm8k"]) is None  # the hub
     assert read_task(TASKS["gsm8k"], tmp_path)[0].gold == "4"
     write(tmp_path / "b" / "gsm8k" / "test.json", GSM)
-    with pytest.raises(MissingData, match="could both be it"):
+    with pytest.raises(MissingData, match="both match"):
         find_data(TASKS["gsm8k"], tmp_path)
 
 

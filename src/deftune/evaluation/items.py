@@ -1,6 +1,6 @@
-"""A task's items: its data found below a folder or on the hub, read strictly, and put as prompts.
+"""Find the data of a task in a folder or on the hub, read it, and make its items: prompts with gold answers.
 
-The prompt is one user message; it goes through the same chat template as training. Nothing is generated or graded here.
+A prompt is one user message, which later passes through the chat template of training.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from deftune.evaluation.readers import REPAIR, Item
 from deftune.evaluation.sampler import check_unique
 from deftune.evaluation.suites import TASKS, Task
 
-GENERATED_SIZE = 1000  # of the held-out FigFont splits, which have no end
+GENERATED_SIZE = 1000  # items of a generated task without a size: the held-out FigFont splits
 
 
 class MissingData(ValueError):
-    """A task whose data is not to be had here: which, where it was looked for, and what to do."""
+    """The data of a task was not found."""
 
 
 def find_data(task: Task, data_dir: str | Path | None = None) -> Path | None:
-    """The file of a task's data, searched by name below ``data_dir``; None says that it comes from the hub.
+    """The file of a task's data, searched by name below ``data_dir``; None if the data is generated or on the hub.
 
-    With a data folder the hub is never asked: a file that is missing there is an error, not another source.
+    With a data folder the hub is never asked: a file that is missing there raises `MissingData`.
     """
     source = task.source
     if source.generator is not None:
@@ -46,7 +46,7 @@ def find_data(task: Task, data_dir: str | Path | None = None) -> Path | None:
     for name in source.files:
         found = _named_files(given, name)
         if len(found) > 1:
-            raise MissingData(f"{task.name}: {found[0]} and {found[1]} could both be it; leave one in the data folder")
+            raise MissingData(f"{task.name}: {found[0]} and {found[1]} both match; leave one in the data folder")
         if found:
             return found[0]
     instead = f", or leave --data out to read {source.hub} from the hub" if source.hub else ""
@@ -60,7 +60,7 @@ def _looked_for(task: Task) -> str:
 
 
 def _named_files(folder: Path, name: str) -> list[Path]:
-    """Files below ``folder`` whose path ends in ``name`` and a known suffix, whatever the case; hidden ones aside."""
+    """Files below ``folder`` whose path ends in ``name`` and a known suffix, ignoring case and hidden files."""
     wanted = name.lower().split("/")
     found: list[Path] = []
     for path in sorted(folder.rglob("*")):
@@ -90,10 +90,10 @@ def locate_tasks(data_dir: str | Path | None = None) -> dict[str, str | MissingD
 
 
 def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | None = None) -> list[Item]:
-    """A task's items, in the order of its data. Two with the same id are an error.
+    """The items of a task, in the order of its data.
 
-    ``limit`` takes that many: of a file those whose ids have the smallest hashes, so that it is a fair sample, and a
-    larger limit contains a smaller one; of a generated set the first.
+    ``limit``: at most this many items. Of a file, the items whose ids have the smallest hashes are taken, so that the
+    sample is fair and a larger sample contains a smaller one; of a generated task, the first.
     """
     check_counts(limit=limit)
     items: list[Item] = []
@@ -143,7 +143,7 @@ def _records(task: Task, data_dir: str | Path | None, limit: int | None) -> Iter
 
 
 def _benchmark_rows(path: Path) -> Iterator[Record]:
-    """The rows of a file; the advice about one that cannot be read is that of a benchmark, not of training data."""
+    """The rows of a file; an error advises to repair the file, since rows of a benchmark are not to be skipped."""
     try:
         yield from read_records(path, BadRows())
     except RowError as error:
@@ -155,7 +155,7 @@ def _benchmark_rows(path: Path) -> Iterator[Record]:
 
 
 def render_prompt(template: str, fields: Mapping[str, str]) -> str:
-    """``template`` with {name} replaced; doubled braces are braces. Nothing but plain names is understood.
+    """``template`` with each {name} replaced; {{ and }} are braces. Attributes, indices and formats are refused.
 
     >>> render_prompt("{question} Box it: \\\\boxed{{}}", {"question": "2 + 2?"})
     '2 + 2? Box it: \\\\boxed{}'
@@ -177,5 +177,5 @@ def render_prompt(template: str, fields: Mapping[str, str]) -> str:
 
 
 def with_data(task: Task, path: str | Path) -> Task:
-    """The same task on a file of the user's: ``path`` is used whatever a data folder holds."""
+    """The task with its data in the file ``path``, whatever a data folder holds."""
     return replace(task, source=replace(task.source, path=Path(path), generator=None))
