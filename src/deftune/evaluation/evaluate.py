@@ -340,29 +340,13 @@ def write_summary(result: Result, settings: Settings, questions: Questions, *, w
 
 
 def evaluate(
-    model: str,
-    *,
-    suites: Sequence[str] = (),
-    tasks: Sequence[str] = (),
-    task_files: Sequence[str | Path] = (),
-    data: str | Path | None = None,
-    limit: int | None = None,
-    engine: Engine | None = None,
-    samples: int | None = None,
-    temperatures: Sequence[float] = (),
-    top_p: float | None = None,
-    seed: int | None = None,
-    max_new_tokens: int | None = None,
-    rule: str | None = None,
-    template: str | None = None,
-    like: str | Path | None = None,
-    trust_remote_code: bool = False,
-    change_endpoint: bool = False,
-    workers: int = 2,
-    out: str | Path | None = None,
-    display: Display = QUIET,
-    finished: Callable[[Outcome], None] = lambda _: None,
-) -> dict[str, Outcome]:
+    model: str, *, suites: Sequence[str] = (), tasks: Sequence[str] = (), task_files: Sequence[str | Path] = (),
+    data: str | Path | None = None, limit: int | None = None, engine: Engine | None = None,
+    samples: int | None = None, temperatures: Sequence[float] = (), top_p: float | None = None, seed: int | None = None,
+    max_new_tokens: int | None = None, rule: str | None = None, template: str | None = None,
+    like: str | Path | None = None, trust_remote_code: bool = False, change_endpoint: bool = False, workers: int = 2,
+    out: str | Path | None = None, display: Display = QUIET, finished: Callable[[Outcome], None] = lambda _: None,
+) -> dict[str, Outcome]:  # fmt: skip
     """Ask a model the questions of suites and tasks, grade the answers, and write a result folder for each suite.
 
     The same call resumes a stopped evaluation; a model is loaded only if answers are missing.

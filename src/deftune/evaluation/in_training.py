@@ -1,4 +1,4 @@
-"""Scores of tasks while a model is trained: greedy answers at every evaluation, graded as by `deftune eval`."""
+"""Score tasks at every evaluation of a training run: greedy answers, graded as by `deftune eval run`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from deftune.evaluation.suites import Task, task_named
 
 
 def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | None:
-    """What `train_run` asks for as ``score_tasks``: {task: mean score}; None where the config names no task.
+    """A function (model, tokenizer) -> {task: mean score} for `train_run`; None if the config names no task.
 
-    The questions are read at once, so that missing data is an error before the training starts.
+    The questions are read here, so that missing data is an error before the training starts.
     """
     if not config.data.tasks:
         return None

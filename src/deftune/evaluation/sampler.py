@@ -1,4 +1,4 @@
-"""What samplers share: a prompt, its answers, and what is asked of whoever answers."""
+"""The interface of samplers: prompts, sampling settings, answers, and the encoding of prompts as in training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ Finish = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked. ``id`` names it, in the results and in the hash that its chance comes from.
+    """A prompt. ``id`` identifies it in results, and is part of the seed of its answers.
 
-    ``samples`` are the numbers of the answers that are wanted, such as (0, 3) where 1 and 2 are there already; None is
-    all of them.
+    ``samples``: the numbers of the wanted answers, such as (0, 3) if 1 and 2 exist already; None is all.
     """
 
     id: str
@@ -29,9 +28,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Output:
-    """One answer. ``tokens`` counts what was generated, its end token too; None where a server does not say.
+    """An answer. ``tokens`` counts the generated tokens with the end token; None if a server does not report it.
 
-    ``finish``: the model ended it, the limit did, or it could not be made; ``note`` then says why.
+    ``finish``: "stop" (the model ended the answer), "length" (the token limit did) or "error" (``note`` says why).
     """
 
     id: str
@@ -43,7 +42,7 @@ class Output:
 
 
 class SamplerError(RuntimeError):
-    """Sampling had to stop. Answers that were yielded before remain valid; ``done`` is their number."""
+    """The sampler cannot continue. ``done`` is the number of answers before, which remain valid."""
 
     def __init__(self, message: str, done: int = 0):
         super().__init__(message, done)
@@ -82,7 +81,7 @@ class Settings(NamedTuple):
     seed: int
 
     def samples_of(self, prompt: Prompt) -> Sequence[int]:
-        """The numbers of the answers to make for a prompt."""
+        """The numbers of the answers to generate for a prompt."""
         return range(self.samples) if prompt.samples is None else prompt.samples
 
     def checked(self, prompts: Sequence[Prompt]) -> Settings:
@@ -99,10 +98,7 @@ class Settings(NamedTuple):
 
 
 class Sampler(ABC):
-    """Whoever answers prompts: ``samples`` answers each, in whatever order they are finished.
-
-    A sampler supplies `answers`; what it is given there has been checked.
-    """
+    """Answers prompts. A subclass implements `answers`, whose arguments have been checked."""
 
     def sample(
         self,
@@ -114,6 +110,7 @@ class Sampler(ABC):
         max_new_tokens: int,
         seed: int = 0,
     ) -> Iterator[Output]:
+        """Yield ``samples`` answers to each prompt, each as soon as it is finished, in any order."""
         settings = Settings(samples, temperature, top_p, max_new_tokens, seed)
         return self.answers(prompts, settings.checked(prompts))
 
@@ -122,13 +119,13 @@ class Sampler(ABC):
 
 
 class TokenSampler(Sampler):
-    """One that is asked in tokens: encoded as in training and decoded here, whichever engine makes the answer.
+    """A sampler that encodes prompts as training does and decodes answers itself; a subclass generates tokens.
 
     ``encoder_options`` are those of the training `Encoder`, so that a prompt has the tokens that training showed.
     ``template`` may be given apart from them.
     """
 
-    max_length: float = math.inf  # what the model has room for, prompt and answer together
+    max_length: float = math.inf  # tokens of prompt and answer together that the model can take
 
     def __init__(self, tokenizer: Any, *, template: str | None, encoder_options: Mapping[str, Any] | None):
         from deftune.data.encoding import Encoder
@@ -146,7 +143,7 @@ class TokenSampler(Sampler):
     def encode_all(
         self, prompts: Sequence[Prompt], settings: Settings
     ) -> tuple[list[tuple[Prompt, list[int], int]], list[Output]]:
-        """(prompt, its tokens, how many may follow) of each that can be asked; the answers of those that cannot."""
+        """(prompt, its tokens, token limit of its answer) of each prompt that fits; errors for the others."""
         asked: list[tuple[Prompt, list[int], int]] = []
         refused: list[Output] = []
         for prompt in prompts:
