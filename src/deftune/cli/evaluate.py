@@ -285,8 +285,8 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_export(args: argparse.Namespace) -> int:
     need_evaluation()
-    from deftune.evaluation.evaluate import load_questions
     from deftune.evaluation.harness import PREFIX, export_tasks
+    from deftune.evaluation.questions import load_questions
 
     with flags_in_errors():
         found = load_questions(args.suites, args.tasks, args.task_files, data=args.data, limit=args.limit)

@@ -31,10 +31,11 @@ from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, open_comparison
 from deftune.data.encoding import Encoder
 from deftune.data.rows import BadRows
-from deftune.evaluation.evaluate import Questions, Result, Settings, ask, load_items, write_summary
+from deftune.evaluation.evaluate import Result, Settings, ask, write_summary
 from deftune.evaluation.generation import TransformersSampler
 from deftune.evaluation.in_training import task_scorer
 from deftune.evaluation.items import Item
+from deftune.evaluation.questions import Questions, load_items
 from deftune.evaluation.statistics import half_of
 from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from deftune.artifacts.config import ConfigError, RunConfig, Section, Source, apply_override, explain, read_yaml
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.runs import differences, environment
-from deftune.evaluation.evaluate import wanted_tasks
+from deftune.evaluation.questions import wanted_tasks
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
 from deftune.objectives import objective as parse_objective
 

@@ -1,6 +1,6 @@
-r"""Whether two parsed answers are the same mathematics. Only `grading_worker` loads it: the parent never imports sympy.
+r"""Decide whether two parsed answers are equal. Only `grading_worker` loads this file: the parent never imports sympy.
 
-math-verify parses; what it would decide loosely is decided here, in this order:
+math-verify parses the answers. These are compared here, in this order, because math-verify is too tolerant:
 
     lists        as many answers, each equal to one of the other list's; the order does not matter, repetition does
     relations    the same sides, or one relation times a non-zero constant, or the same single solution
@@ -82,7 +82,7 @@ class Comparison:
         return self._by_math_verify(gold, answer)
 
     def _each(self, golds: Sequence[Any], answers: Sequence[Any]) -> int:
-        """In this order; a tolerance is for single numbers and for lists of them, not for coordinates."""
+        """Compare in order, without tolerance, which is for numbers and lists of numbers, not for coordinates."""
         exactly = self.without_tolerance()
         same = len(golds) == len(answers) and all(exactly.compare(g, a) == EQUAL for g, a in zip(golds, answers))
         return EQUAL if same else DIFFERENT
@@ -216,7 +216,7 @@ def _relations(expression: Any) -> list[Any] | None:
 
 
 def _stated_value(relations: list[Any]) -> Any:
-    """What an answer's equation says something is: its right-hand side. None of an inequality, and of 2 = 3."""
+    """The value that equations state: the right-hand side. None for an inequality, and for 2 = 3."""
     if not all(_is_equation(relation) for relation in relations):
         return None
     first, last = relations[0].lhs, relations[-1].rhs
@@ -226,7 +226,7 @@ def _stated_value(relations: list[Any]) -> Any:
 
 
 def _pair_up(golds: Sequence[Any], answers: Sequence[Any], compare: Callable[[Any, Any], int]) -> int:
-    """The worst verdict where each gold in turn takes the best of the answers that are left; as many of each."""
+    """Pair each gold with the best remaining answer, and return the worst verdict; as many golds as answers."""
     left, worst = list(answers), EQUAL
     for gold in golds:
         found = [compare(gold, answer) for answer in left]

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deftune.artifacts.files import write_atomic
 from deftune.evaluation.calls import QUIET, Display, OptionError, Outcome, check_counts, result_folder
 from deftune.evaluation.engines import Engine, Transformers
-from deftune.evaluation.items import Item, MissingData, find_data, read_task, with_data
+from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers
+from deftune.evaluation.questions import Questions, load_questions
 from deftune.evaluation.results import Key, Record, Result, Tasks, describe_data, drop_cut_line
 from deftune.evaluation.sampler import Prompt, Sampler, SamplerError, check_chance
 from deftune.evaluation.statistics import (
@@ -33,8 +34,7 @@ from deftune.evaluation.statistics import (
     pass_at_k,
     score_interval,
 )
-from deftune.evaluation.suites import Suite, Task, coverage, size_note, suite_named, task_named
-from deftune.evaluation.task_files import load_task_file
+from deftune.evaluation.suites import Suite, coverage, size_note
 
 PASS_AT = (1, 2, 4, 8, 16, 32, 64)
 FIRST_ERRORS = 20  # if the first answers of an endpoint are all errors, the call is probably wrong: `ask` stops
@@ -263,74 +263,6 @@ def average(suite: Suite, rows: list[Record], temperature: float) -> Record:
 # --- a whole evaluation -----------------------------------------------------------------------------------------------
 
 
-def wanted_tasks(
-    suite: Suite | None, tasks: Iterable[str], task_files: Iterable[str | Path]
-) -> list[tuple[Task, bool]]:  # fmt: skip
-    """The tasks of a suite and the tasks named beside it; the bool says whether the data of a task must exist."""
-    named = [(task_named(name), False) for name in (suite.tasks if suite else ())]
-    return named + [(task_named(name), True) for name in tasks] + [(load_task_file(path), True) for path in task_files]
-
-
-def load_items(
-    wanted: Iterable[tuple[Task, bool]], data: Path | None, limit: int | None
-) -> tuple[Tasks, dict[str, str]]:
-    """(tasks with their items, task without data -> reason). A task that must have data raises `MissingData`."""
-    found: Tasks = {}
-    missing: dict[str, str] = {}
-    for task, required in wanted:
-        try:
-            path = find_data(task, data)
-            chosen = task if path is None else with_data(task, path)  # so that the result records the path
-            found[task.name] = (chosen, read_task(chosen, None, limit=limit))
-        except MissingData as error:
-            if required:
-                raise
-            missing[task.name] = str(error)
-    if not found:
-        first, *others = missing.values()
-        more = f"; nor have {len(others)} others, see `deftune eval list`" if others else ""
-        raise ValueError(f"no task has data: {first}{more}")
-    return found, missing
-
-
-class Questions(NamedTuple):
-    """A suite, or None for single tasks, with its items; ``missing`` has the tasks without data, and why."""
-
-    suite: Suite | None
-    tasks: Tasks
-    missing: dict[str, str]
-
-
-def load_questions(
-    suites: Sequence[str] = (), tasks: Sequence[str] = (), task_files: Sequence[str | Path] = (),
-    *, data: str | Path | None = None, limit: int | None = None,
-) -> list[Questions]:  # fmt: skip
-    """Read the questions of each suite. Single ``tasks`` and ``task_files`` go with one suite at most.
-
-    Args:
-        data: the folder of the benchmarks' files; None reads from the hub.
-        limit: a sample of this many items of each task.
-
-    Raises:
-        OptionError: nothing or something twice is named, or there is no such folder.
-        MissingData: a task that was named has no data. A suite may lack the data of some tasks.
-    """
-    check_counts(limit=limit)
-    if data is not None and not Path(data).is_dir():
-        raise OptionError("data", f"{data}: no such folder")
-    if not (suites or tasks or task_files):
-        raise OptionError("suites", "name a suite, a task or a task file; `deftune eval list` shows them")
-    if len(set(suites)) < len(suites):
-        raise OptionError("suites", f"a suite is named twice: {', '.join(suites)}")
-    if len(suites) > 1 and (tasks or task_files):
-        raise OptionError("suites", "single tasks go with one suite at most; evaluate them in a call of their own")
-    found: list[Questions] = []
-    for suite in [suite_named(name) for name in suites] or [None]:
-        wanted = wanted_tasks(suite, tasks, task_files)
-        found.append(Questions(suite, *load_items(wanted, Path(data) if data is not None else None, limit)))
-    return found
-
-
 def write_summary(result: Result, settings: Settings, questions: Questions, *, workers: int = 2) -> Record:
     """Grade the answers of a result and write `summary.json`."""
     graded = grade(result, settings, questions.tasks, workers=workers)
@@ -431,8 +363,8 @@ def evaluate(
             stopped = sampler is not None and not _ask_all(result, settings, questions.tasks, sampler, display)
             display.show("grading the answers")
             summary = write_summary(result, settings, questions, workers=workers)
-            none_left = all(row["errors"]["count"] == row["errors"]["of"] for row in summary["rows"])
-            outcomes[settings.suite] = Outcome(result.folder, summary, stopped or none_left)
+            all_errors = all(row["errors"]["count"] == row["errors"]["of"] for row in summary["rows"])
+            outcomes[settings.suite] = Outcome(result.folder, summary, stopped or all_errors)
             finished(outcomes[settings.suite])
     return outcomes
 

@@ -1,11 +1,11 @@
-r"""The answer a model gave, taken out of the text it wrote; every answer says by which rule it was found.
+r"""Extract the answer from the text of a model, and record which rule found it.
 
     maths             boxed, else "#### N", else "the answer is ...", else the last number
     multiple choice   strict: a letter that is stated. lenient: also an option whose text occurs, else the most similar
     figfont           `normalize_text`, then equality; or `jaro_winkler`
 
-All of it is plain string work in time linear in the text: nothing here parses or evaluates mathematics. Whether two
-answers mean the same is `deftune.evaluation.grading`'s business.
+All rules are string operations in time linear in the text: nothing here parses or evaluates mathematics.
+`deftune.evaluation.grading` decides whether two answers are equal.
 """
 
 from __future__ import annotations
