@@ -78,7 +78,7 @@ def test_the_name_of_a_missing_file(capsys, tmp_path):
 
 def test_answers_in_chat(model, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    monkeypatch.setattr("deftune.artifacts.results.reply", lambda *a, **k: iter(EVIL))  # a character a piece
+    monkeypatch.setattr("deftune.training.results.reply", lambda *a, **k: iter(EVIL))  # a character a piece
     assert main(["chat", str(model)]) == 0
     check(capsys.readouterr().out)
 

@@ -19,6 +19,7 @@ ENDS = list(range(3, 300, 7))  # the generation config's: answers end at unequal
 
 @pytest.fixture
 def stand_in(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # trl sets it if it is imported while vllm is there
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(vllm.LLM, "made", [])
     monkeypatch.setattr(vllm.LLM, "calls_left", float("inf"))
