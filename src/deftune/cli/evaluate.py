@@ -31,29 +31,28 @@ def add_to(commands: Any) -> None:
     run.add_argument("model", metavar="MODEL", help="a model, a run, RUN:STEP, or with --endpoint the server's name")
     add_questions(run)
     how = run.add_argument_group("sampling and grading")
-    how.add_argument("--samples", type=int, help="answers per item where T > 0 (default: the suite's)")
-    how.add_argument(
-        "--temperature", dest="temperatures", action="append", type=float, default=[],
-        help="0 is greedy; repeatable (default: the suite's; of single tasks 0)",
-    )  # fmt: skip
+    how.add_argument("--samples", type=int, metavar="N", help="answers per item where T > 0 (default: the suite's)")
+    add_list(how, "--temperature", "temperatures", "T", "0 is greedy (default: the suite's; of single tasks 0)", float)
     how.add_argument("--top-p", type=float, help="nucleus sampling (default: 1, all tokens)")
     how.add_argument("--seed", type=int, help="seed of the sampling (default: 0)")
-    how.add_argument("--max-new-tokens", type=int, help="token limit of an answer (default: the task's)")
+    how.add_argument("--max-new-tokens", type=int, metavar="N", help="token limit of an answer (default: the task's)")
     how.add_argument("--rule", choices=["strict", "lenient"], help="multiple-choice extraction (default: strict)")
-    how.add_argument("--workers", type=int, default=2, help="grading processes (default: 2)")
+    how.add_argument("--workers", type=int, metavar="N", default=2, help="grading processes (default: 2)")
     add_model(run)
     engine = run.add_argument_group("engine", "What generates the answers; at T > 0 another engine draws others.")
     engine.add_argument("--engine", choices=["transformers", "vllm"], help="default: transformers; vllm if you have it")
     engine.add_argument("--endpoint", dest="url", metavar="URL", help="an OpenAI-compatible server: http://host:8000")
-    engine.add_argument("--batch-size", type=int, help="transformers: default 16, on a GPU 2048 or what fits")
+    engine.add_argument("--batch-size", type=int, metavar="N", help="transformers: default 16, on a GPU up to 2048")
     engine.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="vllm: default as transformers")
-    engine.add_argument("--max-model-len", type=int, help="vllm: tokens of prompt and answer together")
-    engine.add_argument("--gpu-memory-utilization", type=float, help="vllm: a share above 0, at most 1")
-    engine.add_argument("--tensor-parallel-size", type=int, help="vllm: number of GPUs")
+    engine.add_argument("--max-model-len", type=int, metavar="N", help="vllm: tokens of prompt and answer together")
+    engine.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="SHARE", help="vllm: a share above 0, at most 1"
+    )
+    engine.add_argument("--tensor-parallel-size", type=int, metavar="N", help="vllm: number of GPUs")
     engine.add_argument("--api-key-env", metavar="NAME", help="endpoint: the environment variable with the API key")
-    engine.add_argument("--timeout", type=float, help="endpoint: seconds that a request may take (default: 600)")
-    engine.add_argument("--retries", type=int, help="endpoint: retries of a failed request (default: 4)")
-    engine.add_argument("--concurrency", type=int, help="endpoint: requests at a time (default: 8)")
+    engine.add_argument("--timeout", type=float, metavar="N", help="endpoint: seconds of a request (default: 600)")
+    engine.add_argument("--retries", type=int, metavar="N", help="endpoint: retries of a failed request (default: 4)")
+    engine.add_argument("--concurrency", type=int, metavar="N", help="endpoint: requests at a time (default: 8)")
     engine.add_argument("--extra-body", metavar="JSON", help="""endpoint: more fields of a request: '{"top_k": 20}'""")
     engine.add_argument(
         "--change-endpoint", action="store_true", help="endpoint: resume a result of another server with this one"
@@ -66,9 +65,9 @@ def add_to(commands: Any) -> None:
     heldout.add_argument("--data", required=True, help="a file, a folder, a hub id, or generated:NAME")
     heldout.add_argument("--format", default="auto", help="of the rows (default: told by the first row)")
     heldout.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
-    heldout.add_argument("--rows", type=int, help="the first rows only")
+    heldout.add_argument("--rows", type=int, metavar="N", help="the first rows only")
     heldout.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
-    heldout.add_argument("--batch-size", type=int, default=8, help="default: 8")
+    heldout.add_argument("--batch-size", type=int, metavar="N", default=8, help="default: 8")
     add_model(heldout)
     add_output(heldout, "results/MODEL-heldout")
     heldout.set_defaults(run=run_heldout)
@@ -76,8 +75,8 @@ def add_to(commands: Any) -> None:
     show = verbs.add_parser("show", help="the table of a result, and its answers or rows")
     show.add_argument("result", type=Path, metavar="RESULT")
     show.add_argument("--wrong", action="store_true", help="only answers that were graded wrong")
-    show.add_argument("--task", dest="tasks", action="append", default=[], help="only answers of this task; repeatable")
-    show.add_argument("--rows", type=int, default=20, help="how many answers or rows (default: 20)")
+    add_list(show, "--task", "tasks", "TASK", "only answers of this task")
+    show.add_argument("--rows", type=int, metavar="N", default=20, help="how many answers or rows (default: 20)")
     show.set_defaults(run=run_show)
 
     compare = verbs.add_parser("compare", help="what runs gained and lost against a base, paired, with p-values")
@@ -98,13 +97,18 @@ def add_to(commands: Any) -> None:
 
 def add_questions(parser: Any) -> None:
     group = parser.add_argument_group("questions")
-    group.add_argument("--suite", dest="suites", action="append", default=[], help="math, medical, figfont; repeatable")
-    group.add_argument("--task", dest="tasks", action="append", default=[], help="a task by name; repeatable")
-    group.add_argument(
-        "--task-file", dest="task_files", action="append", default=[], type=Path, help="a task of your own (YAML)"
-    )
+    add_list(group, "--suite", "suites", "SUITE", "math, medical or figfont")
+    add_list(group, "--task", "tasks", "TASK", "a task by name")
+    add_list(group, "--task-file", "task_files", "FILE", "a task of your own (YAML)", Path)
     group.add_argument("--data", help="folder with the benchmarks' files (default: the hub)")
-    group.add_argument("--limit", type=int, help="a sample of the items of each task: for a try")
+    group.add_argument("--limit", type=int, metavar="N", help="a sample of the items of each task: for a try")
+
+
+def add_list(parser: Any, flag: str, name: str, metavar: str, about: str, kind: Any = str) -> None:
+    """A flag that may be repeated, and gives the list ``name``."""
+    parser.add_argument(
+        flag, dest=name, action="append", default=[], type=kind, metavar=metavar, help=f"{about}; repeatable"
+    )
 
 
 def add_model(parser: Any) -> None:
