@@ -150,7 +150,7 @@ def damaged_files(folder: Path, count: int) -> Figure:
     rows = [{"question": f"What is {n} + 1?", "gold": str(n + 1)} for n in range(6)]
     (original / "exam.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     exam.write_text('name: exam\nversion: "1"\nkind: math\ndata: exam.jsonl\n')
-    answer = ["eval", bench.model, "--task-file", exam, "--max-new-tokens", "8", "--out"]
+    answer = ["eval", "run", bench.model, "--task-file", exam, "--max-new-tokens", "8", "--out"]
     comparison = original / "compare.yaml"
     comparison.write_text(yaml.safe_dump({
         "folder": str(original / "grid"), "objectives": ["nll"], "model": {"name": str(bench.model)},
@@ -203,7 +203,7 @@ def reading(place: Path, chosen: Path, bench: Bench) -> Iterator[list[object]]:
         yield ["eval", "show", place / "one"]
         yield ["eval", "compare", place / "other", place / "one"]
         options = ["--task-file", place / "exam.yaml", "--max-new-tokens", "8", "--out", place / part]
-        yield ["eval", bench.model, *options]
+        yield ["eval", "run", bench.model, *options]
     else:
         yield ["compare", "show", place / "grid"]
         yield ["report", place / "grid"]

@@ -144,7 +144,7 @@ class Kinds:
         def command(folder: Path) -> list[list[str]]:
             options = ["--task-file", str(self.exam), "--temperature", "0", "--temperature", "1", "--samples", "3"]
             options += ["--max-new-tokens", "24", "--batch-size", "4", "--workers", "1", "--out", str(folder / "out")]
-            return [["eval", str(self.model), *options]]
+            return [["eval", "run", str(self.model), *options]]
 
         return Kind("eval", share, command, lambda folder: result_contents(folder / "out"), group=True)
 

@@ -29,7 +29,7 @@ from typing import Any, cast
 from deftune.evaluation.extraction import extract_boxed
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.items import Item
-from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.kinds import score_answers
 
 NAMES = {("gold", "pred", "expected"), ("gold", "pred", "result")}
 

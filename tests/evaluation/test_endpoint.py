@@ -238,7 +238,7 @@ def test_the_key_is_sent_and_never_said(monkeypatch):
     with pytest.raises(ValueError, match="the environment has no OTHER_KEY"):
         EndpointSampler("http://localhost", "m", api_key_env="OTHER_KEY")
     monkeypatch.setenv("BAD_KEY", "sk\nsecret")
-    with pytest.raises(ValueError, match="what BAD_KEY holds is no key") as caught:
+    with pytest.raises(ValueError, match="BAD_KEY holds no key") as caught:
         EndpointSampler("http://localhost", "m", api_key_env="BAD_KEY")
     assert "secret" not in str(caught.value)
 
@@ -258,9 +258,9 @@ def test_a_password_in_the_url_is_sent_and_never_said():
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("file:///etc/passwd", "base_url: write http://host:port or https://host, got 'file:///etc/passwd'"),
+        ("file:///etc/passwd", "url: write http://host:port or https://host, got 'file:///etc/passwd'"),
         ("htp://me:secret@host", "got 'htp://***@host'"),
-        ("http://me:sec/ret@host", "base_url: the port in 'http://***@host' is no number"),
+        ("http://me:sec/ret@host", "url: the port in 'http://***@host' is no number"),
         ("http://me:secret@host:99999", "the port in 'http://***@host:99999'"),
         ("http://host/v1?key=secret", "http://host/v1 goes on with '?' or '#'; leave it out"),
     ],
@@ -279,7 +279,7 @@ def test_addresses_are_alike_where_the_server_is():
 
 def test_extra_fields_are_sent_and_ours_are_not_replaced():
     with Server(lambda number, body: (200, completion())) as server:
-        list(EndpointSampler(server.url, "m", extra={"top_k": 20}).sample(prompts(1), max_new_tokens=1))
+        list(EndpointSampler(server.url, "m", extra_body={"top_k": 20}).sample(prompts(1), max_new_tokens=1))
     assert server.requests[0]["top_k"] == 20
-    with pytest.raises(ValueError, match="extra: 'temperature' is set by deftune itself; leave it out"):
-        EndpointSampler(server.url, "m", extra={"temperature": 2})
+    with pytest.raises(ValueError, match="extra_body: 'temperature' is set by deftune itself; leave it out"):
+        EndpointSampler(server.url, "m", extra_body={"temperature": 2})

@@ -1,4 +1,4 @@
-"""`deftune eval --endpoint` as a user calls it, against a server on the loopback."""
+"""`deftune eval run --endpoint` as a user calls it, against a server on the loopback."""
 
 import json
 
@@ -29,7 +29,7 @@ def right(number, body):
 
 
 def evaluate(server, *more, out="r"):
-    return main(["eval", "m", "--task-file", "exam.yaml", "--out", out, "--endpoint", server.url, *more])
+    return main(["eval", "run", "m", "--task-file", "exam.yaml", "--out", out, "--endpoint", server.url, *more])
 
 
 def summary(out="r"):
@@ -97,7 +97,7 @@ def test_a_server_that_no_item_can_use_stops_with_a_hint(exam, capsys, monkeypat
 def test_the_settings_have_the_server_without_its_password(exam, capsys):
     with Server(right) as server:
         url = server.url.replace("//", "//me:secret@")
-        assert main(["eval", "m", "--task-file", "exam.yaml", "--out", "r", "--endpoint", url]) == 0
+        assert main(["eval", "run", "m", "--task-file", "exam.yaml", "--out", "r", "--endpoint", url]) == 0
     settings = json.loads((exam / "r" / "settings.json").read_text())
     assert settings["engine"] == {"name": "endpoint", "url": f"{server.url}/v1"}
     assert settings["data"]["exam"]["items"] == 10 and settings["data"]["exam"]["source"].endswith("exam.jsonl")
@@ -124,15 +124,15 @@ def test_options_reach_the_server(exam):
         (["--endpoint", "http://h", "--retries", "-1"], "--retries: a number from 0; got -1"),
         (["--endpoint", "http://h", "--concurrency", "0"], "--concurrency: a number from 1; got 0"),
         (["--endpoint", "http://h", "--api-key-env", "NO_SUCH"], "--api-key-env: the environment has no NO_SUCH"),
-        (["--endpoint", "http://a:b@h", "--api-key-env", "PATH"], "--api-key-env: --endpoint has a name and password"),
+        (["--endpoint", "http://a:b@h", "--api-key-env", "PATH"], "--api-key-env: the URL has a name and password"),
         (["--endpoint", "http://h", "--extra-body", "top_k=1"], "--extra-body: write a JSON object, such as"),
         (["--endpoint", "http://h", "--extra-body", '{"n": 2}'], "--extra-body: 'n' is set by deftune itself"),
         (["--timeout", "3"], "--timeout: is for --endpoint URL; leave it out"),
-        (["--change-endpoint"], "--change-endpoint: is for --endpoint URL; leave it out"),
+        (["--change-endpoint"], "--change-endpoint: is for an endpoint; leave it out"),
     ],
 )
 def test_options_that_cannot_be(options, text, exam, capsys):
-    assert main(["eval", "m", "--task-file", "exam.yaml", "--out", "r", *options]) == 2
+    assert main(["eval", "run", "m", "--task-file", "exam.yaml", "--out", "r", *options]) == 2
     err = capsys.readouterr().err
     assert text in err and len(err.splitlines()) == 1 and "secret" not in err and not (exam / "r").exists()
 
@@ -165,14 +165,13 @@ def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(ex
     def refuse(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("deftune.cli.eval_engines.load", refuse)
-    monkeypatch.setattr("deftune.cli.evaluate.load", refuse)
+    monkeypatch.setattr("deftune.evaluation.engines.load", refuse)
     (exam / "file").touch()
-    assert main(["eval", "smollm2", "--task-file", "exam.yaml", "--out", "file/r"]) == 2
+    assert main(["eval", "run", "smollm2", "--task-file", "exam.yaml", "--out", "file/r"]) == 2
     assert "file/r: Not a directory" in capsys.readouterr().err
     rows = exam / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    assert main(["eval", "smollm2", "--suite", "heldout", "--data", str(rows), "--out", "file/r"]) == 2
+    assert main(["eval", "heldout", "smollm2", "--data", str(rows), "--out", "file/r"]) == 2
     assert "file/r: Not a directory" in capsys.readouterr().err
 
 
@@ -189,7 +188,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(ex
 def test_a_benchmark_row_that_cannot_be_read_is_not_to_be_skipped(row, text, exam, capsys):
     lines = (exam / "exam.jsonl").read_text().splitlines()
     (exam / "exam.jsonl").write_text("\n".join([*lines[:2], row, *lines[3:]]) + "\n")
-    assert main(["eval", "m", "--task-file", "exam.yaml", "--endpoint", "http://127.0.0.1:9", "--out", "r"]) == 2
+    assert main(["eval", "run", "m", "--task-file", "exam.yaml", "--endpoint", "http://127.0.0.1:9", "--out", "r"]) == 2
     err = capsys.readouterr().err
     assert text in err and "a benchmark with rows left out is another benchmark" in err and len(err.splitlines()) == 1
     assert "--skip-bad-rows" not in err and "messages" not in err

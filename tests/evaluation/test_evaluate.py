@@ -1,15 +1,21 @@
 """A whole evaluation: asked, stopped, resumed, graded, summed up, compared."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from deftune.cli import main
 from deftune.cli.eval_tables import render_summary
+from deftune.evaluation.calls import OptionError
 from deftune.evaluation.comparison import compare
-from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, grade, load_items, summarize
+from deftune.evaluation.engines import Endpoint, Transformers, Vllm
+from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, evaluate, grade, summarize
 from deftune.evaluation.generation import Output, SamplerError
+from deftune.evaluation.heldout import evaluate_heldout
 from deftune.evaluation.items import Item
+from deftune.evaluation.kinds import KINDS, score_answers
+from deftune.evaluation.questions import load_items
 from deftune.evaluation.suites import SUITES, task_named
 from deftune.evaluation.task_files import load_task_file
 
@@ -139,7 +145,7 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
     tiny_model = tmp_path / "model"
     model.save_pretrained(tiny_model)
     tokenizer.save_pretrained(tiny_model)
-    arguments = ["eval", str(tiny_model), "--task-file", str(own_task), "--max-new-tokens", "8", "--out"]
+    arguments = ["eval", "run", str(tiny_model), "--task-file", str(own_task), "--max-new-tokens", "8", "--out"]
     out = tmp_path / "result"
     assert main([*arguments, str(out)]) == 0
     assert "exam" in capsys.readouterr().out
@@ -155,25 +161,53 @@ def test_the_command_with_a_real_model(tmp_path, own_task, model, tokenizer, cap
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["eval", "m"], "name a --suite, a --task or a --task-file"),
-        (["eval", "m", "--suite", "maths"], "Did you mean 'math'? Known: math, medical, figfont, heldout"),
-        (["eval", "m", "--suite", "held-out"], "unknown suite 'held-out'. Did you mean 'heldout'?"),
-        (["eval", "show", "nowhere"], "nowhere: is no result (no settings.json); `deftune eval MODEL` makes one"),
-        (["eval", "compare", "a"], "eval compare: write it as `deftune eval compare BASE RUN [RUN ...]`, got 1"),
-        (["eval", "m", "--suite", "math", "--data", "nowhere"], "--data: nowhere: no such folder"),
+        (["run", "m"], "--suite: name a suite, a task or a task file"),
+        (["run", "m", "--suite", "maths"], "Did you mean 'math'? Known: math, medical, figfont;"),
         (
-            ["eval", "m", "--task-file", "no.yaml"],
-            "no.yaml: no such file; docs/evaluation.md has an example of a task file",
+            ["run", "m", "--suite", "heldout"],
+            "unknown suite 'heldout'. Known: math, medical, figfont; token statistics",
         ),
-        (["eval", "a", "b"], "one model at a time"),
+        (["show", "nowhere"], "nowhere: is no result (no settings.json); `deftune eval run MODEL` makes one"),
+        (["run", "m", "--suite", "math", "--data", "nowhere"], "--data: nowhere: no such folder"),
+        (["run", "m", "--task-file", "no.yaml"], "no.yaml: no such file; a task of your own is a small YAML file"),
+        (["run", "m", "--suite", "math", "--limit", "0"], "--limit: at least 1, got 0"),
+        (["run", "m", "--suite", "math", "--workers", "0"], "--workers: at least 1, got 0"),
     ],
 )
 def test_wrong_inputs_are_one_line(arguments, text, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    assert main(["eval", *arguments]) == 2
     err = capsys.readouterr().err
     assert text in err and len(err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["runs/first", "--suite", "math"], ["smollm2"], ["a", "b"]])
+def test_a_model_without_a_verb_is_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", *arguments])
+    [line] = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and "deftune eval MODEL is now deftune eval run MODEL" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["compare", "a"], "the following arguments are required: RUN"),
+        (["run", "a", "b"], "unrecognized arguments: b"),
+        (["run", "m", "--suite", "math", "--rows", "3"], "unrecognized arguments: --rows 3"),
+        (["run", "m", "--suite", "math", "--wrong"], "unrecognized arguments: --wrong"),
+        (["run", "m", "--suite", "math", "--engine", "sglang"], "argument --engine: invalid choice: 'sglang'"),
+        (["heldout", "m"], "the following arguments are required: --data"),
+        (["heldout", "m", "--data", "x", "--engine", "vllm"], "unrecognized arguments: --engine vllm"),
+        (["list", "--temperature", "1"], "unrecognized arguments: --temperature 1"),
+        (["show", "r", "--temperature", "1"], "unrecognized arguments: --temperature 1"),
+    ],
+)
+def test_a_verb_refuses_options_that_it_does_not_have(arguments, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", *arguments])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -181,16 +215,16 @@ def test_wrong_inputs_are_one_line(arguments, text, capsys, tmp_path, monkeypatc
     [
         (["--temperature", "-1"], "temperature: a number from 0 (greedy), got -1.0"),
         (["--temperature", "1", "--temperature", "1"], "temperature: 1 is given twice"),
-        (["--temperature", "1", "--top-p", "0"], "top_p: above 0, at most 1 (all tokens), got 0.0"),
-        (["--samples", "4"], "--samples: greedy answers (T = 0) are the same whatever it is"),
-        (["--top-p", "0.9"], "--top-p: greedy answers"),
+        (["--temperature", "1", "--top-p", "0"], "--top-p: above 0, at most 1 (all tokens), got 0.0"),
+        (["--samples", "4"], "--samples: has no effect on greedy answers (T = 0)"),
+        (["--top-p", "0.9"], "--top-p: has no effect on greedy answers"),
         (["--rule", "lenient"], "--rule: is for multiple choice, and none is asked"),
         ([], "model: unknown name 'm'"),
     ],
 )
 def test_what_is_refused_leaves_no_folder(options, text, own_task, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["eval", "m", "--task-file", str(own_task), *options]) == 2
+    assert main(["eval", "run", "m", "--task-file", str(own_task), *options]) == 2
     err = capsys.readouterr().err
     assert text in err and len(err.splitlines()) == 1
     assert not (tmp_path / "results").exists()
@@ -225,3 +259,65 @@ def test_list(capsys):
     assert main(["eval", "list"]) == 0
     out = capsys.readouterr().out
     assert "math500" in out and "medical:" in out
+
+
+# The library ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_python_user_calls_what_the_command_calls(tmp_path, own_task, model, tokenizer, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    seen = []
+    options = {"task_files": [own_task], "max_new_tokens": 8, "engine": Transformers(batch_size=2)}
+    outcomes = evaluate("model", **options, finished=seen.append)
+    assert list(outcomes) == [""] and seen == [outcomes[""]] and capsys.readouterr() == ("", "")
+    outcome = outcomes[""]
+    assert str(outcome.folder) == "results/model-tasks" and not outcome.failed
+    assert [row["task"] for row in outcome.summary["rows"]] == ["exam"]
+    command = ["eval", "run", "model", "--task-file", str(own_task), "--max-new-tokens", "8", "--batch-size", "2"]
+    assert main([*command, "--out", "again", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == json.loads(json.dumps(outcome.summary["rows"]))
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    measured = evaluate_heldout("model", "rows.jsonl", out="tokens")
+    assert measured.summary["rows"][0]["metric"] == "nll" and measured.folder == Path("tokens")
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "problem"),
+    [
+        (lambda: Transformers(batch_size=0), "batch_size", "at least 1, got 0"),
+        (lambda: Vllm(dtype="int4"), "dtype", "one of bfloat16, float16, float32; got 'int4'"),
+        (lambda: Vllm(gpu_memory_utilization=90), "gpu_memory_utilization", "a share above 0, at most 1; got 90"),
+        (lambda: Endpoint("http://h", timeout=-1), "timeout", "a number of seconds above 0; got -1"),
+        (lambda: Endpoint("http://h", extra_body={"n": 2}), "extra_body", "'n' is set by deftune itself; leave it out"),
+        (lambda: evaluate("m"), "suites", "name a suite, a task or a task file; `deftune eval list` shows them"),
+        (lambda: evaluate("m", suites=["math"], rule="loose"), "rule", "strict or lenient, got 'loose'"),
+        (lambda: evaluate("m", suites=["math"], data="no"), "data", "no: no such folder"),
+        (lambda: evaluate("m", samples=0), "samples", "at least 1, got 0"),
+        (lambda: evaluate("m", change_endpoint=True), "change_endpoint", "is for an endpoint; leave it out"),
+        (lambda: evaluate_heldout("m", "d", rows=0), "rows", "at least 1, got 0"),
+    ],
+)
+def test_errors_name_the_argument(make, option, problem):
+    with pytest.raises(OptionError) as caught:
+        make()
+    assert (caught.value.option, caught.value.problem) == (option, problem)
+
+
+def test_the_help_has_the_engines_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "run", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("timeout", "retries", "concurrency"):
+        assert f"(default: {getattr(Endpoint, name):g})" in text.rpartition(f"--{name} ")[2].partition("--")[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_says_how_it_is_asked_and_scored(name):
+    kind, options = KINDS[name], {"A": "4", "B": "5"} if "{options}" in KINDS[name].prompt else None
+    gold, text = ("A", "Answer: A") if options else ("4", "4")
+    [right] = score_answers([(name, Item("q", (), gold, options), text)], workers=1)
+    assert right["score"] == 1.0 and right["how"] != "none" and set(kind.columns) <= right.keys()
+    assert "{question}" in kind.prompt and kind.max_new_tokens > 0

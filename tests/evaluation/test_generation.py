@@ -242,7 +242,7 @@ def test_wrong_settings(model, tokenizer, settings, message):
 
 
 def test_an_id_twice_is_refused(model, tokenizer):
-    with pytest.raises(ValueError, match="two prompts have the id 'q/0'"):
+    with pytest.raises(ValueError, match="duplicate id 'q/0' in questions 1 and 3"):
         next(make_sampler(model, tokenizer).sample([*prompts(2), *prompts(1)], max_new_tokens=5))
 
 

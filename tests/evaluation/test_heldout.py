@@ -1,6 +1,7 @@
 """Held-out token statistics: against the model's own logits, stopped and resumed, and compared row by row."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -20,11 +21,19 @@ from deftune.evaluation.heldout import (
     summarize,
     sums_of,
 )
-from deftune.evaluation.statistics import Interval, ece, wilson_interval
+from deftune.evaluation.statistics import Interval, wilson_interval
 from deftune.objectives import IGNORE_INDEX
 from deftune.tokens.passes import score_rows
 
 SETTINGS = HeldoutSettings(model="m", data="d")
+
+
+def ece(confidence, correct, bins=15):
+    """sum_b |B_b|/n |share of correct in B_b - mean confidence in B_b|, bins of equal width, closed above."""
+    gaps = [0.0] * bins
+    for p, right in zip(confidence, correct, strict=True):
+        gaps[max(0, math.ceil(p * bins) - 1)] += float(right) - p
+    return sum(map(abs, gaps)) / len(confidence)
 
 
 def row(index: int) -> Row:
@@ -173,7 +182,7 @@ def test_damaged_rows_are_named(damage, text, tmp_path, model, tokenizer, encode
     path.write_text(damage(path.read_text()))
     with pytest.raises(ValueError) as caught:
         heldout.compare(result, result)
-    assert text in str(caught.value) and "run the same `deftune eval` again" in str(caught.value)
+    assert text in str(caught.value) and "run the same `deftune eval heldout` again" in str(caught.value)
 
 
 def test_no_end_is_said_and_not_a_number(tmp_path, model, tokenizer):
@@ -244,12 +253,12 @@ def test_a_run_is_measured_as_it_was_trained_and_its_base_like_it(folder, monkey
         "train: {batch_size: 6, micro_batch_size: 2, learning_rate: 0.01, epochs: 2}\n"
     )
     assert main(["train", "run.yaml"]) == 0
-    heldout = ["--suite", "heldout", "--data", "rows.jsonl", "--out"]
-    assert main(["eval", "runs/a", *heldout, "results/run/tokens"]) == 0
+    heldout = ["--data", "rows.jsonl", "--out"]
+    assert main(["eval", "heldout", "runs/a", *heldout, "results/run/tokens"]) == 0
     settings = json.loads((folder / "results/run/tokens/settings.json").read_text())
     assert settings["encoding"]["template"] == "plain" and settings["encoding"]["max_length"] == 64
-    assert main(["eval", "model", *heldout, "results/other/tokens"]) == 0
-    assert main(["eval", "model", *heldout, "results/base/tokens", "--like", "runs/a"]) == 0
+    assert main(["eval", "heldout", "model", *heldout, "results/other/tokens"]) == 0
+    assert main(["eval", "heldout", "model", *heldout, "results/base/tokens", "--like", "runs/a"]) == 0
     capsys.readouterr()
     assert main(["eval", "compare", "results/other", "results/run"]) == 2  # another template: other tokens
     assert "the base as the run was encoded (--like RUN)" in capsys.readouterr().err
@@ -260,7 +269,7 @@ def test_a_run_is_measured_as_it_was_trained_and_its_base_like_it(folder, monkey
     assert "held-out tokens, paired by row" in capsys.readouterr().out
     assert main(["eval", "show", "results/run/tokens", "--rows", "2"]) == 0
     assert "the 2 rows with the highest NLL" in capsys.readouterr().out
-    assert main(["eval", "runs/a", *heldout, "x", "--template", "chatml"]) == 2
+    assert main(["eval", "heldout", "runs/a", *heldout, "x", "--template", "chatml"]) == 2
     assert "was trained with its own" in capsys.readouterr().err
 
 
@@ -268,7 +277,7 @@ def test_bad_rows_are_refused_or_set_aside(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     with (folder / "rows.jsonl").open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "?"}]}\n')
-    command = ["eval", "model", "--suite", "heldout", "--data", "rows.jsonl"]
+    command = ["eval", "heldout", "model", "--data", "rows.jsonl"]
     assert main(command) == 2
     assert "rows.jsonl:7: no assistant turn" in capsys.readouterr().err
     assert main([*command, "--skip-bad-rows"]) == 0
@@ -279,19 +288,20 @@ def test_bad_rows_are_refused_or_set_aside(folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ([], "name the dataset with --data"),
         (["--data", "nowhere.jsonl"], "no such file or folder"),
-        (["--data", "generated:gsm_symbolic"], "say how many with --rows N"),
-        (["--data", "generated:gsm_symbolic", "--rows", "2", "--format", "math"], "is generated and has none"),
+        (["--data", "generated:gsm_symbolic"], "--rows: generated:gsm_symbolic has no end"),
+        (
+            ["--data", "generated:gsm_symbolic", "--rows", "2", "--format", "math"],
+            "--format: generated:gsm_symbolic is generated and has none",
+        ),
         (["--data", "generated:gsm_symbol", "--rows", "2"], "Did you mean 'gsm_symbolic'"),
         (["--data", "x", "--rows", "0"], "--rows: at least 1, got 0"),
-        (["--data", "x", "--temperature", "1"], "--temperature: means nothing to --suite heldout"),
-        (["--data", "x", "--suite", "math"], "--suite heldout goes by itself"),
+        (["--data", "x", "--batch-size", "0"], "--batch-size: at least 1, got 0"),
         (["--data", "x", "--like", "nowhere"], "is no run"),
     ],
 )
 def test_wrong_calls_are_one_line(options, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["eval", "smollm2", "--suite", "heldout", *options]) == 2
+    assert main(["eval", "heldout", "smollm2", *options]) == 2
     err = capsys.readouterr().err
     assert text in err and len(err.splitlines()) == 1 and not list(tmp_path.iterdir())

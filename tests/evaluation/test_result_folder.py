@@ -240,7 +240,7 @@ def test_damaged_grades_are_named_and_made_again(damage, text, tmp_path):
     result.graded.write_text(damage(whole))
     with pytest.raises(ValueError) as caught:
         compare(result, result)
-    assert text in str(caught.value) and "run the same `deftune eval` again" in str(caught.value)
+    assert text in str(caught.value) and "run the same `deftune eval run` again" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     run(tmp_path / "r", sampler=Sampler(until=0))  # the remedy, which asks for nothing
     assert result.graded.read_text() == whole

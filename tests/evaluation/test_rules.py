@@ -11,7 +11,7 @@ import pytest
 from deftune.data.rows import RowError
 from deftune.evaluation.grading import Grader, Rule, Verdict, drop_unit
 from deftune.evaluation.items import Item, read_task, with_data
-from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.kinds import score_answers
 from deftune.evaluation.suites import TASKS
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -14,7 +14,6 @@ from deftune.evaluation.statistics import (
     best_temperature,
     bootstrap_interval,
     clustered_standard_error,
-    ece,
     equal_differences_interval,
     half_of,
     holm,
@@ -337,7 +336,7 @@ def test_temperatures_are_checked():
         best_temperature({0.0: {"a": [1]}})
 
 
-# --- averages and calibration ----------------------------------------------------------------------------------------
+# --- averages --------------------------------------------------------------------------------------------------------
 
 
 def test_the_macro_average_counts_each_suite_once():
@@ -346,38 +345,6 @@ def test_the_macro_average_counts_each_suite_once():
     assert math.isnan(macro_average([Estimate(1.0, math.nan), Estimate(0.0, 0.1)]).standard_error)
     with pytest.raises(ValueError, match="no suites"):
         macro_average([])
-
-
-def test_ece_by_hand():
-    # two bins: (0, 0.5] holds 0.2 and 0.4, of which one is correct; (0.5, 1] holds 0.9, correct
-    assert ece([0.2, 0.4, 0.9], [0, 1, 1], bins=2) == pytest.approx(2 / 3 * abs(0.5 - 0.3) + 1 / 3 * 0.1)
-    assert ece([0.5, 0.6], [1, 0], bins=2) == pytest.approx((0.5 + 0.6) / 2)  # 0.5 belongs to the lower bin
-    assert ece([0.0, 1.0], [0, 1]) == 0.0
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1), st.integers(1, 30))
-def test_ece_lies_between_the_overall_gap_and_one(pairs, bins):
-    p, correct = [p for p, _ in pairs], [c for _, c in pairs]
-    gap = abs(sum(correct) - sum(p)) / len(p)
-    assert gap - 1e-12 <= ece(p, correct, bins=bins) <= 1.0
-    assert ece(p, correct, bins=1) == pytest.approx(gap, abs=1e-12)
-
-
-def test_ece_of_a_calibrated_model_is_small():
-    draw = random.Random(7)
-    p = [draw.random() for _ in range(20_000)]
-    assert ece(p, [draw.random() < q for q in p]) < 0.02
-
-
-def test_ece_arguments_are_checked():
-    with pytest.raises(ValueError, match="2 probabilities for 1 outcomes"):
-        ece([0.1, 0.2], [True])
-    with pytest.raises(ValueError, match=r"lies in \[0, 1\], got nan"):
-        ece([math.nan], [True])
-    with pytest.raises(ValueError, match="calibration of nothing"):
-        ece([], [])
-    with pytest.raises(ValueError, match="bins: at least 1"):
-        ece([0.5], [True], bins=0)
 
 
 def test_item_means_are_not_rounded():

@@ -121,7 +121,7 @@ def commands(scene: Scene, model: str) -> dict[str, list[str]]:
     return {
         "chat": ["chat", model],
         "inspect": ["inspect", model, data],
-        "eval": ["eval", model, "--suite", "heldout", "--data", data, "--out", str(scene.folder / "result")],
+        "eval": ["eval", "heldout", model, "--data", data, "--out", str(scene.folder / "result")],
         "tokens": ["analyze", "tokens", model, data, "--out", str(scene.folder / "tokens.parquet")],
         "merge": ["merge", model],
         "train": ["train", model],
@@ -337,7 +337,7 @@ def a_tag_in_an_override(scene: Scene) -> list[str]:
 def a_tag_in_a_task(scene: Scene) -> list[str]:
     path = scene.folder / "task.yaml"
     path.write_text(f"name: {TAGS['apply'].format(shell=scene.shell)}\n")
-    return ["eval", str(scene.model), "--task-file", str(path)]
+    return ["eval", "run", str(scene.model), "--task-file", str(path)]
 
 
 @attack

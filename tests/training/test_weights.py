@@ -86,7 +86,7 @@ def test_every_command_that_loads_weights_refuses(copy, chat_file, make_config, 
         "train": ["train", str(config)],
         "dry run": ["train", str(config), "--dry-run"],
         "chat": ["chat", model],
-        "eval": ["eval", model, "--suite", "heldout", "--data", data],
+        "eval": ["eval", "heldout", model, "--data", data],
         "inspect": ["inspect", model, data],
         "tokens": ["analyze", "tokens", model, data],
     }[command]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from deftune.artifacts.terminal import printable
 from deftune.evaluation.evaluate import describe_errors
+from deftune.evaluation.items import MissingData
+from deftune.evaluation.kinds import COLUMNS
+from deftune.evaluation.suites import SUITES, TASKS, coverage
 
 Record = dict[str, Any]
 
 
 def render_summary(summary: Record) -> str:
-    """A result of either kind."""
+    """The table of a result: scores, or token statistics."""
     return render_heldout(summary) if summary["settings"]["suite"] == "heldout" else render_sampled(summary)
 
 
@@ -24,9 +28,9 @@ def render_sampled(summary: Record) -> str:
         answers = row["items"] * row["samples"]
         found = answers - sum(row["extracted"].get(how, 0) for how in ("none", "ambiguous"))
         low, high = row["interval"]
-        extra = f"similarity {100 * row['similarity']:.2f}; " if "similarity" in row else ""
-        late = row.get("verdicts", {})
-        stopped = late.get("timeout", 0) + late.get("crash", 0)
+        extra = "".join(f"{column} {100 * row[column]:.2f}; " for column in COLUMNS if column in row)
+        verdicts = row.get("verdicts", {})
+        stopped = verdicts.get("timeout", 0) + verdicts.get("crash", 0)
         failed = row["finished"].get("error", 0)
         extra += f"{failed} errors; " if failed else ""
         extra += f"{stopped} gradings stopped; " if stopped else ""
@@ -74,6 +78,49 @@ def render_heldout(summary: Record) -> str:
             low, high = row["interval"]
             lines.append(f"{row['metric']:14}{row['score']:>10.4f}  [{low:.4f}, {high:.4f}]")
     return "\n".join(lines)
+
+
+def render_answer(record: Record) -> str:
+    """A graded answer with its question."""
+    return (
+        f"--- {record['id']} T={record['temperature']:g} sample {record['sample']}: score {record['score']:g}\n"
+        f"question: {record['prompt']}\nanswer:   {record['text']}\n"
+        f"taken:    {record['answer']!r} ({record['how']})\ngold:     {record['gold']}"
+    )
+
+
+def render_rows(rows: list[Record], number: int) -> str:
+    """The rows of a held-out result with the highest mean NLL."""
+    worst = sorted(rows, key=lambda row: -row["nll"] / row["tokens"])[:number]
+    lines = [
+        f"the {len(worst)} rows with the highest NLL",
+        f"{'nll':>8}{'p':>8}{'sum P^2':>8}{'tokens':>8}  row",
+    ]
+    for row in worst:
+        means = "".join(f"{row[name] / row['tokens']:>8.3f}" for name in ("nll", "p", "concentration"))
+        lines.append(f"{means}{row['tokens']:>8}  {row['where']}")
+    return "\n".join(lines)
+
+
+def render_tasks(located: Mapping[str, str | MissingData], data: str | None) -> str:
+    """The suites with their tasks, and where the data of each task is (`locate_tasks`)."""
+    present = [name for name, where in located.items() if isinstance(where, str)]
+    listed = {name for suite in SUITES.values() for name in suite.tasks}
+    others = tuple(name for name in TASKS if name not in listed)
+    lines: list[str] = []
+    for title, names, have in [
+        *((f"{suite.name}: {suite.about}", suite.tasks, coverage(suite, present)) for suite in SUITES.values()),
+        ("single tasks, in no suite (--task)", others, f"{len(set(present) & set(others))} of {len(others)}"),
+    ]:
+        lines += [title, f"  data {f'below {data}' if data else 'on the hub'}: {have}"]
+        for name in names:
+            task, where = TASKS[name], located[name]
+            size = f"{task.size:,} in the paper" if task.size else ""
+            lines += [
+                f"  {name:24}v{task.version:4}{task.kind:9}{size:20}{where if isinstance(where, str) else 'no data'}",
+                f"  {'':24}{task.about}{f' ({task.note})' if task.note else ''}",
+            ]
+    return "\n".join([*lines, "token statistics of any dataset: deftune eval heldout MODEL --data FILE"])
 
 
 def render_comparison(found: Record) -> str:

@@ -7,7 +7,6 @@ cells of different objectives fail alike and none succeeds, the rest would too: 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from typing import Any
 from rich.console import Console
 
 from deftune.artifacts.encodings import encoder_options, prompt_options
-from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import locked
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
@@ -34,10 +32,11 @@ from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, open_comparison
 from deftune.data.encoding import Encoder
 from deftune.data.rows import BadRows
-from deftune.evaluation.evaluate import Result, Settings, ask, grade, load_items, summarize
+from deftune.evaluation.evaluate import Result, Settings, ask, write_summary
 from deftune.evaluation.generation import TransformersSampler
 from deftune.evaluation.in_training import task_scorer
 from deftune.evaluation.items import Item
+from deftune.evaluation.questions import Questions, load_items
 from deftune.evaluation.statistics import half_of
 from deftune.evaluation.suites import Task
 from deftune.objectives import objective as parse_objective
@@ -201,16 +200,10 @@ def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any
     )  # fmt: skip
     result = Result(cell.folder / f"eval-{evaluation.title}")
     result.open(settings, tasks)
-    options = dict(encoding)
-    template = options.pop("template")
-    sampler = TransformersSampler(
-        model, tokenizer, template=template, batch_size=evaluation.batch_size, encoder_options=options
-    )
+    sampler = TransformersSampler(model, tokenizer, batch_size=evaluation.batch_size, encoder_options=encoding)
     ask(result, settings, tasks, sampler)
-    graded = grade(result, settings, tasks)
-    summary = summarize(settings, evaluation.whole_suite, tasks, graded, missing)
-    write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
-    say(f"{result.folder}: {len(graded):,} answers")
+    summary = write_summary(result, settings, Questions(evaluation.whole_suite, tasks, missing))
+    say(f"{result.folder}: {sum(row['items'] * row['samples'] for row in summary['rows']):,} answers")
 
 
 def evaluation_items(evaluation: Evaluation) -> tuple[dict[str, tuple[Task, list[Item]]], dict[str, str]]:

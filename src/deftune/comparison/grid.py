@@ -38,8 +38,8 @@ from deftune.artifacts.config import (
 from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import Kind, differences
+from deftune.evaluation.questions import wanted_tasks
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
-from deftune.evaluation.task_files import load_task_file
 from deftune.objectives import objective as parse_objective
 
 Temperature = Annotated[float, Field(ge=0)]
@@ -64,7 +64,7 @@ class Evaluation(Section):
     limit: Positive | None = Field(None, description="a sample of the items")
     max_new_tokens: Positive | None = Field(None, description="default: the task's")
     rule: Literal["strict", "lenient"] = "strict"
-    batch_size: Positive | None = None  # as `deftune eval` chooses it
+    batch_size: Positive | None = None  # as `deftune eval run` chooses it
 
     @field_validator("suite")
     @classmethod
@@ -112,10 +112,7 @@ class Evaluation(Section):
 
     def wanted(self) -> list[tuple[Task, bool]]:
         """The tasks, and whether each must be there."""
-        suite = self.whole_suite
-        names = [(task_named(name), False) for name in (suite.tasks if suite else ())]
-        names += [(task_named(name), True) for name in self.tasks]
-        return names + [(load_task_file(path), True) for path in self.task_files]
+        return wanted_tasks(self.whole_suite, self.tasks, self.task_files)
 
 
 class Regime(Section):

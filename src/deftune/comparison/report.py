@@ -153,9 +153,10 @@ def reproduce(comparison: Comparison) -> str:
         lines += [
             "# one cell by hand",
             f"deftune train {shlex.quote(str(trained.folder / 'run' / 'config.yaml'))} --set run=runs/again",
-            f"deftune eval show {shlex.quote(str(trained.folder))}/eval-* --wrong",
+            *(f"deftune eval show {shlex.quote(str(trained.folder / f'eval-{evaluation.title}'))} --wrong"
+              for evaluation in trained.section.evaluate),
             f"deftune chat {run}",
-        ]
+        ]  # fmt: skip
         if trained.section.tokens:
             table, browser = (shlex.quote(str(trained.folder / name)) for name in ("tokens.parquet", "inspect.html"))
             lines.append(f"deftune inspect --tokens {table} --html {browser}   # the next report links it")

@@ -1,4 +1,4 @@
-"""The chance of sampling: no state, so that nothing drawn elsewhere can move it.
+"""Random numbers of sampling, without state: they do not depend on what else is drawn.
 
 A token is drawn by the Gumbel-max rule: argmax over the vocabulary of ``z_v / T - log E_v``, where E_v is exponential
 with mean 1: a hash of (key, step, v), and key is SHA-256 of (seed, item id, sample).

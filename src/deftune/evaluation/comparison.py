@@ -1,8 +1,7 @@
-"""Results beside a base: what a model gained and what it lost, paired by item.
+"""Compare results with the result of a base model, paired by item.
 
-The first result is the base (the model before tuning, or another method), and every difference is *other - base*: after
-tuning on maths, a medical suite with a negative difference is what was forgotten. ``won`` and ``lost`` count the items
-that score higher and lower than the base's.
+Every difference is *other - base*: after tuning on maths, a negative difference on a medical suite is forgetting.
+``won`` and ``lost`` count the items whose score is higher and lower than the base's.
 """
 
 from __future__ import annotations
@@ -17,34 +16,36 @@ from deftune.evaluation.results import Record, Result, changed_questions, graded
 from deftune.evaluation.statistics import Estimate, holm, item_means, macro_average, mean_over_items, paired
 from deftune.evaluation.suites import SUITES, coverage
 
-ALIKE = ("top_p", "max_new_tokens", "rule")  # settings without which two scores are not of the same thing
+ALIKE = ("top_p", "max_new_tokens", "rule")  # settings that must agree for scores to be comparable
 
 
 def results_in(folder: Path) -> list[Result]:
-    """The result that a folder is, or the results that lie in it, one for each suite."""
+    """The result in ``folder``, or the results in its subfolders, one per suite."""
     if (folder / "settings.json").is_file():
         return [Result(folder)]
     found = sorted(path.parent for path in folder.glob("*/settings.json"))
     if not found:
-        raise ValueError(f"{folder}: is no result and holds none (no settings.json); `deftune eval MODEL` makes one")
+        raise ValueError(
+            f"{folder}: neither a result nor a folder of results (no settings.json); `deftune eval run` makes one"
+        )
     return [Result(path) for path in found]
 
 
 def results_by_kind(folder: Path) -> dict[str, Result]:
-    """What was evaluated -> its result: a suite's name, the names of single tasks, or "heldout" and the data's."""
+    """Results by what was evaluated: the name of a suite, the names of single tasks, or "heldout" and the dataset."""
     named: dict[str, Result] = {}
     for result in results_in(folder):
         settings = result.settings()
         suite = settings["suite"] or ", ".join(settings["tasks"])
         name = f"heldout {settings['data']}" if suite == "heldout" else suite
         if name in named:
-            raise ValueError(f"{named[name].folder} and {result.folder} are both of {name}; name one of them")
+            raise ValueError(f"{named[name].folder} and {result.folder} both hold {name}; name one of them")
         named[name] = result
     return named
 
 
 def compare(base: Result, other: Result) -> list[Record]:
-    """other - base for every task and temperature that both have, paired by item; p-values are not adjusted yet."""
+    """other - base for every shared task and temperature, paired by item; p-values are not adjusted."""
     before, after = base.read_graded(), other.read_graded()
     old, new = base.settings(), other.settings()
     for name in ALIKE:
@@ -88,7 +89,7 @@ def _compare_task(
 
 
 def average_changes(rows: Sequence[Record]) -> list[Record]:
-    """The macro average of the differences for each suite, run and temperature, with how much of the suite it is."""
+    """The macro average of the differences for each suite, run and temperature, with the covered share of the suite."""
     averages: list[Record] = []
     for name, run, temperature in dict.fromkeys((r["suite"], r["run"], r["temperature"]) for r in rows):
         if name not in SUITES:
@@ -110,19 +111,26 @@ def average_changes(rows: Sequence[Record]) -> list[Record]:
     return averages
 
 
-def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
-    """Everything that ``base`` and each of ``others`` share: tasks, averages of suites, and token statistics.
+def compare_folders(base: str | Path, others: Sequence[str | Path]) -> dict[str, Any]:
+    """Compare the result folder ``base`` with each of ``others``, on the suites that both have.
 
-    p-values are adjusted by Holm's rule over all tasks of all runs. A result that has no partner is named.
+    Returns:
+        ``tasks``, ``averages`` of suites and ``heldout`` token statistics: one record per run and row, with
+        ``difference``, ``interval`` and ``p``; ``p_holm`` is adjusted by Holm's rule over all tasks of all runs.
+        ``alone`` names results without a partner, ``engines`` results of different engines, ``errors`` tasks with
+        answers that are errors.
+
+    Raises:
+        ValueError: nothing is shared, or the questions, task versions or sampling settings differ.
     """
     tasks: list[Record] = []
     tokens: list[Record] = []
     alone: list[str] = []
     engines: list[str] = []
     errors: dict[str, None] = {}
-    bases = results_by_kind(base)
+    bases = results_by_kind(Path(base))
     for folder in others:
-        mine = results_by_kind(folder)
+        mine = results_by_kind(Path(folder))
         if not bases.keys() & mine.keys():
             raise ValueError(f"{base} has {'; '.join(bases)} and {folder} has {'; '.join(mine)}: nothing in common")
         alone += [f"{folder if name in mine else base}: {name}" for name in sorted(bases.keys() ^ mine.keys())]
@@ -135,7 +143,7 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
                 errors |= dict.fromkeys([*error_notes(bases[name]), *error_notes(mine[name])])
                 made = [engine_name(result) for result in (bases[name], mine[name])]
                 if made[0] != made[1]:
-                    engines.append(f"{folder}: {name} was answered by {made[1]}, that of {base} by {made[0]}")
+                    engines.append(f"{folder}: {name} was answered by {made[1]}, and in {base} by {made[0]}")
     for row, adjusted in zip(tasks, holm([row["p"] for row in tasks])):
         row["p_holm"] = adjusted
     return {
@@ -145,7 +153,7 @@ def compare_folders(base: Path, others: Sequence[Path]) -> dict[str, Any]:
 
 
 def error_notes(result: Result) -> list[str]:
-    """A line for each task and temperature of which answers are errors: they count as wrong answers."""
+    """A line for each task and temperature with errors among its answers; errors count as wrong answers."""
     notes: list[str] = []
     graded = result.read_graded()
     for task, temperature in dict.fromkeys((r["task"], r["temperature"]) for r in graded):
@@ -156,6 +164,6 @@ def error_notes(result: Result) -> list[str]:
 
 
 def engine_name(result: Result) -> str:
-    """What made a result's answers; older results do not say."""
+    """Name and version of the engine of a result; older results do not record it."""
     engine: Record = result.settings().get("engine") or {}
     return " ".join(str(engine[key]) for key in ("name", "version") if engine.get(key)) or "an engine not recorded"

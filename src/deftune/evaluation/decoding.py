@@ -1,7 +1,7 @@
-"""Answers in the making: what a decoder is, and the one that works with any transformers model.
+"""The interface of decoders, and `PaddedDecoder`, which works with any transformers model.
 
-A `Decoder` takes answers in, moves all that it holds on by some tokens, and gives back those that are finished.
-`PaddedDecoder` grows a `DynamicCache` under a mask, as `generate` does; `slots.SlotDecoder` is the fast one.
+A `Decoder` admits answers, generates tokens for all of them at once, and returns the finished ones. `PaddedDecoder`
+extends a `DynamicCache` under a mask, as `generate` does; `slot_decoding.SlotDecoder` is faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAWN_AT_ONCE = 2**24  # logits: their noise, its bits and the scores are half a
 
 @dataclass(eq=False)
 class Answer:
-    """One answer, from its prompt to its end: ``finish`` is None until then. ``key`` is `derive_key` in halves."""
+    """An answer that is being generated; ``finish`` is None until its end. ``key`` is `derive_key` as two int32."""
 
     prompt: Prompt
     sample: int
@@ -40,7 +40,7 @@ class Answer:
 
 
 class LanguageModel:
-    """A model, what ends its answers, how it is asked for tokens, and how a close call is settled."""
+    """A model with its end tokens; chooses tokens from logits, and computes close ones again without a batch."""
 
     def __init__(self, model: Any, *, end_ids: Set[int], pad_id: int, tie_margin: float):
         self.model, self.end_ids, self.pad_id, self.tie_margin = model, end_ids, pad_id, tie_margin
@@ -53,13 +53,13 @@ class LanguageModel:
 
     @torch.no_grad()
     def forward(self, ids: Tensor, **more: Any) -> Tensor:
-        """[rows, V] the last token's logits."""
+        """[rows, V] the logits of the last position."""
         if self.keeps_last:
             more["logits_to_keep"] = 1
         return self.model(input_ids=ids, **more).logits[:, -1]
 
     def choose(self, logits: Tensor, keys: Tensor, steps: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
-        """[rows] the tokens, whether each was a close call, and whether its logits are finite."""
+        """[rows] the tokens, whether each is within the tie margin, and whether its logits are finite."""
         rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
         if len(logits) > rows:
             split = zip(logits.split(rows), keys.split(rows), steps.split(rows))
@@ -74,7 +74,7 @@ class LanguageModel:
         return tokens, close & finite, finite
 
     def settle(self, answer: Answer, made: Sequence[int], settings: Settings) -> int:
-        """The next token where it was a close call: asked for alone, without padding or cache, so one shape for all."""
+        """The next token of one answer, computed without batch, padding or cache, so that no batch changes it."""
         self.num_retried += 1
         ids = torch.tensor([[*answer.ids, *made]], device=self.device)
         logits = self.forward(ids, use_cache=False).float()
@@ -91,7 +91,7 @@ def takes(model: Any, name: str) -> bool:
 
 
 class Decoder(ABC):
-    """Answers that are generated together, at most ``places`` of them."""
+    """Generates at most ``places`` answers together."""
 
     places: int
 
@@ -101,7 +101,7 @@ class Decoder(ABC):
 
     @property
     def free(self) -> int:
-        """How many answers it can take now."""
+        """How many answers can be admitted now."""
         return self.places - self.num_live
 
     @abstractmethod
@@ -109,17 +109,17 @@ class Decoder(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin with the next tokens; on a GPU this does not wait for them."""
+        """Start to generate the next tokens; on a GPU without waiting for them."""
 
     @abstractmethod
     def collect(self) -> list[Answer]:
-        """Wait for what `start` began; the answers that it finished."""
+        """Wait for the tokens of `start`, and return the answers that are finished."""
 
 
 class PaddedDecoder(Decoder):
-    """One forward a token for a batch, padded on the left. Rows that finish leave it, new ones are padded and joined.
+    """One forward pass per token for a batch, padded on the left; finished rows are removed, new rows are added.
 
-    With sliding windows or recurrent states the cache cannot be joined: a batch then runs to its end.
+    A cache with sliding windows or recurrent states cannot take new rows: such a batch runs to its end.
     """
 
     def __init__(self, model: LanguageModel, settings: Settings, *, places: int):
@@ -144,7 +144,7 @@ class PaddedDecoder(Decoder):
         return all(type(layer) is DynamicLayer for layer in self.cache.layers)
 
     def admit(self, answers: list[Answer]) -> None:
-        """Read the prompts, padded on the left; each once, whatever its samples."""
+        """Run the model over the prompts, padded on the left; a prompt with several samples once."""
         from transformers import DynamicCache
 
         distinct = {row.prompt.id: row.ids for row in answers}
@@ -179,7 +179,7 @@ class PaddedDecoder(Decoder):
         pass  # nothing is done beside the caller
 
     def collect(self) -> list[Answer]:
-        """One token for every row; rows that it finishes leave, the others go through the model."""
+        """Choose a token for every row, remove the finished rows, and run the model on the others."""
         steps = torch.tensor([len(row.made) for row in self.rows], dtype=torch.int32, device=self.keys.device)
         chosen, ties, right = torch.stack(
             [part.long() for part in self.model.choose(self.logits, self.keys, steps, self.settings)]

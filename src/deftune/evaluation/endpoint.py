@@ -1,4 +1,4 @@
-"""Answers from a server that speaks OpenAI's /v1/chat/completions."""
+"""`EndpointSampler`: answers from a server with OpenAI's /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.client
 import json
+import math
 import os
 import queue
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from deftune.artifacts.terminal import printable
+from deftune.evaluation.calls import OptionError
 from deftune.evaluation.chance import derive_key
 from deftune.evaluation.sampler import Finish, Output, Prompt, Sampler, SamplerError, Settings
 
@@ -40,14 +42,14 @@ REDIRECTED = "a redirect is not followed, it would take the key to another host;
 
 
 class Address(NamedTuple):
-    """A server's URL up to /v1, without a name and password, which are ``login``."""
+    """A server's URL up to /v1, and the "name:password" of the URL apart from it."""
 
     base: str
     login: str | None
 
 
-def parse_address(text: str, name: str = "base_url") -> Address:
-    """The address in a URL; an error calls it ``name`` and shows no password.
+def parse_address(text: str) -> Address:
+    """Parse a URL; an error shows no password.
 
     >>> parse_address("http://me:secret@localhost:8000")
     Address(base='http://localhost:8000/v1', login='me:secret')
@@ -57,11 +59,11 @@ def parse_address(text: str, name: str = "base_url") -> Address:
     try:
         port = parts.port
     except ValueError:
-        raise ValueError(f"{name}: the port in {shown!r} is no number from 0 to 65535") from None
+        raise OptionError("url", f"the port in {shown!r} is no number from 0 to 65535") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{name}: write http://host:port or https://host, got {shown!r}")
+        raise OptionError("url", f"write http://host:port or https://host, got {shown!r}")
     if parts.query or parts.fragment:
-        raise ValueError(f"{name}: {shown.partition('?')[0].partition('#')[0]} goes on with '?' or '#'; leave it out")
+        raise OptionError("url", f"{re.split('[?#]', shown)[0]} goes on with '?' or '#'; leave it out")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     base = f"{parts.scheme}://{host}{'' if port is None else f':{port}'}{parts.path.rstrip('/')}"
     login = None
@@ -71,26 +73,26 @@ def parse_address(text: str, name: str = "base_url") -> Address:
 
 
 class _Retry(Exception):
-    """What went wrong this time, and may not the next."""
+    """A failure that another attempt may not have."""
 
 
 class _Unreachable(_Retry):
-    """No server is there: no item is the cause."""
+    """The server cannot be reached; the item is not the cause."""
 
 
 class _Refused(Exception):
-    """The server will not answer this item: another try would change nothing."""
+    """The server refuses this item; another attempt would change nothing."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host."""
+    """Refuses redirects, which would send the key to another host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
         return None
 
 
 class _Deadline:
-    """Ends a request as a whole: urllib's time-out is for each read, and a server may send a byte now and then."""
+    """A time limit for a whole request; urllib's time-out is for each read, and a server may send byte by byte."""
 
     def __init__(self, seconds: float):
         self.expired = False
@@ -120,11 +122,13 @@ class _Deadline:
             self.expired = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    # of the plain socket: that of TLS would also change the state that the reading thread uses
+                    # shut down the plain socket: shutting down TLS would change state that the reading thread uses
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-class _HTTPConnection(http.client.HTTPConnection):
+class _Watched(http.client.HTTPConnection):
+    """A connection whose socket is closed at the deadline."""
+
     def __init__(self, *arguments: Any, deadline: _Deadline, **options: Any):
         super().__init__(*arguments, **options)
         self._deadline = deadline
@@ -134,14 +138,8 @@ class _HTTPConnection(http.client.HTTPConnection):
         self._deadline.watch(self.sock)
 
 
-class _HTTPSConnection(http.client.HTTPSConnection):
-    def __init__(self, *arguments: Any, deadline: _Deadline, **options: Any):
-        super().__init__(*arguments, **options)
-        self._deadline = deadline
-
-    def connect(self) -> None:
-        super().connect()
-        self._deadline.watch(self.sock)
+class _WatchedTLS(_Watched, http.client.HTTPSConnection):
+    pass
 
 
 class _Request(urllib.request.Request):
@@ -150,34 +148,39 @@ class _Request(urllib.request.Request):
 
 class _HTTPHandler(urllib.request.HTTPHandler):
     def http_open(self, req: Any) -> Any:
-        return self.do_open(cast(Any, _HTTPConnection), req, deadline=req.deadline)
+        return self.do_open(cast(Any, _Watched), req, deadline=req.deadline)
 
 
 class _HTTPSHandler(urllib.request.HTTPSHandler):
     def https_open(self, req: Any) -> Any:
-        return self.do_open(cast(Any, _HTTPSConnection), req, deadline=req.deadline)
+        return self.do_open(cast(Any, _WatchedTLS), req, deadline=req.deadline)
 
 
 class EndpointSampler(Sampler):
-    """A server that speaks OpenAI's /v1/chat/completions: vLLM, SGLang, llama.cpp, transformers serve.
+    """Asks a server with OpenAI's /v1/chat/completions: vLLM, SGLang, llama.cpp, transformers serve.
 
-    The server applies its own chat template: serve the folder that training saved, which has the one trained with.
-    ``seed`` is sent per answer, from (seed, item, sample); how far the server honours it is the server's affair.
-    ``api_key_env`` names the environment variable with the key; a name and password in the URL are sent as HTTP basic
-    authentication. Neither is in a message. Requests go out ``concurrency`` at a time, and ``timeout`` seconds is the
-    most that one takes in all. ``extra`` is added to each request's body, such as ``{"top_k": -1}``. ``notice`` is
-    given a line for each retry.
+    The server applies its own chat template: serve the folder that training saved, which has the template of training.
+    A seed is sent with each answer; the server decides what it does with the seed.
 
-    What may pass (a time-out, 408, 409, 429, 5xx, an answer that is no completion) is tried again ``retries`` times,
-    after 1, 2, 4, ... times ``backoff`` seconds, and is then the item's error. Other HTTP errors of an item (400, where
-    its context is too long) are its error at once. What no item can be the cause of stops the sampling: no connection,
-    a redirect, 401, 402, 404, 405, a 403 before any answer, and `FAILURES_IN_A_ROW` failed items without an answer
-    between.
+    Args:
+        url: http://host:port or https://host, with or without /v1. A name and password in it are sent as HTTP basic
+            authentication, and are in no message.
+        api_key_env: the environment variable with the API key, which is in no message.
+        concurrency: requests at a time.
+        timeout: seconds that a request may take in all.
+        retries, backoff: a time-out, 408, 409, 429, 5xx or an answer that is no completion is tried again, after 1, 2,
+            4, ... times ``backoff`` seconds; after the last retry it is the item's error.
+        extra_body: fields added to the body of each request, such as ``{"top_k": -1}``.
+        notice: is called with a line for each retry.
+
+    Other HTTP errors (400 if the context is too long) are the item's error at once. A `SamplerError` stops the sampling
+    if the item cannot be the cause: no connection, a redirect, 401, 402, 404, 405, a 403 before any answer, and
+    `FAILURES_IN_A_ROW` failed items without an answer between them.
     """
 
     def __init__(
         self,
-        base_url: str,
+        url: str,
         model: str,
         *,
         api_key_env: str | None = None,
@@ -185,22 +188,29 @@ class EndpointSampler(Sampler):
         timeout: float = 600.0,
         retries: int = 4,
         backoff: float = 1.0,
-        extra: Mapping[str, Any] | None = None,
+        extra_body: Mapping[str, Any] | None = None,
         notice: Callable[[str], None] = lambda _: None,
     ):
-        self.base, login = parse_address(base_url)
-        if concurrency < 1 or retries < 0 or not timeout > 0 or backoff < 0:
-            raise ValueError("concurrency is at least 1, retries and backoff at least 0, timeout above 0")
-        check_extra(extra or {}, "extra")
+        self.base, login = parse_address(url)
+        if not 0 < timeout < math.inf:
+            raise OptionError("timeout", f"a number of seconds above 0; got {timeout:g}")
+        if retries < 0:
+            raise OptionError("retries", f"a number from 0; got {retries}")
+        if concurrency < 1:
+            raise OptionError("concurrency", f"a number from 1; got {concurrency}")
+        if backoff < 0:
+            raise OptionError("backoff", f"a number of seconds from 0; got {backoff:g}")
+        if own := [name for name in OWN_FIELDS if name in (extra_body or {})]:
+            raise OptionError("extra_body", f"{own[0]!r} is set by deftune itself; leave it out")
         self.url = f"{self.base}/chat/completions"
         self.model, self.concurrency, self.timeout = model, concurrency, timeout
-        self.retries, self.backoff, self.extra, self.notice = retries, backoff, dict(extra or {}), notice
+        self.retries, self.backoff, self.extra_body, self.notice = retries, backoff, dict(extra_body or {}), notice
         self._headers = {"Content-Type": "application/json"}
         self._secrets: list[str] = []
         if api_key_env is not None:
-            key = read_key(api_key_env, "api_key_env")
+            key = read_key(api_key_env)
             if login is not None:
-                raise ValueError("api_key_env: the URL has a name and password already; leave one of them out")
+                raise OptionError("api_key_env", "the URL has a name and password already; leave one of them out")
             self._headers["Authorization"], self._secrets = f"Bearer {key}", [key]
         elif login is not None:
             code = base64.b64encode(login.encode()).decode()
@@ -255,9 +265,9 @@ class EndpointSampler(Sampler):
             raise failure
 
     def _ask(self, prompt: Prompt, sample: int, settings: Settings, stop: threading.Event) -> Output | None:
-        """An answer, or the item's error; None where another request has found that the server cannot be asked."""
+        """An answer, or the item's error; None if another request found that the server cannot be used."""
         body = {
-            **self.extra,
+            **self.extra_body,
             "model": self.model,
             "messages": [dict(message) for message in prompt.messages],
             "max_tokens": settings.max_new_tokens,
@@ -299,7 +309,7 @@ class EndpointSampler(Sampler):
                 return output
 
     def _count(self, *, failed: bool) -> int:
-        """The number of requests that failed since the server last answered one."""
+        """The number of failed requests since the last answer."""
         with self._lock:
             self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
             return self._failed_in_a_row
@@ -322,14 +332,14 @@ class EndpointSampler(Sampler):
                 if lost or not isinstance(error, urllib.error.URLError):
                     raise _Retry(f"connection lost: {str(reason) or type(reason).__name__}") from None
                 raise _Unreachable(f"no connection: {reason}") from None
-            if deadline.expired:  # what was read is what came before it was cut
+            if deadline.expired:  # the content is incomplete
                 raise late
         if len(content) > MAX_ANSWER_BYTES:
             raise _Retry(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
         return content
 
     def _http_error(self, error: urllib.error.HTTPError, prompt: Prompt) -> Exception:
-        """What an HTTP error means: try again, this item's error, or an error of every item."""
+        """The exception for an HTTP error: try again, an error of this item, or an error of every item."""
         said = b""
         with error, contextlib.suppress(OSError, http.client.HTTPException):
             said = error.read(2000)
@@ -345,13 +355,13 @@ class EndpointSampler(Sampler):
         return _Refused(problem)
 
     def _clean(self, text: str) -> str:
-        """A server's words without what it was sent as a secret, and without what could steer a terminal."""
+        """A server's text without secrets and without terminal control characters."""
         for secret in filter(None, self._secrets):
             text = text.replace(secret, "***")
         return printable(text)
 
     def _answer(self, prompt: Prompt, sample: int, content: bytes) -> Output:
-        """What the server said, every field checked before it is believed."""
+        """The answer in a response; every field is checked."""
 
         def wrong(what: str) -> _Retry:
             start = self._clean(repr(content[:200].decode("utf-8", "replace")))
@@ -364,7 +374,7 @@ class EndpointSampler(Sampler):
         choices: Any = cast("dict[str, Any]", said).get("choices") if isinstance(said, dict) else None
         if not isinstance(choices, list) or not choices:
             raise wrong("'choices' is not a list with an answer")
-        choice: Any = choices[0]  # one was asked for; a server that sends more has drawn each as it draws one
+        choice: Any = choices[0]  # one was asked for; some servers send more
         message: Any = cast("dict[str, Any]", choice).get("message") if isinstance(choice, dict) else None
         if not isinstance(message, dict):
             raise wrong("no message in its choice")
@@ -389,7 +399,7 @@ class EndpointSampler(Sampler):
 
 
 def _message_in(body: str) -> str:
-    """The message of an error's body, which is JSON on most servers; else the body.
+    """The message in the body of an error, if the body is JSON; else the body.
 
     >>> _message_in('{"error": {"message": "too long", "code": 400}}'), _message_in("Bad Gateway")
     ('too long', 'Bad Gateway')
@@ -405,7 +415,7 @@ def _message_in(body: str) -> str:
 
 
 def _text_of(content: Any) -> str | None:
-    """The text of a message's ``content``: text, null, or parts, of which those that hold reasoning are left out."""
+    """The text of a message's ``content``: text, null, or a list of parts; parts with reasoning are left out."""
     if content is None:
         return ""  # an empty answer, or one of nothing but reasoning
     if isinstance(content, str):
@@ -427,17 +437,11 @@ def _text_of(content: Any) -> str | None:
     return "".join(texts)
 
 
-def check_extra(extra: Mapping[str, Any], name: str) -> None:
-    """Refuse a field that has an option of its own."""
-    if own := [field for field in OWN_FIELDS if field in extra]:
-        raise ValueError(f"{name}: {own[0]!r} is set by deftune itself; leave it out")
-
-
-def read_key(variable: str, name: str) -> str:
-    """The key in an environment variable."""
+def read_key(variable: str) -> str:
+    """The API key in an environment variable; an error does not show its value."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"{name}: the environment has no {variable}; set it to the key")
+        raise OptionError("api_key_env", f"the environment has no {variable}; set it to the key")
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{name}: what {variable} holds is no key: a key is plain text on one line")
+        raise OptionError("api_key_env", f"{variable} holds no key: a key is printable ASCII on one line")
     return key

@@ -1,6 +1,6 @@
-r"""Whether two parsed answers are the same mathematics. Only `grading_worker` loads it: the parent never imports sympy.
+r"""Decide whether two parsed answers are equal. Only `grading_worker` loads this file: the parent never imports sympy.
 
-math-verify parses; what it would decide loosely is decided here, in this order:
+math-verify parses the answers. These are compared here, in this order, because math-verify is too tolerant:
 
     lists        as many answers, each equal to one of the other list's; the order does not matter, repetition does
     relations    the same sides, or one relation times a non-zero constant, or the same single solution
@@ -82,7 +82,7 @@ class Comparison:
         return self._by_math_verify(gold, answer)
 
     def _each(self, golds: Sequence[Any], answers: Sequence[Any]) -> int:
-        """In this order; a tolerance is for single numbers and for lists of them, not for coordinates."""
+        """Compare in order, without tolerance, which is for numbers and lists of numbers, not for coordinates."""
         exactly = self.without_tolerance()
         same = len(golds) == len(answers) and all(exactly.compare(g, a) == EQUAL for g, a in zip(golds, answers))
         return EQUAL if same else DIFFERENT
@@ -140,15 +140,7 @@ class Comparison:
             return min(self._values(gold, answer) for gold, answer in zip(golds, answers))
         if len(golds) > _LONGEST_LIST:
             return DIFFERENT
-        left, worst = list(answers), EQUAL
-        for gold in golds:
-            found = [self.compare(gold, answer) for answer in left]
-            best = max(found)
-            if best == DIFFERENT:
-                return DIFFERENT
-            left.pop(found.index(best))
-            worst = min(worst, best)
-        return worst
+        return _pair_up(golds, answers, self.compare)
 
     # --- relations ----------------------------------------------------------------------------------------------
 
@@ -157,15 +149,7 @@ class Comparison:
             answers = [sympy.Eq(answers[0].lhs, answers[-1].rhs, evaluate=False)]  # E = m c^2 = 9, for E = 9
         if len(golds) != len(answers):
             return DIFFERENT
-        left, worst = list(answers), EQUAL
-        for gold in golds:
-            found = [self._relation(gold, answer) for answer in left]
-            best = max(found)
-            if best == DIFFERENT:
-                return DIFFERENT
-            left.pop(found.index(best))
-            worst = min(worst, best)
-        return worst
+        return _pair_up(golds, answers, self._relation)
 
     def _relation(self, gold: Any, answer: Any) -> int:
         turned = _turned(answer)
@@ -232,13 +216,26 @@ def _relations(expression: Any) -> list[Any] | None:
 
 
 def _stated_value(relations: list[Any]) -> Any:
-    """What an answer's equation says something is: its right-hand side. None of an inequality, and of 2 = 3."""
+    """The value that equations state: the right-hand side. None for an inequality, and for 2 = 3."""
     if not all(_is_equation(relation) for relation in relations):
         return None
     first, last = relations[0].lhs, relations[-1].rhs
     if isinstance(last, sympy.Symbol) and not _is_name(first):
         return first  # 5 = x
     return None if _number(first) is not None and Comparison(_never).compare(first, last) == DIFFERENT else last
+
+
+def _pair_up(golds: Sequence[Any], answers: Sequence[Any], compare: Callable[[Any, Any], int]) -> int:
+    """Pair each gold with the best remaining answer, and return the worst verdict; as many golds as answers."""
+    left, worst = list(answers), EQUAL
+    for gold in golds:
+        found = [compare(gold, answer) for answer in left]
+        best = max(found)
+        if best == DIFFERENT:
+            return DIFFERENT
+        left.pop(found.index(best))
+        worst = min(worst, best)
+    return worst
 
 
 def _never(*_: Any) -> bool:

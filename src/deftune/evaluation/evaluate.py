@@ -1,26 +1,29 @@
-"""`deftune eval`: a model's answers to a suite, graded, with intervals.
+"""`evaluate`: a model's answers to suites of questions, graded, with intervals.
 
-A result is a folder (`results`): a second call goes on where the first was stopped, and asks again what was an error.
+The result of a suite is a folder (`results`). The same call on a stopped result resumes it, and asks again for the
+answers that are errors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from deftune.artifacts.files import write_atomic
-from deftune.evaluation.generation import Prompt, Sampler, SamplerError
-from deftune.evaluation.items import Item, MissingData, find_data, read_task, with_data
+from deftune.evaluation.calls import QUIET, Display, OptionError, Outcome, check_counts, result_folder
+from deftune.evaluation.engines import Engine, Transformers
+from deftune.evaluation.items import Item
+from deftune.evaluation.kinds import KINDS, score_answers
+from deftune.evaluation.questions import Questions, load_questions
 from deftune.evaluation.results import Key, Record, Result, Tasks, describe_data, drop_cut_line
-from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.sampler import Prompt, Sampler, SamplerError, check_chance
 from deftune.evaluation.statistics import (
     Estimate,
     best_temperature,
@@ -31,15 +34,15 @@ from deftune.evaluation.statistics import (
     pass_at_k,
     score_interval,
 )
-from deftune.evaluation.suites import Kind, Suite, Task, coverage, size_note
+from deftune.evaluation.suites import Suite, coverage, size_note
 
 PASS_AT = (1, 2, 4, 8, 16, 32, 64)
-FIRST_ERRORS = 20  # an endpoint whose first answers are all errors is asked no further: the call is probably wrong
+FIRST_ERRORS = 20  # if the first answers of an endpoint are all errors, the call is probably wrong: `ask` stops
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of a model; part of the result, and refused where a folder holds an answer to something else."""
+    """What is asked of a model. A result records the settings, and resumes with the same settings only."""
 
     model: str
     suite: str
@@ -52,19 +55,17 @@ class Settings:
     max_new_tokens: int | None = None
     rule: str = "strict"
     encoding: dict[str, Any] = field(default_factory=dict[str, Any])  # template and such; {} of an endpoint
-    engine: dict[str, Any] = field(default_factory=lambda: {"name": "transformers", "version": version("transformers")})
+    engine: dict[str, Any] = field(default_factory=lambda: Transformers().describe())
 
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
-            if not 0 <= temperature < math.inf:
-                raise ValueError(f"temperature: a number from 0 (greedy), got {temperature}")
+            check_chance(temperature, self.top_p)
         if len(set(self.temperatures)) < len(self.temperatures):
-            raise ValueError(f"temperature: {max(self.temperatures, key=self.temperatures.count):g} is given twice")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: above 0, at most 1 (all tokens), got {self.top_p}")
+            twice = max(self.temperatures, key=self.temperatures.count)
+            raise OptionError("temperatures", f"{twice:g} is given twice")
 
     def samples_at(self, temperature: float) -> int:
-        """Greedy answers are all the same: one is enough."""
+        """How many answers each item gets: 1 if greedy, since greedy answers are all the same."""
         return 1 if temperature == 0 else self.samples
 
 
@@ -74,7 +75,7 @@ class Settings:
 def missing_samples(
     recorded: Mapping[Key, Record], name: str, items: Sequence[Item], temperature: float, samples: int
 ) -> list[Prompt]:
-    """What is left to ask: each item with the samples that have no answer. Those that only have errors come last."""
+    """The prompts left to ask: each item with the samples that lack an answer, items that only have errors last."""
     fresh: list[Prompt] = []
     failed: list[Prompt] = []
     for item in items:
@@ -87,7 +88,7 @@ def missing_samples(
 
 
 def answered(result: Result, settings: Settings, tasks: Tasks, *, with_errors: bool = False) -> bool:
-    """Whether nothing is left to ask: no model is needed. ``with_errors``: an error counts as an answer."""
+    """Whether every answer is there. ``with_errors``: an error counts as an answer."""
     recorded = result.latest_samples()
     if with_errors:
         recorded = {key: {**record, "finish": "stop"} for key, record in recorded.items()}
@@ -99,12 +100,11 @@ def answered(result: Result, settings: Settings, tasks: Tasks, *, with_errors: b
 
 
 def ask(
-    result: Result, settings: Settings, tasks: Tasks, sampler: Sampler,
-    progress: Callable[[str, int, int], None] = lambda *_: None, notice: Callable[[str], None] = lambda _: None,
+    result: Result, settings: Settings, tasks: Tasks, sampler: Sampler, display: Display = QUIET
 ) -> None:  # fmt: skip
-    """Fill `samples.jsonl`: every answer is there once, whatever was there before; an error is asked again.
+    """Append the missing answers to `samples.jsonl`, each as it arrives; errors are asked again.
 
-    ``progress`` is given (task and temperature, answers so far, all of them), ``notice`` the first error of each.
+    ``display`` is shown the number of answers for each task and temperature, and the first error of each.
     """
     recorded = result.latest_samples()
     untried = not recorded and settings.engine["name"] == "endpoint"
@@ -116,7 +116,7 @@ def ask(
             prompts = missing_samples(recorded, name, items, temperature, number)
             total = len(items) * number
             done = total - sum(len(prompt.samples or ()) for prompt in prompts)
-            progress(label, done, total)
+            display.show(label, done, total)
             if not prompts:
                 continue
             with result.samples.open("a", encoding="utf-8") as file:
@@ -125,7 +125,7 @@ def ask(
                     seed=settings.seed,
                 ):  # fmt: skip
                     done += 1
-                    progress(label, done, total)
+                    display.show(label, done, total)
                     key = (name, output.id, temperature, output.sample)
                     record = {"task": key[0], "id": key[1], "temperature": key[2], "sample": key[3],
                               "text": output.text, "tokens": output.tokens, "finish": output.finish}  # fmt: skip
@@ -139,7 +139,7 @@ def ask(
                         continue
                     errors += 1
                     if errors == 1:
-                        notice(f"{output.id}: {output.note}; recorded as an error, the others are asked")
+                        display.say(f"{output.id}: {output.note}; recorded as an error, the others are asked")
                     if untried and errors == FIRST_ERRORS:
                         raise SamplerError(f"the first {errors} answers are all errors: {output.id}: {output.note}")
 
@@ -148,10 +148,10 @@ def ask(
 
 
 def grade(result: Result, settings: Settings, tasks: Tasks, *, workers: int = 2) -> list[Record]:
-    """Extraction and verdict of every answer, in the order of tasks, items, temperatures and samples."""
+    """Write `graded.jsonl`: extraction and verdict of every answer, by task, item, temperature and sample."""
     answers = result.latest_samples()
     graded: list[Record] = []
-    asked: list[tuple[Kind, Item, str]] = []
+    asked: list[tuple[str, Item, str]] = []
     for name, (task, items) in tasks.items():
         for item in items:
             for temperature in settings.temperatures:
@@ -160,7 +160,7 @@ def grade(result: Result, settings: Settings, tasks: Tasks, *, workers: int = 2)
                     if answer is None:
                         raise ValueError(f"{result.samples}: {name} {item.id} has no answer {i} at T={temperature:g}")
                     graded.append({**answer, "prompt": item.messages[-1]["content"], "gold": item.gold})
-                    # an error is no answer, whatever came before it: it scores 0 and is counted as an error
+                    # an error scores 0, whatever text came before it
                     asked.append((task.kind, item, "" if answer["finish"] == "error" else answer["text"]))
     finishes = [record["finish"] for record in graded]  # a text that was cut off is not graded by its last number
     scores = score_answers(asked, choice_rule=settings.rule, workers=workers, finishes=finishes)
@@ -183,7 +183,7 @@ def by_item(graded: Iterable[Record], task: str, temperature: float, column: str
 
 
 def error_record(mine: Sequence[Record]) -> Record:
-    """How many answers are errors, and an example of each kind: notes that differ in numbers alone are of one kind."""
+    """The number of errors, with an example of each kind; notes that differ only in numbers are one kind."""
     failed = [r for r in mine if r["finish"] == "error"]
     kinds: dict[str, Record] = {}
     for r in failed:
@@ -231,8 +231,8 @@ def summarize(
                 "finished": dict(Counter(r["finish"] for r in mine)), "errors": error_record(mine),
                 "note": size_note(task, len(items)) if settings.limit is None else f"a sample of {len(items)} items",
             }  # fmt: skip
-            if task.kind == "figfont":
-                row["similarity"] = mean_over_items(list(by_item(mine, name, temperature, "similarity").values()))
+            for column in KINDS[task.kind].columns:
+                row[column] = mean_over_items(list(by_item(mine, name, temperature, column).values()))
             if verdicts := Counter(r["verdict"] for r in mine if "verdict" in r):
                 row["verdicts"] = dict(verdicts)
             rows.append(row)
@@ -260,23 +260,122 @@ def average(suite: Suite, rows: list[Record], temperature: float) -> Record:
     return record
 
 
-def load_items(
-    names: Iterable[tuple[Task, bool]], data: Path | None, limit: int | None
-) -> tuple[Tasks, dict[str, str]]:
-    """(tasks with their items, tasks whose data is missing and why); one that was asked for by name must be there."""
-    found: Tasks = {}
-    missing: dict[str, str] = {}
-    for task, asked in names:
-        try:
-            path = find_data(task, data)
-            chosen = task if path is None else with_data(task, path)  # so that a result can say where it was
-            found[task.name] = (chosen, read_task(chosen, None, limit=limit))
-        except MissingData as error:
-            if asked:
-                raise
-            missing[task.name] = str(error)
-    if not found:
-        first, *others = missing.values()
-        more = f"; nor have {len(others)} others, see `deftune eval list`" if others else ""
-        raise ValueError(f"no task has data: {first}{more}")
-    return found, missing
+# --- a whole evaluation -----------------------------------------------------------------------------------------------
+
+
+def write_summary(result: Result, settings: Settings, questions: Questions, *, workers: int = 2) -> Record:
+    """Grade the answers of a result and write `summary.json`."""
+    graded = grade(result, settings, questions.tasks, workers=workers)
+    summary = summarize(settings, questions.suite, questions.tasks, graded, questions.missing)
+    write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
+    return summary
+
+
+def evaluate(
+    model: str, *, suites: Sequence[str] = (), tasks: Sequence[str] = (), task_files: Sequence[str | Path] = (),
+    data: str | Path | None = None, limit: int | None = None, engine: Engine | None = None,
+    samples: int | None = None, temperatures: Sequence[float] = (), top_p: float | None = None, seed: int | None = None,
+    max_new_tokens: int | None = None, rule: str | None = None, template: str | None = None,
+    like: str | Path | None = None, trust_remote_code: bool = False, change_endpoint: bool = False, workers: int = 2,
+    out: str | Path | None = None, display: Display = QUIET, finished: Callable[[Outcome], None] = lambda _: None,
+) -> dict[str, Outcome]:  # fmt: skip
+    """Ask a model the questions of suites and tasks, grade the answers, and write a result folder for each suite.
+
+    The same call resumes a stopped evaluation; a model is loaded only if answers are missing.
+
+        outcomes = evaluate("runs/first", suites=["math"], data="benchmarks", temperatures=[0.0])
+        outcomes["math"].summary["rows"][0]["score"]
+
+    Args:
+        model: a run, a checkpoint (RUN:200), a model that `deftune train` takes, or a server's name of a model.
+        suites, tasks, task_files, data, limit: the questions, see `load_questions`.
+        engine: what generates the answers (default: `Transformers()`).
+        samples: answers per item at temperatures above 0 (default: the suite's).
+        temperatures: 0 is greedy (default: the suite's; for single tasks 0).
+        top_p, seed: nucleus sampling (default: 1, all tokens), and the seed of the sampling (default: 0).
+        max_new_tokens: token limit of an answer (default: the task's).
+        rule: extraction of multiple-choice answers, "strict" (default) or "lenient".
+        template: chatml, plain, or a .jinja file (default: the run's, or the tokenizer's).
+        like: encode the prompts as this run does; for the base model of a run.
+        trust_remote_code: run the code of the model's repository.
+        change_endpoint: resume a result that was started with another server.
+        workers: grading processes.
+        out: the result's folder (default: results/MODEL-SUITE); with several suites, the folder of their folders.
+        display: receives progress and messages.
+        finished: is called with the outcome of each suite as soon as it is written.
+
+    Returns:
+        suite -> `Outcome`; "" is the key of single tasks.
+
+    Raises:
+        OptionError: an argument is wrong, or would have no effect.
+        ValueError: the folder holds another evaluation, data is damaged, or the engine stopped.
+    """
+    display.show("reading the questions")
+    engine = engine or Transformers()
+    described = engine.describe()
+    check_counts(samples=samples, max_new_tokens=max_new_tokens, workers=workers)
+    if rule not in (None, "strict", "lenient"):
+        raise OptionError("rule", f"strict or lenient, got {rule!r}")
+    if engine.local and change_endpoint:
+        raise OptionError("change_endpoint", "is for an endpoint; leave it out")
+    for name, given in {"template": template, "like": like, "trust_remote_code": trust_remote_code}.items():
+        if given and not engine.local:
+            raise OptionError(name, "an endpoint loads its own model and renders its own chat template; leave it out")
+    encoding = engine.encoding(model, template, like)
+    jobs: list[tuple[Result, Settings, Questions]] = []
+    for questions in load_questions(suites, tasks, task_files, data=data, limit=limit):
+        suite = questions.suite
+        settings = Settings(
+            model=model, suite=suite.name if suite else "",
+            tasks={name: task.version for name, (task, _) in questions.tasks.items()},
+            samples=samples or (suite.samples if suite else 1),
+            temperatures=tuple(temperatures) or (suite.temperature if suite else 0.0,),
+            top_p=1.0 if top_p is None else top_p, seed=seed or 0, limit=limit, max_new_tokens=max_new_tokens,
+            rule=rule or "strict", encoding=encoding, engine=described,
+        )  # fmt: skip
+        result = Result(result_folder(out, model, settings.suite or "tasks", among_others=len(suites) > 1))
+        result.check(settings, questions.tasks, change_endpoint=change_endpoint)
+        jobs.append((result, settings, questions))
+    if all(temperature == 0 for _, settings, _ in jobs for temperature in settings.temperatures):
+        for name, given in {"samples": samples, "top_p": top_p, "seed": seed}.items():
+            if given is not None:
+                raise OptionError(name, "has no effect on greedy answers (T = 0); leave it out or raise temperature")
+    kinds = {task.kind for _, _, questions in jobs for task, _ in questions.tasks.values()}
+    if rule is not None and not any(KINDS[kind].rules for kind in kinds):
+        raise OptionError("rule", "is for multiple choice, and none is asked; leave it out")
+    outcomes: dict[str, Outcome] = {}
+    with ExitStack() as stack:
+        # all folders are opened before a model is loaded: one may be locked, or not be writable
+        for result, settings, questions in jobs:
+            opened = result.writing(settings, questions.tasks, change_endpoint=change_endpoint)
+            for note in stack.enter_context(opened):
+                display.say(note)
+        sampler = None
+        if not all(answered(result, settings, questions.tasks) for result, settings, questions in jobs):
+            display.show(f"loading {model}")
+            sampler = engine.make_sampler(
+                model, encoding=encoding, trust_remote_code=trust_remote_code, display=display
+            )  # fmt: skip
+        for result, settings, questions in jobs:
+            for name, why in questions.missing.items():
+                display.say(f"left out: {name}: {why}")
+            stopped = sampler is not None and not _ask_all(result, settings, questions.tasks, sampler, display)
+            display.show("grading the answers")
+            summary = write_summary(result, settings, questions, workers=workers)
+            all_errors = all(row["errors"]["count"] == row["errors"]["of"] for row in summary["rows"])
+            outcomes[settings.suite] = Outcome(result.folder, summary, stopped or all_errors)
+            finished(outcomes[settings.suite])
+    return outcomes
+
+
+def _ask_all(result: Result, settings: Settings, tasks: Tasks, sampler: Sampler, display: Display) -> bool:
+    """`ask`. False if the engine stopped while it was asked again for errors: these stay errors."""
+    try:
+        ask(result, settings, tasks, sampler, display)
+    except SamplerError as error:
+        if not answered(result, settings, tasks, with_errors=True):
+            raise ValueError(f"{error}; the same command goes on from there") from error
+        display.say(f"deftune: {error}; the other answers stay errors")
+        return False
+    return True

@@ -1,15 +1,16 @@
-r"""The answer a model gave, taken out of the text it wrote; every answer says by which rule it was found.
+r"""Extract the answer from the text of a model, and record which rule found it.
 
     maths             boxed, else "#### N", else "the answer is ...", else the last number
     multiple choice   strict: a letter that is stated. lenient: also an option whose text occurs, else the most similar
     figfont           `normalize_text`, then equality; or `jaro_winkler`
 
-All of it is plain string work in time linear in the text: nothing here parses or evaluates mathematics. Whether two
-answers mean the same is `deftune.evaluation.grading`'s business.
+All rules are string operations in time linear in the text: nothing here parses or evaluates mathematics.
+`deftune.evaluation.grading` decides whether two answers are equal.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -325,12 +326,8 @@ class _Question:
     cut_off: bool
 
 
-_known_patterns: dict[str, _Patterns] = {}
-
-
+@functools.cache
 def _choice_patterns(letters: str) -> _Patterns:
-    if letters in _known_patterns:
-        return _known_patterns[letters]
     upper, either = f"[{re.escape(letters)}]", f"[{re.escape(letters + letters.lower())}]"
     lower = f"[{re.escape(letters.lower())}]"
     # a letter in brackets or quotes, a bare capital that does not begin a word, or a small letter that ends a line
@@ -362,7 +359,7 @@ def _choice_patterns(letters: str) -> _Patterns:
         rf"\b(?i:it|this)(?:\s++(?i:is|must\s++be|should\s++be)|['\u2019]s)\b{between}{filler}{letter}"
         rf"(?=[*_.!)\]\"'>]*+\s*+(?:\Z|\n))",
     )
-    built = _Patterns(
+    return _Patterns(
         letters=frozenset(letters),
         wrapped=re.compile(rf"[\s(\[<\"'`*]*+({either})(?:[\s)\]>\"'`*.]*+|[)*]*[.:)].*)", re.DOTALL),
         stated=re.compile("|".join(stated)),
@@ -378,8 +375,6 @@ def _choice_patterns(letters: str) -> _Patterns:
             rf"|[(\[<\"`]\s*+({upper})\s*+[)\]>\"`]|(?<!\w)(?!A\s)({upper})(?![\w'\u2019\-]|\.\s[a-z])"
         ),
     )
-    _known_patterns[letters] = built
-    return built
 
 
 def _letters_of(match: re.Match[str] | None) -> set[str]:

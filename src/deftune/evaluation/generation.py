@@ -1,24 +1,22 @@
-"""Answers from a model: one small interface, three ways to run it, and a generator of chance that can be repeated.
+"""The samplers: a transformers model in this process (`local`), a server (`endpoint`) and vLLM (`vllm_engine`).
 
-`Sampler.sample` yields each answer as it is finished, in any order: a transformers model here (`local`), a server
-(`endpoint`), or vLLM (`vllm_engine`). What answer (item, sample) is follows from the model, the prompt, the settings
-and the seed alone; not from the order of the items, nor from which of them are asked.
+An answer depends on the model, the prompt, the settings, the seed, the item's id and the number of the sample; not on
+the order of the items, nor on the other items.
 
-**The chance.** A token is drawn by the Gumbel-max rule: argmax over the vocabulary of ``z_v / T - log E_v``, where E_v
-is exponential with mean 1. E_v is a hash of (key, step, v), and key is SHA-256 of (seed, item id, sample): no state, so
-that nothing drawn elsewhere can move it. Two models asked with the same seed meet the same E_v, which makes their
-answers to the same item go together, and the difference between them less noisy.
+**Random numbers.** A token is drawn by the Gumbel-max rule: argmax over the vocabulary of ``z_v / T - log E_v``, where
+E_v is exponential with mean 1. E_v is a hash of (key, step, v), and key is SHA-256 of (seed, item id, sample), so there
+is no state. Two models with the same seed share E_v: their answers to an item are correlated, and the difference of
+their scores is less noisy.
 
-**Batches.** Arithmetic in a batch rounds differently than alone: kernels and their summation orders depend on shapes.
-On SmolLM2 in float32 on a CPU logits move by up to 1e-4 (batch 1, 8, 32, padded or not). A token therefore could change
-where the best two candidates are closer than that. `TransformersSampler` watches the distance, and where it is below
-``tie_margin`` it asks the model again for that row alone, without padding or cache: one shape, one answer, whatever
-the batch. So as long as rounding moves a distance by less than ``tie_margin``, the answers are the same for every
-``batch_size``, order and company, on one machine with one number of threads.
+**Batches.** Kernels and their summation orders depend on shapes, so a batch rounds differently than a single row. On
+SmolLM2 in float32 on a CPU, logits differ by up to 1e-4 (batches of 1, 8 and 32, padded or not), which could change a
+token whose best two candidates are closer than that. Where they are closer than ``tie_margin``, `TransformersSampler`
+computes the row again without batch, padding or cache. As long as rounding moves the distance by less than
+``tie_margin``, answers are the same for every ``batch_size`` and order, on one machine with one number of threads.
 
-Not guaranteed: the same answers across devices, thread counts, or versions of torch; anything in bfloat16 or float16,
-where rounding moves logits by tenths and no margin is on by default; an `EndpointSampler` or `VllmSampler`, which pass
-the seed on and can promise no more than the server does.
+Not guaranteed: the same answers on other devices, thread counts or versions of torch; in bfloat16 and float16, where
+rounding moves logits by tenths and the margin is off by default; and from `EndpointSampler` and `VllmSampler`, which
+only pass the seed on.
 """
 
 from deftune.evaluation.chance import derive_key

@@ -1,8 +1,7 @@
-r"""Whether an answer is the gold answer: by equal text, else by math-verify in worker processes that can be killed.
+r"""`Grader`: compares answers with golds, by equal text or by math-verify in worker processes that can be killed.
 
-What a model writes is hostile until shown otherwise: ``9^{9^{9^9}}`` fills the memory, a deep fraction never ends, and
-sympy evaluates some of what it parses. So the parent never imports sympy; it compares normalised text, and sends what
-is left to workers, each of them:
+A model's text may be hostile: ``9^{9^{9^9}}`` fills the memory, a deep fraction never ends, and sympy evaluates some of
+what it parses. So the parent never imports sympy: it compares normalised text, and sends other pairs to workers:
 
     a fresh interpreter (not a fork), its own session, empty working directory, no environment, stdin and stdout null
     limits: address space, cpu time per answer, 32 open files, no written byte, no core, no new process
@@ -43,7 +42,7 @@ How = Literal["exact", "math_verify", "tolerance", "timeout", "crash", "unparsed
 
 @dataclass(frozen=True)
 class Verdict:
-    """``how`` says who decided: equal text, math-verify, the pair's `Rule`, or nobody; ``detail`` then says why not."""
+    """``how``: by equal text, by math-verify, by the tolerance of a `Rule`, or not decided (``detail`` says why)."""
 
     correct: bool
     how: How
@@ -52,12 +51,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a benchmark's own grader allows beyond equality; the default is nothing.
+    """The tolerance of a benchmark's own grader; by default none.
 
         |answer - gold| <= max(relative |gold|, absolute)
 
-    For numbers, and for lists of them in any order. ``unit`` is the gold's, which a benchmark writes outside the box:
-    an answer that ends in it loses it. ``several``: the gold is a list, and an answer may come in several boxes.
+    For numbers, and for lists of numbers in any order. ``unit``: the gold's unit, which the benchmark writes outside
+    the box; it is removed from the end of an answer. ``several``: the gold is a list, and an answer may have several
+    boxes.
     """
 
     relative: float = 0.0
@@ -87,9 +87,9 @@ _DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
 
 
 def normalize_answer(answer: str) -> str:
-    r"""An answer with its typography taken out; equal results mean equal answers, and nothing more is promised.
+    r"""An answer without its typography; equal results mean equal answers, different results mean nothing.
 
-    Taken out: dollars and \( \) around it, a final period, \left and \right, thin spaces, \text{} around words,
+    Removed: dollars and \( \) around it, a final period, \left and \right, thin spaces, \text{} around words,
     thousands separators, degree signs, and spaces except between two letters or digits ("1 1/2" is not "11/2").
     \dfrac, \tfrac and \frac12 become \frac{1}{2}. Case, order, units and percent signs stay.
 
@@ -114,7 +114,7 @@ def normalize_answer(answer: str) -> str:
 
 
 def _trimmed(answer: str) -> str:
-    """Without the spaces, the period and the lone backslash that it may end in."""
+    """Without spaces, period and single backslash at its end."""
     answer = answer.strip().removesuffix(".").rstrip()
     return answer[:-1].rstrip() if answer.endswith("\\") and not answer.endswith("\\\\") else answer
 
@@ -154,7 +154,7 @@ _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 
 
 def _decide_by_text(gold: str, answer: str) -> Verdict | None:
-    """The verdict on answers of which math-verify drops a part: a numeral's base, a time of day, set braces."""
+    """The verdict on answers that math-verify reads incompletely: numerals with a base, times of day, sets."""
     if gold == answer:
         return Verdict(True, "exact")
     ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
@@ -236,7 +236,7 @@ _LABELLED = re.compile(
 
 
 def _has_variables(gold: str) -> bool:
-    """Whether a gold answer is about letters, so that a letter at the end of an answer is no unit; of x = 5 the 5."""
+    """Whether a gold (of x = 5 the 5) has variables, so that a letter at the end of an answer may not be a unit."""
     value = re.split(r"(?<![<>!\\])=", gold)[-1]
     return bool(set(re.findall(r"[A-Za-z]", _NOT_VARIABLES.sub(" ", value))) - {"e", "i"})
 
@@ -343,7 +343,7 @@ class Grader:
         self.close()
 
     def close(self) -> None:
-        """Ends every worker and waits for it. Twice is once."""
+        """End every worker and wait for it; closing again does nothing."""
         self._finalizer()
 
     def grade(self, pairs: Sequence[tuple[str, str | None]], rules: Sequence[Rule] | None = None) -> list[Verdict]:
@@ -479,7 +479,7 @@ class Grader:
         return True
 
     def _receive(self, worker: _Worker) -> Verdict | None:
-        """The verdict a worker has sent, or the one its end amounts to; None while there is none."""
+        """The verdict that a worker sent, or that follows from its exit; None if there is none yet."""
         piece = os.read(worker.results, 65536)
         worker.received += piece
         if not piece:  # it is gone

@@ -1,4 +1,4 @@
-"""The process that a `Grader` hands hard pairs to: this file run as a program, with nothing of deftune imported.
+"""The worker process of a `Grader`: this file runs as a program and imports nothing of deftune.
 
 It reads a line of JSON per pair, [gold, answer, relative, absolute, which of the two is a percentage], and answers
 ["equal" | "close" | "different", what math-verify could read]. Its limits and its audit hook are described in
@@ -87,7 +87,7 @@ def _limit(memory_mib: int) -> None:
 
 
 def _expression(parsed: list[Any]) -> Any:
-    """What math-verify made of a text: an expression, or None where it could not read it."""
+    """The expression that math-verify parsed, or None."""
     return next((part for part in parsed if not isinstance(part, str)), None)
 
 

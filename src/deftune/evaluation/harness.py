@@ -1,8 +1,8 @@
-"""Our tasks for EleutherAI's lm-evaluation-harness: the same prompts, golds and verdicts, run by `lm_eval`.
+"""Export tasks to EleutherAI's lm-evaluation-harness, with the same prompts, golds and verdicts.
 
-`export_tasks` writes, for every task, its items (JSONL) and a task file (YAML), a group for each suite, and one small
-Python file that reads the items and hands answers to `process_results`. The harness then generates, and our extraction
-and grading score. The files name each other relative to their folder, which may be moved.
+`export_tasks` writes the items (JSONL) and a task file (YAML) of each task, a group for each suite, and a small Python
+file that reads the items and passes answers to `process_results`. `lm_eval` generates, deftune extracts and grades.
+Paths are relative, so the folder may be moved.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from deftune.artifacts.files import write_atomic
 from deftune.evaluation.grading import Grader, Rule
 from deftune.evaluation.items import Item
-from deftune.evaluation.scorers import score_answers
-from deftune.evaluation.suites import Kind, Suite, Task
+from deftune.evaluation.kinds import KINDS, score_answers
+from deftune.evaluation.suites import Suite, Task
 
 MODULE = "deftune_scoring"
 PREFIX = "deftune_"
@@ -40,7 +40,7 @@ def read_items(file, **others):
 
 
 def export_tasks(folder: Path, tasks: Mapping[str, tuple[Task, list[Item]]], suites: Sequence[Suite] = ()) -> list[str]:
-    """Write the tasks into a new or empty folder; the names under which the harness knows them."""
+    """Write the tasks into a new or empty folder, and return their names in the harness."""
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: is not empty; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def export_tasks(folder: Path, tasks: Mapping[str, tuple[Task, list[Item]]], sui
 
 
 def _document(task: Task, item: Item) -> dict[str, Any]:
-    """An item as the harness holds it; options and rule as JSON, so that every row has the same columns."""
+    """The exported row of an item; options and rule are JSON, so that every row has the same columns."""
     return {
         "id": item.id, "kind": task.kind, "prompt": item.messages[-1]["content"], "gold": item.gold,
         "options": json.dumps(item.options), "rule": json.dumps(asdict(item.rule)),
@@ -76,7 +76,7 @@ def _document(task: Task, item: Item) -> dict[str, Any]:
 
 
 def _task_file(task: Task, file: str) -> str:
-    metrics = ["score", *(["similarity"] if task.kind == "figfont" else [])]
+    metrics = ["score", *KINDS[task.kind].columns]
     content = {
         "task": PREFIX + task.name,
         "dataset_path": "",  # the harness wants the key, and the function below reads the items
@@ -101,23 +101,22 @@ def _task_file(task: Task, file: str) -> str:
 
 
 def read_documents(path: Path) -> Any:
-    """The exported items as the harness takes a dataset: {"test": rows}."""
+    """The exported items as a dataset of the harness: {"test": rows}."""
     import datasets
 
     return datasets.load_dataset("json", data_files={"test": str(path)})
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The score of one answer, as the harness asks for it: its document and the text that was generated."""
+    """The scores of an answer; the harness passes the exported row and the generated text."""
     rule = Rule(**json.loads(doc["rule"]))
     item = Item(doc["id"], ({"role": "user", "content": doc["prompt"]},), doc["gold"], json.loads(doc["options"]),
                 rule=rule)  # fmt: skip
-    kind = cast("Kind", doc["kind"])
-    [scored] = score_answers([(kind, item, results[0])], grader=_grader() if kind == "math" else None)
-    return {name: scored[name] for name in ("score", "similarity") if name in scored}
+    [scored] = score_answers([(doc["kind"], item, results[0])], grader=_grader())
+    return {name: scored[name] for name in ("score", *KINDS[doc["kind"]].columns)}
 
 
 @functools.cache
 def _grader() -> Grader:
-    """One for the process: the harness asks answer by answer, and a worker takes a second to start."""
+    """One grader per process: the harness passes one answer at a time, and a worker takes a second to start."""
     return Grader(workers=1)

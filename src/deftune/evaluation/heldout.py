@@ -1,4 +1,4 @@
-r"""`--suite heldout`: token statistics of a model on the answers of any dataset; nothing is generated.
+r"""`deftune eval heldout`: statistics of a model on the supervised tokens of any dataset; nothing is generated.
 
 Over the supervised tokens of the rows, with P the model's distribution at a token and y its target:
 
@@ -30,8 +30,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deftune.data.encoding import Encoded, EncodedRows
+from deftune.artifacts.files import write_atomic
+from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
+from deftune.evaluation import engines
+from deftune.evaluation.calls import (
+    QUIET,
+    Display,
+    OptionError,
+    Outcome,
+    check_counts,
+    encoding_for,
+    result_folder,
+)
 from deftune.evaluation.clustered import Value, swap_p_value
 from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
 from deftune.evaluation.statistics import (
@@ -44,6 +55,7 @@ from deftune.evaluation.statistics import (
 )
 from deftune.objectives import TokenStats
 from deftune.tokens.passes import token_passes
+from deftune.training.train import quiet
 
 VERSION = "2"  # version 1 called the concentration "focus"
 BINS = 15
@@ -86,8 +98,11 @@ def read_data(settings: HeldoutSettings, bad: BadRows) -> list[Row]:
     """The rows of a file, a folder, a hub id, or ``generated:NAME``; the first ``rows`` of them."""
     from deftune.data.sources import is_generated, read_rows
 
-    if is_generated(settings.data) and settings.rows is None:
-        raise ValueError(f"{settings.data}: has no end; say how many with --rows N")
+    if is_generated(settings.data):
+        if settings.rows is None:
+            raise OptionError("rows", f"{settings.data} has no end; say how many rows to generate")
+        if settings.format != "auto":
+            raise OptionError("format", f"{settings.data} is generated and has none; leave it out")
     split = settings.split or ("test" if is_generated(settings.data) else None)
     return read_rows(settings.data, format=settings.format, split=split, limit=settings.rows, bad=bad)
 
@@ -187,10 +202,11 @@ def read_rows(result: Result) -> list[Record]:
     if (version := summary["settings"]["tasks"]["heldout"]) != VERSION:
         raise ValueError(
             f"{result.folder}: was measured by an older deftune (held-out version {version}, now {VERSION}: `focus` is "
-            f"now `concentration`); run the same `deftune eval` with another --out"
+            f"now `concentration`); run the same `deftune eval heldout` with another --out"
         )
     expected = summary["rows"][0]["items"]
-    path, remedy = result.folder / "rows.jsonl", "run the same `deftune eval` again, it measures the missing rows"
+    path = result.folder / "rows.jsonl"
+    remedy = "run the same `deftune eval heldout` again, it measures the missing rows"
     rows = _read_rows(path, remedy)
     if len({record["row"] for record in rows}) != expected or len(rows) != expected:
         raise ValueError(f"{path}: has {len(rows)} of {expected} rows; it was cut or changed; {remedy}")
@@ -225,3 +241,48 @@ def compare(base: Result, other: Result) -> list[Record]:
     for row, adjusted in zip(rows, holm([row["p"] for row in rows])):
         row["p_holm"] = adjusted
     return rows
+
+
+def evaluate_heldout(
+    model: str, data: str, *, format: str = "auto", split: str | None = None, rows: int | None = None,
+    skip_bad_rows: bool = False, template: str | None = None, like: str | Path | None = None,
+    batch_size: int | None = None, trust_remote_code: bool = False, out: str | Path | None = None, display: Display = QUIET,
+) -> Outcome:  # fmt: skip
+    """Measure a model on every supervised token of a dataset, and write a result folder; the same call resumes.
+
+        outcome = evaluate_heldout("runs/first", "test.jsonl", rows=100)
+        outcome.summary["rows"][0]["score"]  # the NLL
+
+    Args:
+        model: a run, a checkpoint (RUN:200), or a model that `deftune train` takes.
+        data: a file, a folder, a hub id, or ``generated:NAME``; with its ``format`` and ``split``.
+        rows: the first rows only.
+        skip_bad_rows: write rows that cannot be used to `bad_rows.jsonl` instead of raising an error.
+        template, like, trust_remote_code, display: as in `deftune.evaluation.evaluate.evaluate`.
+        batch_size: the most rows at a time; default: as many as fit into 8,192 tokens.
+        out: the result's folder (default: results/MODEL-heldout).
+    """
+    check_counts(rows=rows, batch_size=batch_size)
+    encoding = encoding_for(model, template, like)
+    settings = HeldoutSettings(model=model, data=data, format=format, split=split, rows=rows, encoding=encoding)
+    bad = BadRows(skip=skip_bad_rows)
+    display.show("reading the rows")
+    found = read_data(settings, bad)
+    result = Result(result_folder(out, model, "heldout"))
+    with result.writing(settings):
+        display.show(f"loading {model}")
+        loaded, tokenizer = engines.load(model, trust_remote_code=trust_remote_code, display=display)
+        display.show("encoding the rows")
+        with quiet():
+            encoder = Encoder(tokenizer, **encoding)
+            encoded = encode_rows(found, encoder, bad=bad)
+        if bad.rows:
+            bad.write(result.folder / "bad_rows.jsonl")
+            display.say(f"{bad.summary()}; see {result.folder / 'bad_rows.jsonl'}")
+        records = measure(
+            result, loaded, tokenizer, encoded, frozenset(encoder.end_ids.values()), batch_rows=batch_size,
+            progress=lambda done, total: display.show("rows", done, total),
+        )  # fmt: skip
+        summary = summarize(settings, records, encoded.facts())
+        write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
+    return Outcome(result.folder, summary)

@@ -1,4 +1,4 @@
-"""Scores of tasks while a model is trained: greedy answers at every evaluation, graded as by `deftune eval`."""
+"""Score tasks at every evaluation of a training run: greedy answers, graded as by `deftune eval run`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from deftune.artifacts.config import RunConfig, TaskSource
 from deftune.artifacts.encodings import encoder_options, prompt_options
 from deftune.evaluation.generation import Prompt, TransformersSampler
 from deftune.evaluation.items import Item, read_task
-from deftune.evaluation.scorers import score_answers
+from deftune.evaluation.kinds import score_answers
 from deftune.evaluation.suites import Task, task_named
 
 
 def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | None:
-    """What `train_run` asks for as ``score_tasks``: {task: mean score}; None where the config names no task.
+    """A function (model, tokenizer) -> {task: mean score} for `train_run`; None if the config names no task.
 
-    The questions are read at once, so that missing data is an error before the training starts.
+    The questions are read here, so that missing data is an error before the training starts.
     """
     if not config.data.tasks:
         return None
@@ -25,10 +25,9 @@ def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | N
         task = task_named(source.name)
         tasks.append((source, task, read_task(task, source.path, limit=source.limit)))
     options = prompt_options(encoder_options(config.data))
-    template = options.pop("template")
 
     def score(model: Any, tokenizer: Any) -> dict[str, float]:
-        sampler = TransformersSampler(model, tokenizer, template=template, encoder_options=options)
+        sampler = TransformersSampler(model, tokenizer, encoder_options=options)
         scores: dict[str, float] = {}
         for source, task, items in tasks:
             outputs = sampler.sample(

@@ -1,6 +1,6 @@
-"""A task's items: its data found below a folder or on the hub, read strictly, and put as prompts.
+"""Find the data of a task in a folder or on the hub, read it, and make its items: prompts with gold answers.
 
-The prompt is one user message; it goes through the same chat template as training. Nothing is generated or graded here.
+A prompt is one user message, which later passes through the chat template of training.
 """
 
 from __future__ import annotations
@@ -8,38 +8,27 @@ from __future__ import annotations
 import hashlib
 import string
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from deftune.data.files import SUFFIXES
 from deftune.data.rows import SKIP_REMEDY, Fault, Record, RowError
 from deftune.data.sources import GENERATED_ROWS, read_fields, read_hub, read_rows
-from deftune.evaluation.grading import EQUAL, Rule
-from deftune.evaluation.readers import REPAIR
-from deftune.evaluation.suites import Task, task_named
-
-
-@dataclass(frozen=True)
-class Item:
-    """One question. ``messages`` is what the model is given; ``gold`` the answer: a letter where there are options."""
-
-    id: str
-    messages: tuple[dict[str, Any], ...]
-    gold: str
-    options: dict[str, str] | None = None
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
-    rule: Rule = EQUAL
+from deftune.evaluation.calls import OptionError, check_counts
+from deftune.evaluation.readers import REPAIR, Item
+from deftune.evaluation.sampler import check_unique
+from deftune.evaluation.suites import TASKS, Task
 
 
 class MissingData(ValueError):
-    """A task whose data is not to be had here: which, where it was looked for, and what to do."""
+    """The data of a task was not found."""
 
 
 def find_data(task: Task, data_dir: str | Path | None = None) -> Path | None:
-    """The file of a task's data, searched by name below ``data_dir``; None says that it comes from the hub.
+    """The file of a task's data, searched by name below ``data_dir``; None if the data is generated or on the hub.
 
-    With a data folder the hub is never asked: a file that is missing there is an error, not another source.
+    With a data folder the hub is never asked: a file that is missing there raises `MissingData`.
     """
     source = task.source
     if source.generator is not None:
@@ -57,7 +46,7 @@ def find_data(task: Task, data_dir: str | Path | None = None) -> Path | None:
     for name in source.files:
         found = _named_files(given, name)
         if len(found) > 1:
-            raise MissingData(f"{task.name}: {found[0]} and {found[1]} could both be it; leave one in the data folder")
+            raise MissingData(f"{task.name}: {found[0]} and {found[1]} both match; leave one in the data folder")
         if found:
             return found[0]
     instead = f", or leave --data out to read {source.hub} from the hub" if source.hub else ""
@@ -71,7 +60,7 @@ def _looked_for(task: Task) -> str:
 
 
 def _named_files(folder: Path, name: str) -> list[Path]:
-    """Files below ``folder`` whose path ends in ``name`` and a known suffix, whatever the case; hidden ones aside."""
+    """Files below ``folder`` whose path ends in ``name`` and a known suffix, ignoring case and hidden files."""
     wanted = name.lower().split("/")
     found: list[Path] = []
     for path in sorted(folder.rglob("*")):
@@ -86,27 +75,27 @@ def _named_files(folder: Path, name: str) -> list[Path]:
     return found
 
 
-def available(tasks: Iterable[str], data_dir: str | Path | None = None) -> dict[str, str]:
-    """Task name -> why its data is missing; "" where it is there (of the hub: where it would be asked)."""
-    reasons: dict[str, str] = {}
-    for name in tasks:
+def locate_tasks(data_dir: str | Path | None = None) -> dict[str, str | MissingData]:
+    """Name of each built-in task -> where its data is (a file, "hub: NAME" or "generated"), or why it has none."""
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise OptionError("data", f"{data_dir}: no such folder")
+    found: dict[str, str | MissingData] = {}
+    for name, task in TASKS.items():
         try:
-            find_data(task_named(name), data_dir)
+            path = find_data(task, data_dir)
+            found[name] = str(path or ("generated" if task.source.generator else f"hub: {task.source.hub}"))
         except MissingData as error:
-            reasons[name] = str(error)
-        else:
-            reasons[name] = ""
-    return reasons
+            found[name] = error
+    return found
 
 
 def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | None = None) -> list[Item]:
-    """A task's items, in the order of its data. Two with the same id are an error.
+    """The items of a task, in the order of its data.
 
-    ``limit`` takes that many: of a file those whose ids have the smallest hashes, so that it is a fair sample, and a
-    larger limit contains a smaller one; of a generated set the first.
+    ``limit``: at most this many items. Of a file, the items whose ids have the smallest hashes are taken, so that the
+    sample is fair and a larger sample contains a smaller one; of a generated task, the first.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit: at least 1 item, got {limit}; leave it out to take all")
+    check_counts(limit=limit)
     items: list[Item] = []
     for index, question in enumerate(task.read(_records(task, data_dir, limit))):
         options = question.options
@@ -125,11 +114,7 @@ def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | No
         )
     if not items:
         raise MissingData(f"{task.name}: its data has no row of this task")
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise ValueError(f"duplicate id {item.id!r}; ids must be unique so that answers can be matched to items")
-        seen.add(item.id)
+    check_unique(item.id for item in items)
     if limit is None or len(items) <= limit:
         return items
     chosen = sorted(items, key=lambda item: hashlib.sha256(item.id.encode()).digest())[:limit]
@@ -154,7 +139,7 @@ def _records(task: Task, data_dir: str | Path | None, limit: int | None) -> Iter
 
 
 def _benchmark_rows(records: Iterator[Record]) -> Iterator[Record]:
-    """The rows of a file; a row that cannot be read is an error whose advice is for a benchmark, not for training."""
+    """The rows of a file; an error advises to repair the file, since rows of a benchmark are not to be skipped."""
     try:
         yield from records
     except RowError as error:
@@ -166,7 +151,7 @@ def _benchmark_rows(records: Iterator[Record]) -> Iterator[Record]:
 
 
 def render_prompt(template: str, fields: Mapping[str, str]) -> str:
-    """``template`` with {name} replaced; doubled braces are braces. Nothing but plain names is understood.
+    """``template`` with each {name} replaced; {{ and }} are braces. Attributes, indices and formats are refused.
 
     >>> render_prompt("{question} Box it: \\\\boxed{{}}", {"question": "2 + 2?"})
     '2 + 2? Box it: \\\\boxed{}'
@@ -188,5 +173,5 @@ def render_prompt(template: str, fields: Mapping[str, str]) -> str:
 
 
 def with_data(task: Task, path: str | Path) -> Task:
-    """The same task on a file of the user's: ``path`` is used whatever a data folder holds."""
+    """The task with its data in the file ``path``, whatever a data folder holds."""
     return replace(task, source=replace(task.source, path=Path(path), generator=None))

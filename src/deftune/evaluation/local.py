@@ -1,4 +1,4 @@
-"""Answers from a transformers model in this process."""
+"""`TransformersSampler`: answers from a transformers model in this process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deftune.data.encoding import stop_ids
+from deftune.evaluation.calls import check_counts
 from deftune.evaluation.chance import derive_key, signed
 from deftune.evaluation.sampler import Output, Prompt, Settings, TokenSampler
 
@@ -21,15 +22,15 @@ BATCH_SIZE, BATCH_SIZE_CUDA = 16, 2048
 
 
 class TransformersSampler(TokenSampler):
-    """A transformers model, its tokenizer, and a loop that keeps ``batch_size`` answers going at once.
+    """Generates up to ``batch_size`` answers at once; a finished answer is replaced by the next prompt, longest first.
 
     ``template`` and ``encoder_options``: see `TokenSampler`.
-    ``end_ids`` end an answer, beside those that the encoder knows and the model's generation config names.
-    ``batch_size`` None is 2048 on a GPU, or as many as its memory has room for, and 16 elsewhere. Answers that finish
-    make room for waiting prompts, longest first. The samples of a prompt that start together share its reading.
-    ``tie_margin``: see `generation`; None is `TIE_MARGIN` for float32 and wider, 0 (off) below.
+    ``end_ids``: tokens that end an answer, beside those of the encoder and of the model's generation config.
+    ``batch_size``: None is 16, and on a GPU 2048 or as many as fit into memory. Samples of one prompt that start
+    together share the forward pass of the prompt.
+    ``tie_margin``: see `generation`; None is `TIE_MARGIN` for float32 and wider, 0 (off) for narrower dtypes.
 
-    Models decode in slots (`slots`), those that cannot by a padded batch (`decoding.PaddedDecoder`), with a warning.
+    A model decodes in slots (`slots`) if it can, else in a padded batch (`decoding.PaddedDecoder`), with a warning.
     """
 
     def __init__(
@@ -47,8 +48,7 @@ class TransformersSampler(TokenSampler):
 
         from deftune.evaluation.decoding import LanguageModel
 
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size: at least 1, got {batch_size}")
+        check_counts(batch_size=batch_size)
         if tie_margin is not None and not tie_margin >= 0:
             raise ValueError(f"tie_margin: a number from 0 (off), got {tie_margin}")
         super().__init__(tokenizer, template=template, encoder_options=encoder_options)
@@ -68,7 +68,7 @@ class TransformersSampler(TokenSampler):
 
     @property
     def num_retried(self) -> int:
-        """How many tokens were close calls, and asked for again alone."""
+        """How many tokens were within the tie margin and were computed again without the batch."""
         return self.network.num_retried
 
     def answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]:
@@ -91,12 +91,12 @@ class TransformersSampler(TokenSampler):
                 waiting.append(Answer(prompt, sample, ids, limit, (signed(key >> 32), signed(key))))
         if not waiting:
             return
-        # the longest first: what does not fit in memory is known at once, and neighbours need little padding
+        # longest first: a lack of memory shows at once, and neighbours need little padding
         queue = deque(sorted(waiting, key=lambda answer: -len(answer.ids)))
         decoder = self._decoder(waiting, settings)
         finished: list[Answer] = []
         while queue or decoder.num_live:
-            # reading prompts takes as long as some steps, so it waits until a quarter of the places are free
+            # a forward pass over prompts takes as long as several steps: wait until a quarter of the places are free
             if queue and (not decoder.num_live or 4 * decoder.free >= decoder.places):
                 decoder.admit([queue.popleft() for _ in range(min(decoder.free, len(queue)))])
             decoder.start()
@@ -118,7 +118,7 @@ class TransformersSampler(TokenSampler):
         return SlotDecoder(self.network, settings, found, plan(self.network, found, room, places))
 
     def survey(self) -> Survey | str:
-        """What the model needs in a slot, or why it cannot decode in slots."""
+        """What a slot of the model needs, or why the model cannot decode in slots."""
         from deftune.evaluation.slots import Unsupported, survey
 
         if self._survey is None:

@@ -1,6 +1,6 @@
-"""Readers: a benchmark's row becomes a question with its gold answer. A row that cannot be read is always an error.
+"""Readers turn the rows of a benchmark into questions with gold answers. A row that cannot be read is an error.
 
-Fields differ between the files that the authors of a benchmark released and the hub's copies; both are read:
+Fields differ between the files that a benchmark's authors released (left) and the hub's copies (right); both are read:
 
     minerva_math    solution with its answer boxed              question, answer
     aime24          answer "033", url                           the same, or the answer boxed in the solution
@@ -33,12 +33,28 @@ REPAIR = "fix the file; a benchmark with rows left out is another benchmark"
 
 @dataclass(frozen=True)
 class Question:
-    """What a reader makes of a row; ``key`` is the row's own id, or "" where it has none, ``rule`` how it is graded."""
+    """The question in a row. ``key`` is the row's own id, or "" if it has none; ``rule`` is how answers are graded."""
 
     question: str
     gold: str
     options: dict[str, str] | None = None
     key: str = ""
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    rule: Rule = EQUAL
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question of a task.
+
+    ``messages`` is the prompt, ``gold`` the correct answer (a letter if there are ``options``), ``rule`` how an answer
+    is compared with the gold.
+    """
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    gold: str
+    options: dict[str, str] | None = None
     meta: dict[str, Any] = field(default_factory=dict[str, Any])
     rule: Rule = EQUAL
 
@@ -55,7 +71,7 @@ def filled(row: Fields, *names: str) -> str:
 
 
 def key_of(row: Fields, *names: str) -> str:
-    """A row's own id: the first of ``names`` that is there."""
+    """A row's own id: the first of the fields ``names`` that the row has."""
     return str(next((row[name] for name in names if row.get(name) is not None), ""))
 
 
@@ -132,7 +148,7 @@ def letter_of(answer: object, options: Mapping[str, str], first: int = 0) -> str
 
 
 def each(read: Callable[[Fields], Question | None]) -> Reader:
-    """A reader of single rows as a reader of a file; None means that a row is not of this task."""
+    """A reader of a file from a function that reads one row; the function returns None for a row of another task."""
 
     def read_all(records: Iterable[Record]) -> Iterator[Question]:
         for where, row in records:
@@ -165,7 +181,7 @@ def read_math(row: Fields) -> Question:
 
 
 def read_minerva(row: Fields) -> Question:
-    """Golds are physical quantities, rounded by their authors: a relative tolerance, that of the released grader."""
+    """Golds are rounded physical quantities: answers have the relative tolerance of the released grader."""
     return replace(read_math(row), rule=Rule(relative=MINERVA_TOLERANCE))
 
 
@@ -210,7 +226,7 @@ def read_mmlu_pro(row: Fields) -> Question | None:
 
 
 def read_medmcqa(records: Iterable[Record]) -> Iterator[Question]:
-    """``cop`` counts from 1 as released and from 0 on the hub: only a whole file can tell."""
+    """``cop`` counts from 1 as released and from 0 on the hub, which only the whole file shows."""
     rows = list(records)
     answers = {row.get("cop") for _, row in rows}
     if {0, 4} <= answers or not answers & {0, 4}:

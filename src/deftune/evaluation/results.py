@@ -28,7 +28,7 @@ Tasks = dict[str, tuple[Task, list[Item]]]
 Key = tuple[str, str, float, int]  # task, item, temperature, sample: what names an answer
 
 EVALUATION = Kind("evaluation", "settings.json", "--out")
-AGAIN = "run the same `deftune eval` again, it grades the recorded answers without asking for them"
+AGAIN = "run the same `deftune eval run` again, it grades the recorded answers without asking for them"
 NUMBER = (int, float)
 SAMPLE = {"task": str, "id": str, "temperature": NUMBER, "sample": int, "text": str, "finish": str}
 GRADED = {"task": str, "id": str, "temperature": NUMBER, "sample": int, "score": NUMBER}
@@ -231,7 +231,7 @@ class Result:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(
-                f"{self.folder}: is no result (no settings.json); `deftune eval MODEL` makes one"
+                f"{self.folder}: is no result (no settings.json); `deftune eval run MODEL` makes one"
             ) from error
         except ValueError:
             content = None
@@ -258,7 +258,7 @@ class Result:
     def read_graded(self, *fields: str) -> list[Record]:
         """Every graded answer, with ``fields`` beside those of `GRADED`; an incomplete file is an error."""
         if not self.graded.is_file():
-            raise ValueError(f"{self.folder}: is not graded yet; run the same `deftune eval` again, it goes on")
+            raise ValueError(f"{self.folder}: is not graded yet; run the same `deftune eval run` again, it goes on")
         records = read_lines(self.graded, {**GRADED, **dict.fromkeys(fields, object)}, AGAIN)
         keys = {(r["task"], r["id"], r["temperature"], r["sample"]) for r in records}
         expected = self._num_answers()

@@ -1,24 +1,24 @@
-"""What samplers share: a prompt, its answers, and what is asked of whoever answers."""
+"""The interface of samplers: prompts, sampling settings, answers, and the encoding of prompts as in training."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from deftune.data.rows import Row
+from deftune.evaluation.calls import OptionError, check_counts
 
 Finish = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked. ``id`` names it, in the results and in the hash that its chance comes from.
+    """A prompt. ``id`` identifies it in results, and is part of the seed of its answers.
 
-    ``samples`` are the numbers of the answers that are wanted, such as (0, 3) where 1 and 2 are there already; None is
-    all of them.
+    ``samples``: the numbers of the wanted answers, such as (0, 3) if 1 and 2 exist already; None is all.
     """
 
     id: str
@@ -28,9 +28,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Output:
-    """One answer. ``tokens`` counts what was generated, its end token too; None where a server does not say.
+    """An answer. ``tokens`` counts the generated tokens with the end token; None if a server does not report it.
 
-    ``finish``: the model ended it, the limit did, or it could not be made; ``note`` then says why.
+    ``finish``: "stop" (the model ended the answer), "length" (the token limit did) or "error" (``note`` says why).
     """
 
     id: str
@@ -42,7 +42,7 @@ class Output:
 
 
 class SamplerError(RuntimeError):
-    """Sampling had to stop. Answers that were yielded before remain valid; ``done`` is their number."""
+    """The sampler cannot continue. ``done`` is the number of answers before, which remain valid."""
 
     def __init__(self, message: str, done: int = 0):
         super().__init__(message, done)
@@ -52,8 +52,27 @@ class SamplerError(RuntimeError):
         return f"{self.message}; {self.done} answers were finished before"
 
 
+def check_unique(ids: Iterable[str]) -> None:
+    """Raise a ValueError if two questions have the same id."""
+    places: dict[str, int] = {}
+    for place, name in enumerate(ids, 1):
+        if places.setdefault(name, place) != place:
+            raise ValueError(
+                f"duplicate id {name!r} in questions {places[name]} and {place}; ids must be unique so that answers "
+                f"can be matched to questions"
+            )
+
+
+def check_chance(temperature: float, top_p: float) -> None:
+    """Raise an `OptionError` for a temperature or a nucleus that no token can be drawn with."""
+    if not 0 <= temperature < math.inf:
+        raise OptionError("temperature", f"a number from 0 (greedy), got {temperature}")
+    if not 0 < top_p <= 1:
+        raise OptionError("top_p", f"above 0, at most 1 (all tokens), got {top_p}")
+
+
 class Settings(NamedTuple):
-    """How prompts are answered, checked."""
+    """How prompts are answered."""
 
     samples: int
     temperature: float
@@ -62,36 +81,24 @@ class Settings(NamedTuple):
     seed: int
 
     def samples_of(self, prompt: Prompt) -> Sequence[int]:
-        """The numbers of the answers to make for a prompt."""
+        """The numbers of the answers to generate for a prompt."""
         return range(self.samples) if prompt.samples is None else prompt.samples
 
     def checked(self, prompts: Sequence[Prompt]) -> Settings:
-        """Themselves; what cannot be asked is a ValueError."""
-        if self.samples < 1:
-            raise ValueError(f"samples: at least 1, got {self.samples}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature: a number from 0 (greedy), got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: above 0 and at most 1, got {self.top_p}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: at least 1, got {self.max_new_tokens}")
+        """The settings themselves, or a ValueError if ``prompts`` cannot be answered with them."""
+        check_counts(samples=self.samples, max_new_tokens=self.max_new_tokens)
+        check_chance(self.temperature, self.top_p)
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"samples: greedy answers are all the same, got {self.samples}; pass a temperature")
-        seen: set[str] = set()
+            raise OptionError("samples", f"greedy answers are all the same, got {self.samples}; pass a temperature")
+        check_unique(prompt.id for prompt in prompts)
         for prompt in prompts:
-            if prompt.id in seen:
-                raise ValueError(f"two prompts have the id {prompt.id!r}; their answers could not be told apart")
-            seen.add(prompt.id)
             if not set(self.samples_of(prompt)) <= set(range(self.samples)):
                 raise ValueError(f"{prompt.id!r} wants samples {prompt.samples}; there are {self.samples}, from 0")
         return self
 
 
 class Sampler(ABC):
-    """Whoever answers prompts: ``samples`` answers each, in whatever order they are finished.
-
-    A sampler supplies `answers`; what it is given there has been checked.
-    """
+    """Answers prompts. A subclass implements `answers`, whose arguments have been checked."""
 
     def sample(
         self,
@@ -103,6 +110,7 @@ class Sampler(ABC):
         max_new_tokens: int,
         seed: int = 0,
     ) -> Iterator[Output]:
+        """Yield ``samples`` answers to each prompt, each as soon as it is finished, in any order."""
         settings = Settings(samples, temperature, top_p, max_new_tokens, seed)
         return self.answers(prompts, settings.checked(prompts))
 
@@ -111,19 +119,21 @@ class Sampler(ABC):
 
 
 class TokenSampler(Sampler):
-    """One that is asked in tokens: encoded as in training and decoded here, whichever engine makes the answer.
+    """A sampler that encodes prompts as training does and decodes answers itself; a subclass generates tokens.
 
-    ``template`` and the rest of ``encoder_options`` are the training `Encoder`'s, so a prompt is what training showed.
+    ``encoder_options`` are those of the training `Encoder`, so that a prompt has the tokens that training showed.
+    ``template`` may be given apart from them.
     """
 
-    max_length: float = math.inf  # what the model has room for, prompt and answer together
+    max_length: float = math.inf  # tokens of prompt and answer together that the model can take
 
     def __init__(self, tokenizer: Any, *, template: str | None, encoder_options: Mapping[str, Any] | None):
         from deftune.data.encoding import Encoder
 
         self.tokenizer = tokenizer
-        # no prompt is cut to fit: one that is too long for the model is an answer with an error
-        self.encoder = Encoder(tokenizer, template=template, max_length=2**31 - 1, **dict(encoder_options or {}))
+        options: dict[str, Any] = {"template": template, **(encoder_options or {})}
+        # no prompt is truncated: a prompt that is too long for the model is an error of its item
+        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""
@@ -133,7 +143,7 @@ class TokenSampler(Sampler):
     def encode_all(
         self, prompts: Sequence[Prompt], settings: Settings
     ) -> tuple[list[tuple[Prompt, list[int], int]], list[Output]]:
-        """(prompt, its tokens, how many may follow) of each that can be asked; the answers of those that cannot."""
+        """(prompt, its tokens, token limit of its answer) of each prompt that fits; errors for the others."""
         asked: list[tuple[Prompt, list[int], int]] = []
         refused: list[Output] = []
         for prompt in prompts:

@@ -1,7 +1,7 @@
-"""The decoder that works in slots: one step moves all answers on, and a finished one's slot is taken by the next.
+"""`SlotDecoder`: each answer has a slot of the cache; a step extends all answers, and a free slot takes the next one.
 
-On CUDA the step, from the embedding to the drawn token, is captured as a graph and replayed, and the host looks for
-finished answers every `LOOK_EVERY` steps; the kernels are in `triton_decoding`. Elsewhere it is plain torch.
+On CUDA a step, from the embedding to the drawn token, is captured as a graph and replayed, and the host polls for
+finished answers every `LOOK_EVERY` steps; the kernels are in `triton_decoding`. Elsewhere a step is plain torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The cache and the attention of decoding in slots: every answer has a place of its own, at its own length.
+"""Cache and attention of decoding in slots: each answer has a slot of the cache, with its own length.
 
-The cache of a layer is one tensor [slots, heads, room, width]. A step takes the last token of each slot, adds its key
-and value at the slot's length, and attends to what the slot holds: no mask, no padding, nothing grows. A finished slot
-is taken by the next prompt. A prompt is read up to its last token, by an ordinary forward; that token is then the first
-step's, so that prompts need no logits, may be padded on the right without a mask, and all samples share their prompt's.
+The cache of a layer is one tensor [slots, heads, room, width]. A step takes the last token of each slot, writes its key
+and value at the slot's length, and attends to the entries of the slot: no mask, no padding, no growing tensor. The next
+prompt takes the slot of a finished answer. An ordinary forward pass runs over a prompt without its last token, which is
+the input of the first step: so prompts need no logits, may be padded on the right without a mask, and all samples of a
+prompt share its entries.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def kernels() -> Any:
 
 @contextmanager
 def attention_in_slots(model: Any, cache: SlotCache) -> Generator[None]:
-    """The model with `slot_attention` as its attention, and as it was afterwards."""
+    """Use `slot_attention` as the model's attention inside the context, and restore the model afterwards."""
     configs: list[Any] = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
     cache.instead_of = before[0]
@@ -148,7 +149,7 @@ def attention_in_slots(model: Any, cache: SlotCache) -> Generator[None]:
 
 
 class Survey(NamedTuple):
-    """What a slot has to hold: (heads, width) of each layer's keys, and the vocabulary's size."""
+    """The size of a slot: (heads, width) of each layer's keys; and the size of the vocabulary."""
 
     shapes: list[tuple[int, int]]
     vocab_size: int
@@ -158,7 +159,7 @@ class Survey(NamedTuple):
 
 
 def survey(model: LanguageModel) -> Survey:
-    """Look at the model, by one token and one step of it; Unsupported if it cannot decode in slots."""
+    """Try one token and one step of the model; raises `Unsupported` if it cannot decode in slots."""
     inner = [m for m in model.model.modules() if isinstance(m, PreTrainedModel)]
     if not inner:
         raise Unsupported("it is not a transformers model")
@@ -187,7 +188,7 @@ def survey(model: LanguageModel) -> Survey:
 
 
 def step_logits(model: LanguageModel, tokens: Tensor, cache: SlotCache) -> Tensor:
-    """[rows, V] the logits after ``tokens`` [rows], each the next one of its slot; the cache has them afterwards."""
+    """[rows, V] the logits after ``tokens`` [rows], the next token of each slot; they are added to the cache."""
     rows = len(tokens)
     with attention_in_slots(model.model, cache):
         return model.forward(
@@ -196,7 +197,7 @@ def step_logits(model: LanguageModel, tokens: Tensor, cache: SlotCache) -> Tenso
 
 
 class Plan(NamedTuple):
-    """How many slots of how many tokens, and how many tokens of prompts are read together."""
+    """The number of slots, the tokens of a slot, and the prompt tokens of one forward pass."""
 
     slots: int
     room: int

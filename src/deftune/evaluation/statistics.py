@@ -1,7 +1,7 @@
-r"""What a score is worth: means over items, their errors, and comparisons that do not flatter.
+r"""Means of scores, standard errors, intervals, paired tests and the choice of a temperature.
 
-Throughout, ``samples[i][j]`` is the score of sample j of item i. Samples of one item are not independent, so the item
-is the unit: a score is a mean over items of means over samples, and every error and interval is over items. Nothing is
+``samples[i][j]`` is the score of sample j of item i. Samples of one item are not independent, so the item is the unit:
+a score is a mean over items of means over samples, and every standard error and interval is over items. Nothing is
 rounded. Random draws come from a seed and are the same on every run.
 """
 
@@ -130,7 +130,7 @@ def score_interval(samples: Samples, *, confidence: float = 0.95, resamples: int
     whole = all(mean in (0, 1) for mean in means)
     if (whole or len(set(means)) == 1) and all(0 <= mean <= 1 for mean in means):
         return wilson_interval(math.fsum(means) / len(means), len(means), confidence=confidence)
-    return _bootstrap(means, confidence, resamples, seed)
+    return bootstrap_interval(samples, confidence=confidence, resamples=resamples, seed=seed)
 
 
 def equal_differences_interval(difference: float, items: int, *, confidence: float = 0.95) -> Interval:
@@ -158,16 +158,12 @@ def bootstrap_interval(
     >>> bootstrap_interval([[1.0]] * 5)
     Interval(low=1.0, high=1.0)
     """
-    return _bootstrap(item_means(samples), confidence, resamples, seed)
-
-
-def _bootstrap(values: Sequence[float], confidence: float, resamples: int, seed: int) -> Interval:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: between 0 and 1, got {confidence}")
     if resamples < 100:
         raise ValueError(f"resamples: at least 100, got {resamples}")
-    items = torch.tensor(values, dtype=torch.float64)[:, None]
-    return interval_of(resample(items, resamples=resamples, seed=seed)[:, 0] / len(items), confidence)
+    means = torch.tensor(item_means(samples), dtype=torch.float64)
+    return interval_of(resample(means[:, None], resamples=resamples, seed=seed)[:, 0] / len(means), confidence)
 
 
 def drawn_counts(rows: int, resamples: int, seed: int = 0) -> Iterator[torch.Tensor]:
@@ -269,7 +265,8 @@ def paired(
     if len(set(differences)) == 1 and abs(differences[0]) <= 1:
         interval = equal_differences_interval(differences[0], len(differences), confidence=confidence)
     else:
-        interval = _bootstrap(differences, confidence, resamples, seed)
+        single = [[difference] for difference in differences]
+        interval = bootstrap_interval(single, confidence=confidence, resamples=resamples, seed=seed)
     return Paired(whole.mean, whole.standard_error, interval, p_value, len(differences), exact)
 
 
@@ -410,27 +407,3 @@ def macro_average(scores: Sequence[Estimate]) -> Estimate:
     count = len(scores)
     mean = math.fsum(score.mean for score in scores) / count
     return Estimate(mean, math.sqrt(math.fsum(score.standard_error**2 for score in scores)) / count)
-
-
-def ece(p: Sequence[float], correct: Sequence[bool | int], *, bins: int = 15) -> float:
-    """The expected calibration error, with ``bins`` bins of equal width, closed above; the first also holds 0.
-
-        ece = sum_b |B_b|/n | mean of correct in B_b - mean of p in B_b |
-
-    >>> ece([0.75, 0.75, 0.75, 0.75], [True, True, True, False])
-    0.0
-    >>> ece([1.0, 1.0], [True, False])
-    0.5
-    """
-    if len(p) != len(correct):
-        raise ValueError(f"{len(p)} probabilities for {len(correct)} outcomes")
-    if not p:
-        raise ValueError("no probabilities: calibration of nothing")
-    if bins < 1:
-        raise ValueError(f"bins: at least 1, got {bins}")
-    gaps: list[list[float]] = [[] for _ in range(bins)]
-    for probability, outcome in zip(p, correct):
-        if not 0 <= probability <= 1:
-            raise ValueError(f"a probability lies in [0, 1], got {probability}")
-        gaps[max(0, math.ceil(probability * bins) - 1)].append(float(outcome) - probability)
-    return math.fsum(abs(math.fsum(gap)) for gap in gaps) / len(p)

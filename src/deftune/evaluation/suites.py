@@ -1,17 +1,17 @@
-"""What a model is asked: the paper's benchmarks as a table of tasks, and the suites they are reported in.
+"""The tasks (`TASKS`), among them the paper's benchmarks, and the suites in which they are reported (`SUITES`).
 
-A `Task` says where its data is, how a row becomes a question with a gold answer, and how the question is put; its
-items are read by `deftune.evaluation.items`. No data is part of this package. Sizes are compared with the paper's
-(`size_note`), and a suite that lacks sets says so (`coverage`).
+A `Task` says where its data is and how a row becomes a question; `deftune.evaluation.items` reads the data, which is
+not part of this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from deftune.evaluation.kinds import KINDS
 from deftune.evaluation.readers import (
     Reader,
     each,
@@ -27,25 +27,15 @@ from deftune.evaluation.readers import (
 )
 from deftune.objectives.suggest import did_you_mean
 
-Kind = Literal["math", "choice", "figfont"]
-
-MATH_PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-CHOICE_PROMPT = (
-    '{question}\n\n{options}\n\nAnswer with the letter of the correct option, in the form "Answer: <letter>".'
-)
-FIGFONT_PROMPT = "{question}"  # the regime's own question, letter for letter what training shows
-PROMPTS: dict[Kind, str] = {"math": MATH_PROMPT, "choice": CHOICE_PROMPT, "figfont": FIGFONT_PROMPT}
-MAX_NEW_TOKENS: dict[Kind, int] = {"math": 4096, "choice": 1024, "figfont": 64}
-
 
 @dataclass(frozen=True)
 class Source:
-    """Where a task's data is.
+    """Where the data of a task is.
 
-    ``files`` are names looked for below the data folder, without their suffix, best first; "gsm8k/test" is a file
-    test.* in a folder gsm8k. ``hub`` is "org/name" or "org/name:config", None where the hub is not known to have the
-    set as the paper used it: it then takes a file. ``path`` is a file that is used whatever the data folder holds.
-    ``generator`` is a name for `deftune.data.generated.generate`: no file at all.
+    ``files``: file names to search below the data folder, without suffix, best first; "gsm8k/test" is a file test.* in
+    a folder gsm8k. ``hub``: "org/name" or "org/name:config"; None if the hub is not known to have the set as the paper
+    used it. ``path``: a file to use instead of searching. ``generator``: a name for `deftune.data.generated.generate`,
+    which needs no file.
     """
 
     files: tuple[str, ...] = ()
@@ -57,14 +47,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Task:
-    """``size``: the number of items behind the paper's numbers, None where the paper has no such set.
+    """A set of questions of one kind.
 
-    ``version`` changes whenever the same data would give other prompts, golds, ids or verdicts.
+    ``size``: the number of items behind the paper's numbers; None if the paper does not use the set. ``version``
+    changes whenever the same data would give other prompts, golds, ids or verdicts. ``prompt`` and ``max_new_tokens``
+    are by default those of the kind.
     """
 
     name: str
     version: str
-    kind: Kind
+    kind: str  # of `KINDS`
     source: Source
     read: Reader
     about: str
@@ -74,16 +66,16 @@ class Task:
     note: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", self.prompt or PROMPTS[self.kind])
-        object.__setattr__(self, "max_new_tokens", self.max_new_tokens or MAX_NEW_TOKENS[self.kind])
+        object.__setattr__(self, "prompt", self.prompt or KINDS[self.kind].prompt)
+        object.__setattr__(self, "max_new_tokens", self.max_new_tokens or KINDS[self.kind].max_new_tokens)
 
 
 @dataclass(frozen=True)
 class Suite:
     """Tasks that are reported together.
 
-    ``extra`` are shown beside the others and enter no average; ``of`` is how many sets the paper's average has.
-    ``samples`` and ``temperature`` are what the released scripts use; they are part of a result.
+    ``extra``: tasks that are shown but not averaged. ``of``: the number of sets in the paper's average. ``samples`` and
+    ``temperature``: the sampling of the paper's released scripts.
     """
 
     name: str
@@ -194,20 +186,19 @@ def task_named(name: str) -> Task:
     return _known(name, TASKS, "task")
 
 
-def suite_named(name: str, others: Sequence[str] = ()) -> Suite:
-    """The suite of this name, or an error that suggests one; of ``others`` too, which the caller takes instead."""
-    return _known(name, SUITES, "suite", others)
+def suite_named(name: str) -> Suite:
+    """The suite of this name, or an error that suggests one."""
+    return _known(name, SUITES, "suite", "; token statistics of a dataset: `deftune eval heldout MODEL --data FILE`")
 
 
-def _known(name: str, table: Mapping[str, Any], what: str, others: Sequence[str] = ()) -> Any:
+def _known(name: str, table: Mapping[str, Any], what: str, more: str = "") -> Any:
     if name not in table:
-        known = [*table, *others]
-        raise ValueError(f"unknown {what} {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}")
+        raise ValueError(f"unknown {what} {name!r}.{did_you_mean(name, table)} Known: {', '.join(table)}{more}")
     return table[name]
 
 
 def coverage(suite: Suite, have: Iterable[str]) -> str:
-    """How much of a suite its average covers, in words that stand beside every average.
+    """How many of the sets of the paper's average are among ``have``; shown beside every average.
 
     >>> coverage(SUITES["math"], ["math500", "aime24", "gsm8k"])
     '2 of 5 (without minerva_math, olympiadbench, amc23)'
@@ -219,7 +210,7 @@ def coverage(suite: Suite, have: Iterable[str]) -> str:
 
 
 def size_note(task: Task, number: int) -> str:
-    """ "" where the items are as many as the paper's, else what stands beside the score.
+    """A note beside the score if the number of items is not the paper's; else "".
 
     >>> size_note(TASKS["pubmedqa"], 500)
     "500 items, the paper's set has 1,000: not comparable with its numbers"

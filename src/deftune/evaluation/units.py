@@ -1,8 +1,7 @@
-r"""The unit or noun that an answer ends in: "18 dollars", `15\mbox{ cm}^2`, "59 miles/hour", "\$18".
+r"""Split off the unit or noun at the end of an answer: "18 dollars", `15\mbox{ cm}^2`, "59 miles/hour", "\$18".
 
-A unit is split off so that numbers can be compared. Two units refuse an answer only where both are known here and
-differ (`5 cm` and `5 m`, `15 cm^2` and `15 cm^3`); nothing is converted, and an unknown noun ("eggs") never decides.
-All of it is text work on the last characters of an answer.
+Units decide against an answer only if both units are known here and differ (`5 cm` and `5 m`, `15 cm^2` and `15 cm^3`).
+Nothing is converted, and an unknown noun ("eggs") decides nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers from vLLM in this process."""
+"""`VllmSampler`: answers from vLLM in this process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from deftune.evaluation.chance import derive_key
 from deftune.evaluation.sampler import Finish, Output, Prompt, SamplerError, Settings, TokenSampler
 
-AT_ONCE = 2048  # answers asked of vLLM in one call: enough to fill a GPU, and what a kill can cost at most
+AT_ONCE = 2048  # answers of one call of vLLM: enough to fill a GPU, and the most that a kill loses
 
 
 class VllmSampler(TokenSampler):
-    """vLLM in this process: its kernels and its chance; our prompts, end tokens, seeds and decoding.
+    """Generates answers with vLLM; prompts, end tokens, seeds and decoding are those of deftune.
 
-    ``engine`` is a ``vllm.LLM``, or a model's folder or hub id, which becomes one with ``engine_options``.
-    ``tokenizer`` is transformers'; ``template`` and ``encoder_options``: see `TokenSampler`. ``end_ids`` end an answer,
-    beside those that the encoder knows and those of the model's generation config, which vLLM adds by itself.
-    Answers are yielded `AT_ONCE` at a time. The seed of answer (item, sample) is the `EndpointSampler`'s, but the draws
-    are vLLM's, other than `TransformersSampler`'s, and it does not promise that a batch leaves an answer unchanged.
+    ``engine``: a ``vllm.LLM``, or a model's folder or hub id, from which one is made with ``engine_options``.
+    ``tokenizer``: of transformers. ``template`` and ``encoder_options``: see `TokenSampler`.
+    ``end_ids``: tokens that end an answer, beside those of the encoder; vLLM adds those of the generation config.
+    Answers are yielded `AT_ONCE` at a time. The seed of an answer is the one that `EndpointSampler` sends, but vLLM
+    draws other tokens than `TransformersSampler`, and does not promise that an answer is independent of its batch.
 
-    Written to the API of vLLM 0.32, and tested against a stand-in for it: no test runs vLLM itself.
+    Written for the API of vLLM 0.32 and tested with a stand-in for it; no test runs vLLM itself.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class VllmSampler(TokenSampler):
 
 
 def import_vllm() -> Any:
-    """The module vllm, or an ImportError that says what to do."""
+    """Import vllm; the ImportError says what to do."""
     try:
         import vllm  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:

@@ -71,7 +71,7 @@ class Target:
         rows = ("--rows", "2", "--max-length", "64")
         yield "chat", ("chat", model, "--max-new-tokens", "1")
         yield "inspect", ("inspect", model, self.bench.data, *rows)
-        yield "eval", ("eval", model, "--suite", "heldout", "--data", self.bench.data, "--rows", "2",
+        yield "eval", ("eval", "heldout", model, "--data", self.bench.data, "--rows", "2",
                        "--out", self.folder / "result")  # fmt: skip
         yield "merge", ("merge", model, "--out", self.folder / "merged")
 
@@ -230,7 +230,7 @@ def yaml_tags() -> Iterator[tuple[str, Attack]]:
                     quiet_command("runs", target.folder)
                     quiet_command("train", run)
                 elif kind == "task":
-                    quiet_command("eval", target.bench.model, "--task-file", path, "--out", target.folder / "r")
+                    quiet_command("eval", "run", target.bench.model, "--task-file", path, "--out", target.folder / "r")
                 elif kind == "--set":
                     quiet_command("train", target.config({}), "--dry-run", "--set", f"objective={evil}")
                 else:
