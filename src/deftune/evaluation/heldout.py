@@ -246,7 +246,8 @@ def compare(base: Result, other: Result) -> list[Record]:
 def evaluate_heldout(
     model: str, data: str, *, format: str = "auto", split: str | None = None, rows: int | None = None,
     skip_bad_rows: bool = False, template: str | None = None, like: str | Path | None = None,
-    batch_size: int | None = None, trust_remote_code: bool = False, out: str | Path | None = None, display: Display = QUIET,
+    batch_size: int | None = None, trust_remote_code: bool = False, out: str | Path | None = None,
+    display: Display = QUIET,
 ) -> Outcome:  # fmt: skip
     """Measure a model on every supervised token of a dataset, and write a result folder; the same call resumes.
 
