@@ -26,7 +26,6 @@ _HOMES = {
     "Weight": "objectives",
     "objective": "objectives",
     "step_stats": "objectives",
-    "topk": "objectives",
     "Sparse": "losses",
     "SparseReport": "losses",
     "linear_loss": "losses",
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
         Weight,
         objective,
         step_stats,
-        topk,
     )
     from deftune.training.hf import hf_loss
     from deftune.training.trainer import DeftSFTTrainer
@@ -105,5 +103,4 @@ __all__ = [
     "step_stats",
     "token_loss",
     "token_stats",
-    "topk",
 ]

@@ -194,9 +194,8 @@ def test_none_with_a_random_upstream_vector(spec, backend):
 @both_backends
 def test_statistics_and_their_gradients(backend, through):
     hidden, weight, targets = sample(200, 5000, 64)
-    needs = frozenset({deftune.topk(20)})
     inputs = leaves(hidden, weight)
-    stats = linear_token_stats(*inputs, targets, needs=needs, backend=backend)
+    stats = linear_token_stats(*inputs, targets, top_k=20, backend=backend)
     wide_inputs = leaves(hidden, weight, dtype=torch.float64)
     z = wide_inputs[0] @ wide_inputs[1].T
     expected = token_stats(z.detach(), targets)

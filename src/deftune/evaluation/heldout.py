@@ -35,7 +35,7 @@ from deftune.data.rows import BadRows, Row
 from deftune.evaluation.clustered import Value, interval_of, resample, swap_p_value
 from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
 from deftune.evaluation.statistics import Interval, equal_differences_interval, holm, wilson_interval
-from deftune.objectives.stats import TokenStats, topk
+from deftune.objectives.stats import TokenStats
 from deftune.tokens.scoring import score_batches
 
 VERSION = "1"
@@ -135,7 +135,7 @@ def measure(
     with path.open("a", encoding="utf-8") as file:
         examples = [encoded.examples[place] for place in missing]
         for index, stats in score_batches(
-            model, tokenizer, examples, batch_size=batch_size, needs=frozenset({topk(1)})
+            model, tokenizer, examples, batch_size=batch_size, top_k=1
         ):  # fmt: skip
             place = missing[index]
             have[place] = row_record(place, encoded.examples[place], stats, end_ids)

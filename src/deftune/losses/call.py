@@ -24,7 +24,7 @@ from deftune.losses.statistics import (
 )
 from deftune.losses.triton_backend import TritonBackend
 from deftune.objectives import Context, Objective, TokenStats
-from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT, TopK
+from deftune.objectives.stats import IGNORE_INDEX, NO_CONTEXT
 
 
 def gemm_dtype(hidden: Tensor) -> torch.dtype:
@@ -150,7 +150,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 def prepare(
     hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective | None, bias: Tensor | None,
     softcap: float | None, scale: float, weights: Tensor | None, context: Context | None, backend: str,
-    needs: frozenset[TopK] = frozenset(), dtype: torch.dtype | None = None, chunk_rows: int | None = None,
+    top_k: int = 0, dtype: torch.dtype | None = None, chunk_rows: int | None = None,
     keep: bool = False, keep_hidden: bool = False, graphs: bool = True, sparse: Sparse | None = None,
 ) -> Call:  # fmt: skip
     """A call, flat and checked; ``dtype`` is that of its GEMMs (None: autocast's, or the hidden states').
@@ -162,7 +162,7 @@ def prepare(
         raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
     context = context or NO_CONTEXT
     dtype = dtype or gemm_dtype(hidden)
-    top = max((need.k for need in (objective.needs if objective else needs)), default=0)
+    top = objective.top_k if objective else top_k
     head = Head(weight.detach(), _detached(bias), scale, softcap)
     name, _ = choose_backend(backend, hidden.device, dtype, head, top)
     if targets.dim() != 1:

@@ -26,7 +26,6 @@ from deftune.losses.statistics import compute_dtype, plain, wide
 from deftune.losses.torch_backend import TorchBackend
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.stats import TopK
 from deftune.objectives.step import step_stats
 
 
@@ -140,15 +139,15 @@ def linear_token_stats(
     bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    needs: frozenset[TopK] = frozenset(),
+    top_k: int = 0,
     backend: str = "auto",
     chunk_rows: int | None = None,
 ) -> TokenStats:
     """The statistics of the supervised tokens from hidden states, without the logits.
 
     ``log_p`` and ``entropy`` are differentiable, for any upstream vector, in ``hidden``, ``weight`` and ``bias``; their
-    backward recomputes the chunks. ``log_collision`` is detached (a focus is a stop-gradient quantity). ``needs`` asks
-    for the likeliest tokens, as an objective's ``needs`` does.
+    backward recomputes the chunks. ``log_collision`` is detached (a focus is a stop-gradient quantity). ``top_k`` asks
+    for that many of the largest log-probabilities (`TokenStats.top_log_p`).
 
     >>> stats = linear_token_stats(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
     >>> stats.p, stats.concentration
@@ -158,7 +157,7 @@ def linear_token_stats(
     check_targets(targets, hidden.shape[:-1], "hidden")
     check_together(hidden, targets)
     call = prepare(
-        hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, needs, chunk_rows=chunk_rows
+        hidden, weight, targets, None, bias, softcap, logit_scale, None, None, backend, top_k, chunk_rows=chunk_rows
     )
     *columns, top = _Statistics.apply(call.hidden, call.weight, call.bias, call)  # pyright: ignore
     return call.stats(columns, top)

@@ -18,7 +18,6 @@ from deftune.losses import linear_loss_with_stats, linear_token_stats
 from deftune.losses.call import gemm_dtype
 from deftune.losses.eager import eager
 from deftune.objectives import IGNORE_INDEX, Context, Objective, TokenStats
-from deftune.objectives.stats import TopK
 
 # The loss is made while all activations are alive: smaller chunks than the fastest, which a step does not notice.
 CHUNK_ROWS = 768
@@ -207,11 +206,11 @@ class ObjectiveCall:
         num_items: float | None,
         *,
         statistics_only: bool = False,
-        needs: frozenset[TopK] = frozenset(),
+        top_k: int = 0,
     ):
         self.objective, self.context = objective, context
         self.num_items, self.statistics_only = num_items, statistics_only
-        self.needs = objective.needs | needs  # of the statistics alone: a loss needs what its objective does
+        self.top_k = max(objective.top_k, top_k)  # of the statistics alone: a loss takes its objective's
 
     @eager
     def __call__(self, head: Any, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
@@ -223,7 +222,7 @@ class ObjectiveCall:
             hidden = hidden.to(head.weight.dtype)
         if self.statistics_only:
             stats = linear_token_stats(
-                hidden, head.weight, targets, needs=self.needs, chunk_rows=CHUNK_ROWS, **keywords
+                hidden, head.weight, targets, top_k=self.top_k, chunk_rows=CHUNK_ROWS, **keywords
             )
             return ObjectiveOutput(None, stats.detach())
         loss, stats = linear_loss_with_stats(

@@ -13,7 +13,7 @@ from deftune.data.encoding import Encoded
 from deftune.data.packing import Collator
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.stats import TopK, columns_of
+from deftune.objectives.stats import columns_of
 from deftune.tokens.head import ObjectiveCall, attach_objective, base_of, shifted
 
 
@@ -45,16 +45,15 @@ def score(
 
 
 def score_batches(
-    model: Any, tokenizer: Any, examples: Sequence[Encoded], *, batch_size: int = 8,
-    needs: frozenset[TopK] = frozenset(),
+    model: Any, tokenizer: Any, examples: Sequence[Encoded], *, batch_size: int = 8, top_k: int = 0
 ) -> Iterator[tuple[int, TokenStats]]:  # fmt: skip
     """(place, its tokens' statistics) of each row as it is scored; rows of similar length go together.
 
-    ``needs`` asks for the likeliest tokens too, e.g. ``{topk(1)}``.
+    ``top_k`` asks for the log-probabilities of the likeliest tokens too.
     """
     attach_objective(base_of(model))
     model.eval()
-    call = ObjectiveCall(parse_objective("nll"), Context(), None, statistics_only=True, needs=needs)
+    call = ObjectiveCall(parse_objective("nll"), Context(), None, statistics_only=True, top_k=top_k)
     collator = Collator(tokenizer.pad_token_id, padding_free=False)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].input_ids))
     for start in range(0, len(order), batch_size):
@@ -65,17 +64,16 @@ def score_batches(
             stats = model(**batch, deft_targets=targets, deft_call=call).stats
         first = 0
         for place, count in zip(places, (targets != IGNORE_INDEX).sum(1).tolist()):
-            yield place, taken(stats, slice(first, first + count), needs)
+            yield place, taken(stats, slice(first, first + count), top_k)
             first += count
 
 
-def taken(stats: TokenStats, part: slice, needs: frozenset[TopK] = frozenset()) -> TokenStats:
+def taken(stats: TokenStats, part: slice, top_k: int = 0) -> TokenStats:
     """Some of the tokens, on the host."""
     log_p, entropy, collision, targets = (
         column[part].cpu() for column in (stats.log_p, stats.entropy, stats.log_collision, stats.targets)
     )
-    k = max((need.k for need in needs), default=0)
-    top = columns_of(stats.top_log_p(k)[part].cpu(), stats.vocab_size) if k else None
+    top = columns_of(stats.top_log_p(top_k)[part].cpu(), stats.vocab_size) if top_k else None
     return TokenStats(log_p, entropy, collision, targets, stats.vocab_size, top)
 
 

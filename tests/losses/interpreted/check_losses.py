@@ -33,7 +33,7 @@ def test_linear_loss(monkeypatch, objective, head):
     options = {}
     if head != "plain":
         options = {"bias": torch.randn(37, generator=torch.Generator().manual_seed(7)), "logit_scale": 0.7}
-        if not deftune.objective(objective).needs:
+        if not deftune.objective(objective).top_k:
             options["softcap"] = 6.0
     assert_both(both(hidden, weight, targets, objective, **options))
 
@@ -128,7 +128,7 @@ def test_hopeless_rows_among_others():
 
 def test_statistics_and_their_gradients():
     hidden, weight, targets = sample(40)
-    stats = linear_token_stats(hidden, weight, targets, needs=frozenset({deftune.topk(5)}), backend="triton")
+    stats = linear_token_stats(hidden, weight, targets, top_k=5, backend="triton")
     z = hidden.double() @ weight.double().T
     expected = token_stats(z, targets)
     for name in ("log_p", "entropy", "log_collision"):
