@@ -26,7 +26,6 @@ from deftune import (
     IGNORE_INDEX,
     Context,
     linear_loss,
-    linear_loss_with_stats,
     linear_token_stats,
     token_loss,
     token_stats,
@@ -646,8 +645,14 @@ def test_deferred_mass_without_a_second_pass(case: Case):
     deferred = replace(CONTEXT, step="deferred")
     leaf, mass = weight.clone().requires_grad_(), 0.0
     for i in range(0, 32, 9):
-        loss, stats = linear_loss_with_stats(
-            hidden[i : i + 9], leaf, targets[i : i + 9], case.objective, num_items=num_items, context=deferred
+        loss, stats = linear_loss(
+            hidden[i : i + 9],
+            leaf,
+            targets[i : i + 9],
+            case.objective,
+            num_items=num_items,
+            context=deferred,
+            return_stats=True,
         )
         loss.backward()
         mass += case.objective.mass(stats, deferred).sum()
@@ -686,8 +691,8 @@ def test_statistics_are_those_of_the_logits(monkeypatch, head, rows):
     head = with_bias(head, weight)
     expected = token_stats(logits_of(hidden, weight, **head), targets)
     chunk_rows(monkeypatch, rows)
-    _, fused_stats = linear_loss_with_stats(hidden, weight, targets, "eaft(k=5)", **head)
-    _, none_stats = linear_loss_with_stats(hidden, weight, targets, "eaft(k=5)", reduction="none", **head)
+    _, fused_stats = linear_loss(hidden, weight, targets, "eaft(k=5)", **head, return_stats=True)
+    _, none_stats = linear_loss(hidden, weight, targets, "eaft(k=5)", reduction="none", **head, return_stats=True)
     plain_stats = linear_token_stats(hidden, weight, targets, top_k=5, **head)
     for stats in (fused_stats, none_stats, plain_stats):
         assert torch.equal(stats.targets, expected.targets) and stats.vocab_size == 11 and len(stats) == 30
@@ -710,7 +715,7 @@ def test_more_likeliest_tokens_than_classes():
 
 def test_the_loss_s_statistics_are_detached():
     hidden, weight, targets = masked()
-    loss, stats = linear_loss_with_stats(*leaves(hidden, weight, None), targets, "eaft(k=5)")
+    loss, stats = linear_loss(*leaves(hidden, weight, None), targets, "eaft(k=5)", return_stats=True)
     assert loss.requires_grad
     assert not any(x.requires_grad for x in (stats.log_p, stats.entropy, stats.log_collision, stats.top_log_p(5)))
 
@@ -944,7 +949,10 @@ GOOD = {"hidden": torch.zeros(2, 3, 4), "weight": torch.ones(5, 4), "targets": t
         ({"targets": torch.full((2, 3), -101)}, r"targets: token 0 .* label -101; only -100"),
         ({"targets": torch.zeros(2, 2).long()}, r"targets: shape \(2, 2\).*hidden's leading shape \(2, 3\)"),
         ({"targets": torch.zeros(2, 3)}, r"targets: token ids must be int64 or int32, got torch.float32"),
-        ({"backend": "cuda"}, r"backend: one of auto, torch, triton, got 'cuda'"),
+        (
+            {"backend": "cuda"},
+            r"backend: auto, or one or more of graphs, triton, torch with commas between them, got 'cuda'",
+        ),
         (
             {"backend": "triton"},
             r"backend='triton' cannot be used here: .*cpu, not cuda; use backend='torch' or 'auto'",
@@ -952,7 +960,7 @@ GOOD = {"hidden": torch.zeros(2, 3, 4), "weight": torch.ones(5, 4), "targets": t
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
-@pytest.mark.parametrize("function", [linear_loss, linear_loss_with_stats, linear_token_stats])
+@pytest.mark.parametrize("function", [linear_loss, linear_token_stats])
 def test_bad_input_is_named(monkeypatch, function, bad, text):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = {**GOOD, **bad}

@@ -208,9 +208,8 @@ def test_a_large_batch_has_large_chunks_in_what_the_final_norm_will_take(monkeyp
     """SmolLM2 in float32 under autocast: E and the bfloat16 copies are no more than three times the hidden states."""
     hidden, weight = torch.empty(sequences * 2048, 576, device="meta"), torch.empty(49152, 576, device="meta")
     monkeypatch.setattr(head_module, "gemm_dtype", lambda _: torch.bfloat16)
-    options = chunk_options(hidden, weight)
-    rows = options["chunk_rows"]
-    assert options.get("graphs", True) == graphs and (rows == CHUNK_ROWS) == graphs
+    rows, backend = chunk_options(hidden, weight)
+    assert backend == ("auto" if graphs else "triton,torch") and (rows == CHUNK_ROWS) == graphs
     if not graphs:
         taken = 2 * (rows * 49152 + hidden.numel() + weight.numel())
         assert 0.9 <= taken / (3 * 4 * hidden.numel()) <= 1

@@ -9,34 +9,37 @@ too. The head is called as a module because FSDP2 may shard it as a unit of its 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from deftune.losses import linear_loss_with_stats, linear_token_stats
-from deftune.losses.call import gemm_dtype
+from deftune.losses import Sparse, linear_token_stats
 from deftune.losses.eager import eager
+from deftune.losses.head import Head
+from deftune.losses.linear import fused_loss
+from deftune.losses.request import gemm_dtype, make_request
 from deftune.objectives import IGNORE_INDEX, Context, Objective, TokenStats
 
 # The loss is made while all activations are alive: smaller chunks than the fastest, which a step does not notice.
 CHUNK_ROWS = 768
-# Chunks that keep a GPU busy as they are written; below that, those of small heads run as CUDA graphs.
+# Chunks of so many rows keep a GPU busy; below that, those of small heads run as CUDA graphs.
 LARGE_CHUNK_ROWS = 1024
 
 
-def chunk_options(hidden: Tensor, weight: Tensor) -> dict[str, Any]:
-    """How many tokens of a step the head works on at a time.
+def chunk_options(hidden: Tensor, weight: Tensor) -> tuple[int, str]:
+    """(chunk_rows, backend) of a step's loss: how many tokens the head works on at a time.
 
-    The backward of the final norm takes some four times the hidden states; they themselves and what the head took are
-    free by then. So with a large batch the head's chunks can be large. Not so what CUDA graphs keep.
+    The backward of the final norm takes about four times the hidden states; these, and the head's buffers, are free by
+    then. So with a large batch the head's chunks can be large, but not in CUDA graphs, whose buffers stay allocated.
     """
     dtype = gemm_dtype(hidden)
     copies = sum(dtype.itemsize * tensor.numel() for tensor in (hidden, weight) if tensor.dtype != dtype)
     spare = 3 * hidden.numel() * hidden.element_size() - copies
     rows = spare // (dtype.itemsize * max(1, weight.shape[0])) // 128 * 128
     large = dtype == torch.bfloat16 and rows >= LARGE_CHUNK_ROWS  # E takes more than its dtype says of any other
-    return {"chunk_rows": rows, "graphs": False} if large else {"chunk_rows": CHUNK_ROWS}
+    return (rows, "triton,torch") if large else (CHUNK_ROWS, "auto")
 
 
 class HeadOptions(NamedTuple):
@@ -46,14 +49,24 @@ class HeadOptions(NamedTuple):
     softcap: float | None
 
 
-class ObjectiveOutput(NamedTuple):
-    """What the forward returns: the loss of this micro-batch and the supervised tokens' statistics (detached).
+@dataclass(frozen=True)
+class Gated:
+    """What an objective did to the supervised tokens, each [M] float64: the gate, and the loss."""
 
-    Wrappers that cast outputs to bfloat16 see the loss alone: the statistics are one opaque record.
+    gate: Tensor
+    value: Tensor
+
+
+class ObjectiveOutput(NamedTuple):
+    """The forward's result: the loss of this micro-batch, and the supervised tokens' statistics (detached).
+
+    ``gated`` is the (gate, loss) of each supervised token. Wrappers that cast outputs to bfloat16 see the loss alone:
+    the statistics are one opaque record, and so are the gates.
     """
 
     loss: Tensor | None
     stats: TokenStats
+    gated: Gated | None = None
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -197,7 +210,7 @@ def _named_as(cls: type, ours: type) -> type:
 
 
 class ObjectiveCall:
-    """What the head does with the hidden states: the loss and its statistics, or the statistics alone."""
+    """The head's computation on the hidden states: the loss and its statistics, or the statistics alone."""
 
     def __init__(
         self,
@@ -207,29 +220,31 @@ class ObjectiveCall:
         *,
         statistics_only: bool = False,
         top_k: int = 0,
+        sparse: Sparse | None = None,
     ):
-        self.objective, self.context = objective, context
+        self.objective, self.context, self.sparse = objective, context, sparse
         self.num_items, self.statistics_only = num_items, statistics_only
         self.top_k = max(objective.top_k, top_k)  # of the statistics alone: a loss takes its objective's
 
     @eager
     def __call__(self, head: Any, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
         targets = targets.to(hidden.device)
-        keywords: dict[str, Any] = {
-            "bias": head.bias, "softcap": options.softcap, "logit_scale": options.logit_scale,
-        }  # fmt: skip
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(head.weight.dtype)
         if self.statistics_only:
             stats = linear_token_stats(
-                hidden, head.weight, targets, top_k=self.top_k, chunk_rows=CHUNK_ROWS, **keywords
-            )
+                hidden, head.weight, targets, bias=head.bias, softcap=options.softcap, logit_scale=options.logit_scale,
+                top_k=self.top_k, chunk_rows=CHUNK_ROWS,
+            )  # fmt: skip
             return ObjectiveOutput(None, stats.detach())
-        loss, stats = linear_loss_with_stats(
-            hidden, head.weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords,
-            **chunk_options(hidden, head.weight),
+        chunk_rows, backend = chunk_options(hidden, head.weight)
+        request = make_request(
+            hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets, self.objective,
+            num_items=self.num_items, context=self.context, chunk_rows=chunk_rows, sparse=self.sparse, gates=True,
         )  # fmt: skip
-        return ObjectiveOutput(loss, stats.detach())
+        result = fused_loss(request, backend)
+        assert result.gate is not None and result.values is not None
+        return ObjectiveOutput(result.loss, result.stats, Gated(result.gate, result.values))
 
 
 def base_of(model: Any) -> Any:

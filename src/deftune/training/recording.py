@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deftune.objectives import Context, Objective, TokenStats
+from deftune.tokens.head import Gated
 
 # p falls into (0, 1e-6], (1e-6, 1e-5], ..., (0.1, 0.2], ..., (0.9, 1]
 P_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -42,12 +43,13 @@ class StepRecord:
         return self.constants[p.device]
 
     @torch.no_grad()
-    def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> None:
-        """Count one micro-batch, never waiting for the device, which is busy with the head and has the backward next.
+    def add(self, stats: TokenStats, context: Context, input_tokens: Tensor, gated: Gated | None = None) -> None:
+        """Count one micro-batch without synchronising: the GPU still runs the head, and the backward comes next.
 
-        Objectives of a whole step need its statistics in the context.
+        ``gated`` has the gates and losses that the fused loss used. None: they are evaluated here, for an objective of
+        a whole step, whose statistics are then in the context.
         """
-        gate, value = self.objective.evaluate(stats, context)
+        gate, value = self.objective.evaluate(stats, context) if gated is None else (gated.gate, gated.value)
         p, concentration = stats.p, stats.concentration
         edges, ids = self.beside(p)
         special = (stats.targets[:, None] == ids).any(1).to(p.dtype)

@@ -254,7 +254,7 @@ class DeftSFTTrainer(SFTTrainer):
             self._mass = mass if self._mass is None else self._mass + mass
             self._held["train"].append((output.stats, input_tokens(inputs)))
         else:
-            self.records["train"].add(output.stats, context, input_tokens(inputs))
+            self.records["train"].add(output.stats, context, input_tokens(inputs), output.gated)
         assert output.loss is not None
         # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
         return output.loss * self.accelerator.num_processes
@@ -263,7 +263,7 @@ class DeftSFTTrainer(SFTTrainer):
         """The loss of one batch; the records get what belongs to the whole evaluation set."""
         output = self._forward(model, inputs, self._context(), None)
         if self.objective.kind == "local":
-            self.records["eval"].add(output.stats, self._context(), input_tokens(inputs))
+            self.records["eval"].add(output.stats, self._context(), input_tokens(inputs), output.gated)
         else:
             self._held["eval"].append((output.stats, input_tokens(inputs)))
         assert output.loss is not None
