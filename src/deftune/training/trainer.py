@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -23,11 +24,19 @@ from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.artifacts import checkpoints
 from deftune.data.encoding import end_tokens_of
-from deftune.losses import raise_pending
+from deftune.losses import Sparse, raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
-from deftune.tokens.head import ObjectiveCall, ObjectiveOutput, attach_objective, base_of, check_packing, shifted
+from deftune.tokens.head import (
+    ObjectiveCall,
+    ObjectiveOutput,
+    attach_objective,
+    base_of,
+    check_packing,
+    head_options,
+    shifted,
+)
 from deftune.training.attention import attention_kernels, kernels_of
 from deftune.training.guard import UnseenNorm, forget, tell
 from deftune.training.nonfinite import diagnose
@@ -100,6 +109,9 @@ class DeftSFTTrainer(SFTTrainer):
             tokenizer and its chat template (`deftune.data.encoding.end_tokens_of`).
         attention: the kernels that ``scaled_dot_product_attention`` may use: ``auto`` (all but cuDNN's, whose backward
             can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``.
+        sparse: make the head's gradients from a share of the classes (`deftune.Sparse`), an approximation whose error
+            is logged as ``sparse_dropped``, ``sparse_error_hidden`` and ``sparse_error_weight``; not for a head with a
+            softcap.
         score_tasks: ``score_tasks(model)`` is {task: score}, measured at every evaluation and logged as
             ``eval_<task>``.
         checkpoint_root: write verified checkpoints there.
@@ -111,7 +123,8 @@ class DeftSFTTrainer(SFTTrainer):
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
                  special_ids: tuple[int, ...] | None = None, attention: str = "auto",
-                 score_tasks: Callable[[Any], dict[str, float]] | None = None, checkpoint_root: Path | None = None,
+                 sparse: Sparse | None = None, score_tasks: Callable[[Any], dict[str, float]] | None = None,
+                 checkpoint_root: Path | None = None,
                  keep: int | None = None, pinned: Collection[int] = (), **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
         kernels_of(attention)  # an unknown name is an error before anything is loaded
@@ -131,6 +144,12 @@ class DeftSFTTrainer(SFTTrainer):
             # gradients are summed over the ranks in float32, as DDP does, and a loss is not rounded
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         check_model(self.model, self.aux_loss_enabled, self.objective)
+        self.sparse = sparse
+        if sparse is not None and head_options(base_of(self.model).config).softcap is not None:
+            raise ValueError(
+                f"DeftSFTTrainer: sparse cannot be combined with the softcap of {type(base_of(self.model)).__name__}'s "
+                f"head; leave sparse out"
+            )
         attach_objective(base_of(self.model))
         if self.padding_free or getattr(self.data_collator, "padding_free", False):
             check_packing(self.model)
@@ -217,9 +236,13 @@ class DeftSFTTrainer(SFTTrainer):
     def _forward(
         self, model: Any, inputs: dict[str, Any], context: Context, num_items: int | None, statistics_only: bool = False
     ) -> ObjectiveOutput:
+        call = ObjectiveCall(
+            self.objective, context, num_items, statistics_only=statistics_only,
+            sparse=self.sparse if torch.is_grad_enabled() else None,
+        )  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "row_of", "places")} | {
             "deft_targets": shifted(inputs["labels"]),
-            "deft_call": ObjectiveCall(self.objective, context, num_items, statistics_only=statistics_only),
+            "deft_call": call,
         }
         try:
             output = model(**inputs)
@@ -403,6 +426,9 @@ class DeftSFTTrainer(SFTTrainer):
             record = self.last_record = self.records["train"].take()
             logs["loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
             logs.update({name: value for name, value in scalars(record).items() if name != "objective"})
+            if self.sparse is not None and self.sparse.sums:  # of the last micro-batch, on this rank
+                found = self.sparse.report()._asdict()
+                logs.update({f"sparse_{name}": value for name, value in found.items() if math.isfinite(value)})
             now = time.perf_counter()
             seconds = max(now - self._clock, 1e-9)
             logs["step_seconds"], self._clock = seconds, now
