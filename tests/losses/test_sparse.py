@@ -208,7 +208,7 @@ def test_under_torch_compile():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"softcap": 5.0}, "not with a softcap"),
+    ({"softcap": 5.0}, "cannot be combined with a softcap"),
     ({"reduction": "none"}, 'needs reduction="mean" or "sum"'),
     ({"sparse": 0.15}, r"a deftune.Sparse\(share=...\), got float"),
 ])  # fmt: skip

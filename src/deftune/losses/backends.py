@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from deftune.losses.chunks import Backend
 from deftune.losses.graphs import GraphsBackend
-from deftune.losses.request import Backend, Request
+from deftune.losses.request import Request
 from deftune.losses.torch_backend import TorchBackend
 from deftune.losses.triton_backend import TritonBackend
 

@@ -1,4 +1,4 @@
-"""The driver of the backends that run a request chunk by chunk; a backend supplies what happens to one chunk.
+"""The base of the backends, which drives a request chunk by chunk; a backend supplies the work on one chunk.
 
 With E = e^{z - r} for a reference r of the row, without the target's entry, v = gate / sum E and t = gate (1 - p):
 
@@ -67,10 +67,11 @@ class Chunk:
     top_entropy: Tensor | None = None
 
 
-class ChunkedBackend(ABC):
-    """A backend that measures a chunk, evaluates the objective in PyTorch, and adds the chunk's gradients.
+class Backend(ABC):
+    """One way to run a request: measure a chunk, evaluate the objective in PyTorch, add the chunk's gradients.
 
-    The class is the `Backend`; an instance holds the buffers of one pass over the chunks.
+    `backends.choose` picks a class by its ``refusal`` and ``reservation``; then the class methods ``run`` and
+    ``recompute`` do the work. An instance holds the buffers of one pass over the chunks.
     """
 
     name: ClassVar[str]
@@ -100,6 +101,21 @@ class ChunkedBackend(ABC):
     @abstractmethod
     def use_sparse(self, sparse: Sparse) -> None:
         """Make the gradients from the classes that ``sparse`` keeps, and from the mean of the others."""
+
+    @staticmethod
+    @abstractmethod
+    def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
+        """factor * gradient in the dtype given for each; may write to the gradients."""
+
+    @staticmethod
+    def refusal(request: Request) -> str:
+        """Why this backend cannot run the request; '' if it can."""
+        return ""
+
+    @staticmethod
+    def reservation(request: Request) -> str:
+        """Why ``auto`` does not choose this backend although it can run the request; '' if it does."""
+        return ""
 
     @classmethod
     def start(cls, request: Request) -> tuple[Rows, Self | None]:

@@ -12,10 +12,10 @@ from torch.autograd import Function
 
 from deftune.losses.backends import choose
 from deftune.losses.checks import second_derivative_error
+from deftune.losses.chunks import Backend
 from deftune.losses.eager import eager
 from deftune.losses.head import Head
 from deftune.losses.request import (
-    Backend,
     Gradients,
     Request,
     Result,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -90,37 +89,6 @@ class Result:
     request: Request  # with its rows
     gate: Tensor | None = None  # [M] float64: the factor of P - onehot, without the reduction's scale
     values: Tensor | None = None  # [M] float64: the loss of each token
-
-
-class Backend(Protocol):
-    """One way to run a request. `backends.choose` asks for reasons against it, then calls ``run``."""
-
-    name: str
-
-    @staticmethod
-    def refusal(request: Request) -> str:
-        """Why this backend cannot run the request; '' if it can."""
-        ...
-
-    @staticmethod
-    def reservation(request: Request) -> str:
-        """Why ``auto`` does not choose this backend although it can run the request; '' if it does."""
-        ...
-
-    @staticmethod
-    def run(request: Request) -> Result:
-        """The loss, the wanted gradients and the statistics, in one pass over the chunks."""
-        ...
-
-    @staticmethod
-    def recompute(request: Request, gate: Tensor, wanted: Sequence[bool]) -> Gradients:
-        """The gradients of sum gate * NLL over ``request.rows``, the chunks measured once more."""
-        ...
-
-    @staticmethod
-    def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:
-        """factor * gradient in the dtype given for each; may write to the gradients."""
-        ...
 
 
 def gemm_dtype(hidden: Tensor) -> torch.dtype:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deftune.losses.chunks import Chunk, ChunkedBackend, Supervised, balanced, bounded, new_columns, new_gradients
+from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded, new_columns, new_gradients
 from deftune.losses.head import Head
 from deftune.losses.request import Gradients, Request
 from deftune.losses.sparse import Products, Sparse, add_products
@@ -33,7 +33,7 @@ def column_sums(e: Tensor, v: Tensor) -> Tensor:
     return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
 
 
-class TorchBackend(ChunkedBackend):
+class TorchBackend(Backend):
     """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
 
     name = "torch"
@@ -47,14 +47,6 @@ class TorchBackend(ChunkedBackend):
         self.weight = weight.to(dtype) if self.low else weight.to(self.dtype)
         self.head = head
         self.all = rows
-
-    @staticmethod
-    def refusal(request: Request) -> str:
-        return ""
-
-    @staticmethod
-    def reservation(request: Request) -> str:
-        return ""
 
     def use_sparse(self, sparse: Sparse) -> None:
         self.sparse = Products(sparse, self.weight, self.weight.dtype, self.matmul, add_products)

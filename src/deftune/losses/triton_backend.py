@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deftune.losses.checks import label_error
-from deftune.losses.chunks import Chunk, ChunkedBackend, Supervised, balanced, bounded
+from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded
 from deftune.losses.head import Head, Slices
 from deftune.losses.pending import answer, latest_note
 from deftune.losses.request import Gradients, Request, Rows
@@ -40,7 +40,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
 
 
-class TritonBackend(ChunkedBackend):
+class TritonBackend(Backend):
     """CUDA: one GEMM with the statistics in its epilogue, E stored once in the inputs' dtype, two cuBLAS GEMMs."""
 
     name = "triton"
