@@ -1,4 +1,4 @@
-"""Whom `linear_loss.py` compares: deftune, torch, and the peers that are installed; each is made at its turn."""
+"""The losses that `linear_loss.py` compares: of deftune, of torch, and of the peers that are installed."""
 
 from __future__ import annotations
 
@@ -91,6 +91,8 @@ def contenders(device: str) -> Iterator[tuple[str, str, Callable[[], Loss]]]:
     if device == "cpu":
         yield "logits + token_loss deft", "deft", lambda: logits_and_token_loss
         return
+    # auto takes graphs for small heads: the same without them
+    yield "deftune deft, graphs=False (backend triton)", "deft", lambda: ours("deft", backend="triton")
     yield "deftune deft, chunk_rows=4096", "deft", lambda: ours("deft", chunk_rows=4096)
     yield "torch.compile deft, compacted", "deft", compiled_deft
     yield "TRL fused head deft", "deft", trl_deft

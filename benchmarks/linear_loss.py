@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import deftune
-from deftune.losses import replay
+from deftune.losses import graphs
 
 PAPER_SHAPES = [(8192, 576, 49152), (16384, 1536, 151936), (16384, 3584, 152064), (16384, 4096, 128256)]
 CPU_SHAPES = [(2048, 576, 49152)]
@@ -124,7 +124,7 @@ class Peak:
     def __enter__(self) -> Peak:
         if self.device == "cuda":
             torch.cuda.synchronize()
-            replay.clear()  # what deftune keeps between calls counts as well
+            graphs.clear()  # the buffers that deftune keeps between calls count as well
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             self.base = torch.cuda.memory_allocated()

@@ -122,13 +122,13 @@ class Entrant:
 
 def alone(contender: str, *what: Any) -> dict[str, Any]:
     """A contender's peak memory, and its losses, with nothing else on the device."""
-    from deftune.losses import replay
+    from deftune.losses import graphs
     from deftune.training.trainer import peak_gib
 
     cuda = torch.cuda.is_available()
     gc.collect()
     if cuda:
-        replay.clear()  # what deftune keeps between calls is of this contender alone
+        graphs.clear()  # the buffers that deftune keeps between calls are of this contender alone
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         left = torch.cuda.memory_allocated()

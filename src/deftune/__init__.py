@@ -26,11 +26,9 @@ _HOMES = {
     "Weight": "objectives",
     "objective": "objectives",
     "step_stats": "objectives",
-    "topk": "objectives",
     "Sparse": "losses",
     "SparseReport": "losses",
     "linear_loss": "losses",
-    "linear_loss_with_stats": "losses",
     "linear_token_stats": "losses",
     "raise_pending": "losses",
     "token_loss": "losses",
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
         Sparse,
         SparseReport,
         linear_loss,
-        linear_loss_with_stats,
         linear_token_stats,
         raise_pending,
         token_loss,
@@ -64,7 +61,6 @@ if TYPE_CHECKING:
         Weight,
         objective,
         step_stats,
-        topk,
     )
     from deftune.tokens.passes import score_rows
     from deftune.training.hf import hf_loss
@@ -100,7 +96,6 @@ __all__ = [
     "__version__",
     "hf_loss",
     "linear_loss",
-    "linear_loss_with_stats",
     "linear_token_stats",
     "objective",
     "raise_pending",
@@ -108,5 +103,4 @@ __all__ = [
     "step_stats",
     "token_loss",
     "token_stats",
-    "topk",
 ]

@@ -64,6 +64,7 @@ EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
             ["train.attention=fast"],
             "train.attention: Input should be 'auto', 'flash'",
         ),
+        (BASE, ["train.sparse=0"], "train.sparse: Input should be greater than 0"),
         (BASE, ["data.mask=answers"], "data.mask: Input should be 'assistant', 'completion' or 'all'"),
         (BASE, ["model.lora={target_modules: [q_proj, lm_head]}"], "an adapter on lm_head would be left out"),
         (BASE, ["data.train.0.generate=gsm_symbolic"], "give one of `path` and `generate`"),

@@ -26,7 +26,6 @@ from deftune import (
     IGNORE_INDEX,
     Context,
     linear_loss,
-    linear_loss_with_stats,
     linear_token_stats,
     token_loss,
     token_stats,
@@ -627,9 +626,9 @@ def test_accumulation_is_the_whole_step(case: Case, size):
     whole = reference(hidden, weight, targets, case.objective, num_items=num_items)
     context = CONTEXT
     if case.kind != "local" and size < 32:
-        needs = case.objective.needs
+        top_k = case.objective.top_k
         pre_pass = [
-            linear_token_stats(hidden[i : i + size], weight, targets[i : i + size], needs=needs)
+            linear_token_stats(hidden[i : i + size], weight, targets[i : i + size], top_k=top_k)
             for i in range(0, 32, size)
         ]
         context = replace(CONTEXT, step=deftune.step_stats(case.objective, pre_pass, context=CONTEXT))
@@ -646,8 +645,14 @@ def test_deferred_mass_without_a_second_pass(case: Case):
     deferred = replace(CONTEXT, step="deferred")
     leaf, mass = weight.clone().requires_grad_(), 0.0
     for i in range(0, 32, 9):
-        loss, stats = linear_loss_with_stats(
-            hidden[i : i + 9], leaf, targets[i : i + 9], case.objective, num_items=num_items, context=deferred
+        loss, stats = linear_loss(
+            hidden[i : i + 9],
+            leaf,
+            targets[i : i + 9],
+            case.objective,
+            num_items=num_items,
+            context=deferred,
+            return_stats=True,
         )
         loss.backward()
         mass += case.objective.mass(stats, deferred).sum()
@@ -686,22 +691,22 @@ def test_statistics_are_those_of_the_logits(monkeypatch, head, rows):
     head = with_bias(head, weight)
     expected = token_stats(logits_of(hidden, weight, **head), targets)
     chunk_rows(monkeypatch, rows)
-    _, fused_stats = linear_loss_with_stats(hidden, weight, targets, "eaft(k=5)", **head)
-    _, none_stats = linear_loss_with_stats(hidden, weight, targets, "eaft(k=5)", reduction="none", **head)
-    plain_stats = linear_token_stats(hidden, weight, targets, needs=frozenset({deftune.topk(5)}), **head)
+    _, fused_stats = linear_loss(hidden, weight, targets, "eaft(k=5)", **head, return_stats=True)
+    _, none_stats = linear_loss(hidden, weight, targets, "eaft(k=5)", reduction="none", **head, return_stats=True)
+    plain_stats = linear_token_stats(hidden, weight, targets, top_k=5, **head)
     for stats in (fused_stats, none_stats, plain_stats):
         assert torch.equal(stats.targets, expected.targets) and stats.vocab_size == 11 and len(stats) == 30
         for name in ("log_p", "entropy", "log_collision"):
             assert_near(getattr(stats, name), getattr(expected, name), "fused float64", what=name)
         assert_near(stats.top_log_p(5), expected.top_log_p(5), "fused float64")
         assert_near(stats.top_log_p(3), expected.top_log_p(3), "fused float64")
-        with pytest.raises(ValueError, match=r"topk\(6\) was asked for.*topk\(5\)"):
+        with pytest.raises(ValueError, match=r"the top 6 were asked for.*top_k=5"):
             stats.top_log_p(6)
 
 
 def test_more_likeliest_tokens_than_classes():
     hidden, weight, targets = masked()
-    stats = linear_token_stats(hidden, weight, targets, needs=frozenset({deftune.topk(50)}))
+    stats = linear_token_stats(hidden, weight, targets, top_k=50)
     assert stats.top_log_p(50).shape == (30, 11)
     assert_near(stats.top_log_p(50).exp().sum(-1), torch.ones(30, dtype=torch.float64), "fused float64")
     with pytest.raises(ValueError, match=r"hold no likeliest tokens"):
@@ -710,7 +715,7 @@ def test_more_likeliest_tokens_than_classes():
 
 def test_the_loss_s_statistics_are_detached():
     hidden, weight, targets = masked()
-    loss, stats = linear_loss_with_stats(*leaves(hidden, weight, None), targets, "eaft(k=5)")
+    loss, stats = linear_loss(*leaves(hidden, weight, None), targets, "eaft(k=5)", return_stats=True)
     assert loss.requires_grad
     assert not any(x.requires_grad for x in (stats.log_p, stats.entropy, stats.log_collision, stats.top_log_p(5)))
 
@@ -747,7 +752,7 @@ def test_an_objective_on_differentiable_statistics_is_the_fused_loss(case: Case)
     hidden, weight, targets = masked()
     expected = fused(hidden, weight, targets, case.objective)
     inputs = leaves(hidden, weight, None)
-    stats = linear_token_stats(*inputs, targets, needs=case.objective.needs)
+    stats = linear_token_stats(*inputs, targets, top_k=case.objective.top_k)
     loss = case.objective.loss(stats, CONTEXT).mean()
     loss.backward()
     actual = Result(loss.detach(), *(x.grad for x in inputs))
@@ -757,7 +762,7 @@ def test_an_objective_on_differentiable_statistics_is_the_fused_loss(case: Case)
 def test_statistics_of_nothing():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     targets = torch.full((3,), IGNORE_INDEX)
-    stats = linear_token_stats(hidden, weight, targets, needs=frozenset({deftune.topk(2)}))
+    stats = linear_token_stats(hidden, weight, targets, top_k=2)
     assert len(stats) == 0 and stats.top_log_p(2).shape == (0, 2)
     (stats.log_p.sum() + stats.entropy.sum()).backward()
     assert not hidden.grad.any() and not weight.grad.any()
@@ -944,7 +949,10 @@ GOOD = {"hidden": torch.zeros(2, 3, 4), "weight": torch.ones(5, 4), "targets": t
         ({"targets": torch.full((2, 3), -101)}, r"targets: token 0 .* label -101; only -100"),
         ({"targets": torch.zeros(2, 2).long()}, r"targets: shape \(2, 2\).*hidden's leading shape \(2, 3\)"),
         ({"targets": torch.zeros(2, 3)}, r"targets: token ids must be int64 or int32, got torch.float32"),
-        ({"backend": "cuda"}, r"backend: one of auto, torch, triton, got 'cuda'"),
+        (
+            {"backend": "cuda"},
+            r"backend: auto, or one or more of graphs, triton, torch with commas between them, got 'cuda'",
+        ),
         (
             {"backend": "triton"},
             r"backend='triton' cannot be used here: .*cpu, not cuda; use backend='torch' or 'auto'",
@@ -952,7 +960,7 @@ GOOD = {"hidden": torch.zeros(2, 3, 4), "weight": torch.ones(5, 4), "targets": t
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
-@pytest.mark.parametrize("function", [linear_loss, linear_loss_with_stats, linear_token_stats])
+@pytest.mark.parametrize("function", [linear_loss, linear_token_stats])
 def test_bad_input_is_named(monkeypatch, function, bad, text):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = {**GOOD, **bad}

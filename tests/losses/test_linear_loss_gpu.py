@@ -1,4 +1,4 @@
-"""`linear_loss` on a GPU, both backends, against float64 logits and `token_loss` on the same device.
+"""`linear_loss` on a GPU, every backend, against float64 logits and `token_loss` on the same device.
 
 Every size says why it is there; the error of bfloat16 is held against torch's own, never against a wide tolerance.
 """
@@ -18,12 +18,11 @@ from deftune import (
     IGNORE_INDEX,
     Context,
     linear_loss,
-    linear_loss_with_stats,
     linear_token_stats,
     token_loss,
     token_stats,
 )
-from deftune.losses import replay
+from deftune.losses import graphs
 from deftune.losses.head import Slices
 from deftune.losses.pending import note_rows
 from deftune.losses.torch_backend import TorchBackend
@@ -37,7 +36,8 @@ pytestmark = [
 
 FEW = ["nll", "deft", "cayley", "eaft(k=5)", "deft | eos(nll) | mean_one", "clip(k=1)"]
 few = pytest.mark.parametrize("spec", FEW)
-both_backends = pytest.mark.parametrize("backend", ["torch", "triton"])
+# the last: graphs where they can be used (bfloat16, a small head, a local objective), else triton
+each_backend = pytest.mark.parametrize("backend", ["torch", "triton", "graphs,triton"])
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ VOCABULARIES = [
 ]
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("spec", ["nll", "deft", "eaft(k=5)", "clip(k=1)"])
 def test_float32_over_vocabularies(spec, vocab_size, backend):
@@ -163,7 +163,7 @@ def test_float32_over_vocabularies(spec, vocab_size, backend):
     assert_result(actual, eager(hidden, weight, targets, spec))
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("vocab_size", [1000, 151936])
 @pytest.mark.parametrize("spec", ["deft", "cayley", "mile", HalfDeft()], ids=str)
 def test_float32_through_the_whole_head(spec, vocab_size, backend):
@@ -174,7 +174,7 @@ def test_float32_through_the_whole_head(spec, vocab_size, backend):
     )
 
 
-@both_backends
+@each_backend
 @few
 def test_none_with_a_random_upstream_vector(spec, backend):
     hidden, weight, targets = sample(200, 5000, 64)
@@ -191,12 +191,11 @@ def test_none_with_a_random_upstream_vector(spec, backend):
 
 
 @pytest.mark.parametrize("through", ["log_p", "entropy"])
-@both_backends
+@each_backend
 def test_statistics_and_their_gradients(backend, through):
     hidden, weight, targets = sample(200, 5000, 64)
-    needs = frozenset({deftune.topk(20)})
     inputs = leaves(hidden, weight)
-    stats = linear_token_stats(*inputs, targets, needs=needs, backend=backend)
+    stats = linear_token_stats(*inputs, targets, top_k=20, backend=backend)
     wide_inputs = leaves(hidden, weight, dtype=torch.float64)
     z = wide_inputs[0] @ wide_inputs[1].T
     expected = token_stats(z.detach(), targets)
@@ -216,7 +215,7 @@ def test_statistics_and_their_gradients(backend, through):
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------
 
 
-@both_backends
+@each_backend
 @few
 def test_bfloat16_is_no_worse_than_torch(spec, backend):
     """torch's way is float32 logits of the same inputs, gradients rounded once."""
@@ -230,7 +229,7 @@ def test_bfloat16_is_no_worse_than_torch(spec, backend):
     assert_close(actual.loss, expected.loss, "fused gradient", condition=10)
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("spec", ["deft", "mile"])
 def test_bfloat16_under_a_softcap(spec, backend):
     hidden, weight, targets = sample(1500, 5003, 256, torch.bfloat16)
@@ -240,7 +239,7 @@ def test_bfloat16_under_a_softcap(spec, backend):
     assert_no_worse(actual, theirs, expected)
 
 
-@both_backends
+@each_backend
 def test_bfloat16_does_not_degrade_with_the_chunks(monkeypatch, backend):
     """1 to 1024 chunks: the head's gradient is added up in float32."""
     hidden, weight, targets = sample(16384, 4096, 128, torch.bfloat16, masked=False)
@@ -275,8 +274,10 @@ def test_bfloat16_for_a_wide_head(width):
 @few
 def test_the_backends_agree(spec):
     hidden, weight, targets = sample(1500, 5003, 256, torch.bfloat16)
-    torch_loss, torch_stats = linear_loss_with_stats(hidden, weight, targets, spec, context=CONTEXT, backend="torch")
-    loss, stats = linear_loss_with_stats(hidden, weight, targets, spec, context=CONTEXT, backend="triton")
+    torch_loss, torch_stats = linear_loss(
+        hidden, weight, targets, spec, context=CONTEXT, backend="torch", return_stats=True
+    )
+    loss, stats = linear_loss(hidden, weight, targets, spec, context=CONTEXT, backend="triton", return_stats=True)
     assert_close(loss, torch_loss, "fused gradient")
     for name in ("log_p", "entropy", "log_collision"):
         assert_near(getattr(stats, name), getattr(torch_stats, name), "fused gradient", condition=10, what=name)
@@ -300,7 +301,7 @@ def test_autocast(spec):
 # The head is the identity: the hidden states are the logits, and d hidden is gate x error itself.
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("margin", [10.0, 20.0])
 def test_confident_tokens_keep_their_digits(margin, dtype, backend):
@@ -321,7 +322,7 @@ def test_confident_tokens_keep_their_digits(margin, dtype, backend):
     assert dtype == torch.bfloat16 or error_ours <= error_torch
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", ["nll", "deft", "linear | floor(0.125)", "eaft(k=5)"])
 def test_impossible_tokens_have_finite_gradients(spec, dtype, backend):
@@ -350,7 +351,7 @@ def test_impossible_tokens_have_finite_gradients(spec, dtype, backend):
         assert got.isfinite().all() and error(got, want) <= limit
 
 
-@both_backends
+@each_backend
 def test_an_offset_changes_neither_loss_nor_gradient(backend):
     logits = torch.randn(40, 64, generator=torch.Generator(device="cuda").manual_seed(5), device="cuda")
     logits, targets = (logits * 1024).round() / 1024, torch.arange(40, device="cuda")
@@ -391,7 +392,7 @@ def test_logits_of_more_than_two_to_the_31():
     assert logits.grad[:start].abs().amax(-1).all()
 
 
-@both_backends
+@each_backend
 def test_a_chunk_of_more_than_two_to_the_31(monkeypatch, backend):
     """20000 x 131072 in one chunk: each row as if it stood elsewhere in it; and as chunks of 4000 to rounding.
 
@@ -401,14 +402,16 @@ def test_a_chunk_of_more_than_two_to_the_31(monkeypatch, backend):
 
     def results(roll: int):
         inputs = leaves(hidden.roll(roll, 0), weight)
-        loss, stats = linear_loss_with_stats(*inputs, targets.roll(roll), "deft", reduction="sum", backend=backend)
+        loss, stats = linear_loss(
+            *inputs, targets.roll(roll), "deft", reduction="sum", backend=backend, return_stats=True
+        )
         loss.backward()
         return stats.log_p.roll(-roll), inputs[0].grad.roll(-roll, 0), inputs[1].grad
 
     chunk_rows(monkeypatch, backend, 20000)
     log_p, d_hidden, d_weight = results(0)
     log_p_moved, d_hidden_moved, d_weight_moved = results(10000)
-    if backend == "triton":
+    if backend != "torch":
         assert torch.equal(log_p, log_p_moved)
         assert torch.equal(d_hidden, d_hidden_moved)
     assert_near(log_p, log_p_moved, "fused gradient")
@@ -428,7 +431,6 @@ def test_a_weight_of_another_dtype_is_rounded_alike_wherever_it_is_read(monkeypa
     Two rows are beyond E's range and made anew from the weight itself.
     """
     monkeypatch.setattr(Slices, "large", 0)
-    monkeypatch.setattr(replay, "MOST_COPIED", 0)
     chunk_rows(monkeypatch, "triton", 256)
     hidden, weight, targets = sample(600, vocab_size, 128)
     weight[7] = 0
@@ -438,7 +440,7 @@ def test_a_weight_of_another_dtype_is_rounded_alike_wherever_it_is_read(monkeypa
         hidden[row, 0], targets[row] = 1.0, 7
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     with torch.autocast("cuda", torch.bfloat16):
-        loss, stats = linear_loss_with_stats(*inputs, targets, "eaft(k=5)", backend="triton")
+        loss, stats = linear_loss(*inputs, targets, "eaft(k=5)", backend="triton", return_stats=True)
     grads = torch.autograd.grad(loss, inputs)
     assert grads[1].dtype == torch.float32
     rounded = [x.detach().bfloat16().double().requires_grad_() for x in inputs]
@@ -452,7 +454,6 @@ def test_a_weight_of_another_dtype_is_rounded_alike_wherever_it_is_read(monkeypa
 
 def test_a_large_weight_of_another_dtype_has_no_whole_copy(monkeypatch):
     """The peak beyond the gradients is smaller by three quarters of the copy."""
-    monkeypatch.setattr(replay, "MOST_COPIED", 0)
     hidden, weight, targets = sample(512, 65536, 1024, masked=False)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     peaks = []
@@ -473,22 +474,22 @@ def test_a_large_weight_of_another_dtype_has_no_whole_copy(monkeypatch):
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def captured() -> list[replay.Program]:
-    programs = (program for room in replay._rooms.values() for program in room.programs.values())
+def captured() -> list[graphs.Program]:
+    programs = (program for workspace in graphs._workspaces.values() for program in workspace.programs.values())
     return [program for program in programs if all(part.graph is not None for part in program.parts())]
 
 
 @pytest.mark.parametrize("objective", ["nll", "deft", "eaft(k=5)", "deft | eos(nll)", HalfDeft()], ids=str)
 @pytest.mark.parametrize("chunk_rows", [None, 256])
 def test_replayed_calls_are_those_written(monkeypatch, objective, chunk_rows):
-    """Eight calls with rows, masks, labels and scales of their own; the same without graphs, each bit of it.
+    """Eight calls with rows, masks, labels and scales of their own; the same without a capture, each bit of it.
 
     In chunks of 256 rows a call has up to five, and is captured half-way.
     """
-    replay.clear()
+    graphs.clear()
     found = []
-    for graphs in (True, False):
-        monkeypatch.setattr(replay, "CAPTURE_AT", 3 if graphs else 100)
+    for capture in (True, False):
+        monkeypatch.setattr(graphs, "CAPTURE_AT", 3 if capture else 100)
         for seed in range(8):
             hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16, seed=seed)
             if seed == 0:
@@ -498,8 +499,8 @@ def test_replayed_calls_are_those_written(monkeypatch, objective, chunk_rows):
             options = {"num_items": 5000 + seed, "chunk_rows": chunk_rows}
             result = fused_on(head, hidden, targets, objective, upstream=upstream, **options)
             found.append((seed, result, hidden.clone(), targets))
-        assert bool(captured()) == (graphs and isinstance(objective, str)), "a user's own is never replayed"
-        replay.clear()
+        assert bool(captured()) == (capture and isinstance(objective, str)), "a user's own is never replayed"
+        graphs.clear()
     for (seed, one, *_), (_, other, *_) in zip(found[:8], found[8:]):
         assert all(torch.equal(a, b) for a, b in zip(one[:3], other[:3])), seed
     seed, one, hidden, targets = found[7]
@@ -514,7 +515,7 @@ def test_replayed_calls_are_those_written(monkeypatch, objective, chunk_rows):
 def fused_on(weight: Tensor, hidden: Tensor, targets: Tensor, objective, *, upstream: Tensor, **kwargs) -> Result:
     """As `fused`, on the weight itself: a copy would be another address, and another program."""
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
-    loss = linear_loss(*inputs, targets, objective, backend="triton", context=CONTEXT, **kwargs)
+    loss = linear_loss(*inputs, targets, objective, backend="graphs,triton", context=CONTEXT, **kwargs)
     return Result(loss.detach(), *torch.autograd.grad(loss, inputs, upstream))
 
 
@@ -534,9 +535,9 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_what_a_graph_is_told_may_lie_anywhere(change):
+def test_the_tensors_of_a_graph_may_lie_anywhere(change):
     """Calls of a captured program, with what its table points at moved, cast or on the device."""
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16)
     upstream = torch.ones((), device="cuda")
     for _ in range(4):
@@ -551,11 +552,11 @@ def test_what_a_graph_is_told_may_lie_anywhere(change):
 @pytest.mark.parametrize("form", [torch.Tensor.int, offset], ids=["int32", "odd"])
 def test_targets_that_have_to_be_copied_from_the_first_call_on(form):
     """The survey runs twice when it is captured: what it reads must still be there, whatever took memory meanwhile."""
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16)
     upstream = torch.ones((), device="cuda")
     expected = fused_on(weight, hidden.detach(), targets, "eaft(k=5)", upstream=upstream)
-    replay.clear()
+    graphs.clear()
     for _ in range(6):
         assert same(fused_on(weight, hidden.detach(), form(targets), "eaft(k=5)", upstream=upstream), expected)
     assert captured()
@@ -563,7 +564,7 @@ def test_targets_that_have_to_be_copied_from_the_first_call_on(form):
 
 def test_few_rows_of_a_program_after_many_and_before():
     """What stands in the rest of its first chunk changes nothing, to the bit."""
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16)
     few, upstream = targets.clone(), torch.ones((), device="cuda")
     few[40:] = IGNORE_INDEX
@@ -577,20 +578,20 @@ def test_graphs_do_not_keep_a_model_in_memory_and_can_be_cleared():
     hidden, weight, targets = sample(2000, 5003, 128, torch.bfloat16)
     for _ in range(4):  # what CUDA's libraries keep for themselves
         fused_on(weight, hidden, targets, "nll", upstream=torch.ones((), device="cuda"))
-    replay.clear()
+    graphs.clear()
     deftune.raise_pending()
     before = torch.cuda.memory_allocated() - weight.numel() * 2
     for _ in range(4):
         fused_on(weight, hidden, targets, "deft", upstream=torch.ones((), device="cuda"))
     assert captured()
     del weight
-    replay.clear()
+    graphs.clear()
     deftune.raise_pending()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
 
 
 def test_nan_in_a_replayed_call_is_named():
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
     upstream = torch.ones((), device="cuda")
     for _ in range(4):
@@ -609,8 +610,8 @@ def same(one: Result, other: Result) -> bool:
 
 
 def test_larger_calls_after_a_capture():
-    """A room that was too small goes, with its graphs and their memory; those of the larger one are captured anew."""
-    replay.clear()
+    """A workspace that is too small is freed with its graphs; those of the larger one are captured in their turn."""
+    graphs.clear()
     hidden, weight, targets = sample(1500, 5003, 128, torch.bfloat16)
     upstream = torch.ones((), device="cuda")
     for tokens in (300, 700, 1500, 300):
@@ -623,7 +624,7 @@ def test_larger_calls_after_a_capture():
 
 def test_two_streams_side_by_side():
     """Each has its own tensors, its graphs' own memory and cuBLAS's own workspace."""
-    replay.clear()
+    graphs.clear()
     examples = [sample(1500, 5003, 128, torch.bfloat16, seed=seed) for seed in range(2)]
     upstream = torch.ones((), device="cuda")
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -634,24 +635,24 @@ def test_two_streams_side_by_side():
             with torch.cuda.stream(stream):
                 results.append(fused_on(weight, hidden.detach(), targets, "deft", upstream=upstream))
     torch.cuda.synchronize()
-    assert len({id(room) for room in replay._rooms.values()}) == 2
+    assert len({id(workspace) for workspace in graphs._workspaces.values()}) == 2
     for results in found:
         assert all(same(results[0], other) for other in results[1:])
 
 
 def test_a_capture_that_fails_leaves_no_stream_capturing(monkeypatch):
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
     upstream = torch.ones((), device="cuda")
-    work = replay.Program.work
+    work = graphs.Program.work
 
-    def fails(self, room, head):
-        work(self, room, head)
+    def fails(self, workspace, head):
+        work(self, workspace, head)
         if torch.cuda.is_current_stream_capturing():
             raise torch.OutOfMemoryError("half-way")
 
     with monkeypatch.context() as patch:
-        patch.setattr(replay.Program, "work", fails)
+        patch.setattr(graphs.Program, "work", fails)
         results = [fused_on(weight, hidden.detach(), targets, "eaft(k=5)", upstream=upstream) for _ in range(5)]
         assert not captured() and all(same(results[0], other) for other in results[1:])
     for _ in range(4):
@@ -660,17 +661,17 @@ def test_a_capture_that_fails_leaves_no_stream_capturing(monkeypatch):
 
 
 def test_a_second_half_that_cannot_be_captured_runs_as_it_is_written(monkeypatch):
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
     upstream = torch.ones((), device="cuda")
-    work = replay.Program.finish_work
+    work = graphs.Program.finish_work
 
     def fails(self, *args):
         work(self, *args)
         if torch.cuda.is_current_stream_capturing():
             raise torch.OutOfMemoryError("half-way")
 
-    monkeypatch.setattr(replay.Program, "finish_work", fails)
+    monkeypatch.setattr(graphs.Program, "finish_work", fails)
     options = {"upstream": upstream, "chunk_rows": 128}
     results = [fused_on(weight, hidden.detach(), targets, "eaft(k=5)", **options) for _ in range(5)]
     assert not captured() and all(same(results[0], other) for other in results[1:])
@@ -678,14 +679,14 @@ def test_a_second_half_that_cannot_be_captured_runs_as_it_is_written(monkeypatch
 
 def test_a_replayed_call_waits_for_nothing_but_its_survey():
     """A count on the host, even in a tensor, is an argument and no copy."""
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     before = torch.cuda.get_sync_debug_mode()
     for step in range(6):
         try:
             torch.cuda.set_sync_debug_mode("error" if step > 3 else before)
-            linear_loss(*inputs, targets, "deft", backend="triton", num_items=torch.tensor(5000))
+            linear_loss(*inputs, targets, "deft", backend="graphs", num_items=torch.tensor(5000))
         finally:
             torch.cuda.set_sync_debug_mode(before)
     assert captured()
@@ -699,25 +700,25 @@ def test_targets_on_the_host_are_refused():
 
 def test_what_reads_the_device_is_not_captured():
     """More special ids than are compared one by one: they are copied to the device at every call."""
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(600, 5003, 128, torch.bfloat16)
     mode = torch.cuda.get_sync_debug_mode()
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
     context = Context(special_ids=tuple(range(9)))
-    losses = [linear_loss(*inputs, targets, "deft | eos(nll)", backend="triton", context=context) for _ in range(5)]
+    losses = [linear_loss(*inputs, targets, "deft | eos(nll)", backend="graphs", context=context) for _ in range(5)]
     assert not captured() and torch.cuda.get_sync_debug_mode() == mode
     assert len({loss.item() for loss in losses}) == 1
 
 
 def test_float16_hidden_states_under_bfloat16_autocast():
-    replay.clear()
+    graphs.clear()
     hidden, weight, targets = sample(600, 5003, 128)
     half = hidden.half().requires_grad_()
     weight.requires_grad_()
     for _ in range(4):
         half.grad = weight.grad = None
         with torch.autocast("cuda", torch.bfloat16):
-            linear_loss(half, weight, targets, "deft", reduction="sum", backend="triton").backward()
+            linear_loss(half, weight, targets, "deft", reduction="sum", backend="graphs").backward()
     assert captured() and half.grad.dtype == torch.float16 and weight.grad.dtype == torch.float32
     reference = [x.detach().bfloat16().double().requires_grad_() for x in (half, weight)]
     truth = torch.autograd.grad(token_loss(reference[0] @ reference[1].T, targets, "deft", reduction="sum"), reference)
@@ -741,7 +742,7 @@ def test_a_nan_of_another_stream_is_waited_for():
 # --- determinism, memory, autograd ------------------------------------------------------------------------------------
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", ["deft", "eaft(k=5)", "mile"])
 def test_bitwise_the_same_ten_times(monkeypatch, spec, dtype, backend):
@@ -759,7 +760,7 @@ def extra_bytes(tokens: int, vocab_size: int, width: int, backend: str, frozen: 
     hidden, weight, targets = sample(tokens, vocab_size, width, torch.bfloat16, masked=False)
     hidden.requires_grad_()
     weight.requires_grad_(not frozen)
-    replay.clear()
+    graphs.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -770,7 +771,7 @@ def extra_bytes(tokens: int, vocab_size: int, width: int, backend: str, frozen: 
     return torch.cuda.max_memory_allocated() - before - hidden.numel() * 2
 
 
-@both_backends
+@each_backend
 def test_memory_does_not_grow_with_the_tokens(backend):
     """20k to 64k tokens, in full chunks: vectors of at most 512 bytes a token, no more; fewer go in smaller ones."""
     extra_bytes(4096, 32768, 256, backend)  # workspaces of the first call
@@ -780,14 +781,14 @@ def test_memory_does_not_grow_with_the_tokens(backend):
     assert few <= some or backend == "torch", (few, some)
 
 
-@both_backends
+@each_backend
 def test_a_frozen_head_costs_no_gradient_of_it(backend):
     extra_bytes(1024, 32768, 1024, backend)
     trained, frozen = (extra_bytes(1024, 32768, 1024, backend, frozen) for frozen in (False, True))
     assert trained - frozen >= 32768 * 1024 * 4, (trained, frozen)
 
 
-@both_backends
+@each_backend
 def test_hidden_states_without_a_gradient(backend):
     hidden, weight, targets = sample(300, 1000, 64)
     expected = eager(hidden, weight, targets, "deft")
@@ -796,7 +797,7 @@ def test_hidden_states_without_a_gradient(backend):
     assert error(leaf.grad, expected.weight) <= tolerance("fused gradient")
 
 
-@both_backends
+@each_backend
 def test_no_gradients_under_no_grad(backend):
     """Evaluation on trainable weights: no room for dW is taken."""
     hidden, weight, targets = sample(512, 8192, 2048, torch.bfloat16, masked=False)
@@ -811,7 +812,7 @@ def test_no_gradients_under_no_grad(backend):
         assert torch.cuda.max_memory_allocated() - before < 8192 * 2048 * 4
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("tokens", [0, 6])
 def test_nothing_supervised_is_zero_and_connected(tokens, reduction, backend):
@@ -824,7 +825,7 @@ def test_nothing_supervised_is_zero_and_connected(tokens, reduction, backend):
         assert not loss.any()
 
 
-@both_backends
+@each_backend
 @few
 def test_backward_twice_and_scaled(spec, backend):
     hidden, weight, targets = sample(300, 1000, 64)
@@ -854,7 +855,7 @@ def test_compiled(reduction, dtype):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-@both_backends
+@each_backend
 def test_under_gradient_checkpointing(reduction, backend):
     hidden, weight, targets = sample(300, 1000, 64)
     expected = eager(hidden, weight, targets, "deft", reduction="sum")
@@ -868,7 +869,7 @@ def test_under_gradient_checkpointing(reduction, backend):
         assert error(leaf.grad, want) <= tolerance("fused gradient")
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("how", ["transposed", "strided", "leading", "weight view"])
 def test_views(how, backend):
     hidden, weight, targets = sample(240, 1000, 64)
@@ -891,7 +892,7 @@ def test_views(how, backend):
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
-@both_backends
+@each_backend
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nan_is_raised_later_and_named(reduction, backend):
     """Not at the call, which would have to wait for the GPU: at the next one, or where a trainer asks."""
@@ -915,7 +916,7 @@ def test_nan_is_raised_later_and_named(reduction, backend):
         deftune.raise_pending()
 
 
-@both_backends
+@each_backend
 def test_a_bad_label_is_raised_at_once(backend):
     hidden, weight, targets = sample(300, 1000, 64)
     targets[77], targets[90] = 1000, -5
@@ -964,7 +965,7 @@ def test_the_sparse_mode(monkeypatch, dtype, backend):
     chunk_rows(monkeypatch, backend, 384)
     hidden, weight, targets = sample(1500, 5003, 128, dtype)
     weight[:300] *= 3
-    exact = fused(hidden, weight, targets, "deft", backend=backend, graphs=False)
+    exact = fused(hidden, weight, targets, "deft", backend=backend)
     whole = fused(hidden, weight, targets, "deft", backend=backend, sparse=deftune.Sparse(1.0))
     some = deftune.Sparse(0.1)
     got = fused(hidden, weight, targets, "deft", backend=backend, sparse=some)

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import deftune
-from deftune import IGNORE_INDEX, Sparse, linear_loss, linear_loss_with_stats
+from deftune import IGNORE_INDEX, Sparse, linear_loss
 from deftune.losses.sparse import Products, kept_of
 
 SPECS = ["nll", "deft", "eaft(k=5)", "deft | mean_one"]
@@ -73,7 +73,7 @@ def test_the_loss_its_statistics_and_the_sums_over_classes_are_exact(spec, rows)
     assert_close(d_weight.sum(0), exact[2].sum(0), rtol=0, atol=1e-15)
     assert not d_hidden[targets == IGNORE_INDEX].any()
     inputs = [hidden.requires_grad_(), weight]
-    stats = [linear_loss_with_stats(*inputs, targets, spec, sparse=how)[1] for how in (None, Sparse(0.05))]
+    stats = [linear_loss(*inputs, targets, spec, sparse=how, return_stats=True)[1] for how in (None, Sparse(0.05))]
     assert torch.equal(stats[0].log_p, stats[1].log_p) and torch.equal(stats[0].entropy, stats[1].entropy)
 
 
@@ -208,7 +208,7 @@ def test_under_torch_compile():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"softcap": 5.0}, "not with a softcap"),
+    ({"softcap": 5.0}, "cannot be combined with a softcap"),
     ({"reduction": "none"}, 'needs reduction="mean" or "sum"'),
     ({"sparse": 0.15}, r"a deftune.Sparse\(share=...\), got float"),
 ])  # fmt: skip

@@ -340,11 +340,11 @@ def test_clip_median_averages_the_two_middle_values():
 
 
 @pytest.mark.parametrize(
-    ("spec", "needs"),
-    [("deft", []), ("eaft", [20]), ("eaft(norm=full)", []), ("eaft(k=3) | blend(eaft(k=5), 0.5)", [3, 5])],
+    ("spec", "top_k"),
+    [("deft", 0), ("eaft", 20), ("eaft(norm=full)", 0), ("eaft(k=3) | blend(eaft(k=5), 0.5)", 5)],
 )
-def test_needs_are_declared(spec, needs):
-    assert sorted(need.k for need in deftune.objective(spec).needs) == needs
+def test_the_likeliest_tokens_are_declared(spec, top_k):
+    assert deftune.objective(spec).top_k == top_k
 
 
 @pytest.mark.parametrize(
@@ -392,10 +392,10 @@ def test_progress_is_a_share(progress):
 
 def test_statistics_without_top_tokens_say_so():
     stats = from_columns([-1.0], [0.5], [-0.3], vocab_size=9)
-    with pytest.raises(ValueError, match=r"no likeliest tokens, topk\(20\)"):
+    with pytest.raises(ValueError, match=r"no likeliest tokens, but the top 20 were asked for; set `top_k = 20`"):
         deftune.objective("eaft").gate(stats)
     stats = from_columns([-1.0], [0.5], [-0.3], vocab_size=9, top_log_p=torch.zeros(1, 2))
-    with pytest.raises(ValueError, match=r"topk\(3\) was asked for.*topk\(2\)"):
+    with pytest.raises(ValueError, match=r"the top 3 were asked for.*top_k=2"):
         deftune.objective("eaft(k=3)").gate(stats)
 
 

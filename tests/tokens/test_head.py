@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_the_models_own_logits(name, spec):
         assert_near(found[key], value, "closed form", condition=max(1.0, float(value.abs().max())), what=key)
     stats = deftune.token_stats(logits.detach(), shifted(batch["labels"]))
     assert_close(output.stats.log_p, stats.log_p, "float64 column")
-    only = objective_of(model, batch, call=StatisticsCall(deftune.objective(spec).needs))
+    only = objective_of(model, batch, call=StatisticsCall(deftune.objective(spec).top_k))
     assert only.loss is None and torch.equal(only.stats.log_p, output.stats.log_p)
 
 
@@ -252,9 +252,8 @@ def test_a_large_batch_has_large_chunks_in_what_the_final_norm_will_take(monkeyp
     """SmolLM2 in float32 under autocast: E and the bfloat16 copies are no more than three times the hidden states."""
     hidden, weight = torch.empty(sequences * 2048, 576, device="meta"), torch.empty(49152, 576, device="meta")
     monkeypatch.setattr(head_module, "gemm_dtype", lambda _: torch.bfloat16)
-    options = chunk_options(hidden, weight)
-    rows = options["chunk_rows"]
-    assert options.get("graphs", True) == graphs and (rows == CHUNK_ROWS) == graphs
+    rows, backend = chunk_options(hidden, weight)
+    assert backend == ("auto" if graphs else "triton,torch") and (rows == CHUNK_ROWS) == graphs
     if not graphs:
         taken = 2 * (rows * 49152 + hidden.numel() + weight.numel())
         assert 0.9 <= taken / (3 * 4 * hidden.numel()) <= 1

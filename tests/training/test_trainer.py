@@ -574,3 +574,38 @@ def test_an_empty_record_is_no_division_by_zero():
     record = StepRecord(deftune.objective("deft"), ())
     record.add(replace(from_columns([], [], [], vocab_size=4)), Context(), torch.tensor(5))
     assert record.take() == {"tokens": 0, "input_tokens": 5}
+
+
+# --- sparse gradients -------------------------------------------------------------------------------------------------
+
+
+def test_sparse_gradients_are_as_far_from_the_dense_ones_as_the_log_says(tmp_path):
+    """Twelve of 48 classes; the loss is exact, and every class that was left out is in the report's sample."""
+    found = []
+    for sparse in (None, deftune.Sparse(0.25)):
+        model = make_model(tie_word_embeddings=False)
+        trainer, watch = make_trainer(model, make_arguments(tmp_path, max_steps=1), ROWS[:4], sparse=sparse)
+        trainer.train()
+        found.append((trainer.state.log_history[0], watch.steps[0]["lm_head.weight"]))
+    (dense, exact), (logged, approximate) = found
+    assert logged["loss"] == dense["loss"] and "sparse_dropped" not in dense
+    assert 0.05 < logged["sparse_dropped"] < 0.75
+    off = float((approximate - exact).norm() / exact.norm())
+    assert 1e-3 < off < 0.5 and off == pytest.approx(logged["sparse_error_weight"], rel=0.05)
+
+
+def test_all_classes_are_the_dense_gradients(tmp_path):
+    steps = []
+    for sparse in (None, deftune.Sparse(1.0)):
+        arguments = make_arguments(tmp_path, gradient_accumulation_steps=2)
+        trainer, watch = make_trainer(make_model(), arguments, ROWS[:16], sparse=sparse)
+        trainer.train()
+        steps.append(watch.steps[-1])
+    assert deviation(*steps) < 1e-10
+
+
+def test_sparse_gradients_of_a_capped_head_are_refused(tmp_path):
+    model = make_model()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="sparse cannot be combined with the softcap of LlamaForCausalLM's head"):
+        make_trainer(model, make_arguments(tmp_path), ROWS[:4], sparse=deftune.Sparse(0.5))

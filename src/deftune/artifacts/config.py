@@ -128,6 +128,9 @@ class Train(Section):
     attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
         "auto", description="torch's attention kernels: auto is all but cuDNN's, which can give NaN gradients"
     )
+    sparse: float | None = Field(
+        None, gt=0, le=1, description="share of the vocabulary in the head's gradients, an approximation (off: exact)"
+    )
     fsdp: bool = Field(False, description="FSDP2 over the ranks of torchrun, instead of DDP")
     workers: NotNegative = Field(0, description="processes that make batches, for each rank")
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")

@@ -1,4 +1,4 @@
-"""`deftune doctor`: what is installed, which backend the fused loss takes here and why, and whether it works."""
+"""`deftune doctor`: the installed packages, the backend that the fused loss takes here and why, and a self-test."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from deftune._version import __version__
-    from deftune.losses.backends import choose_backend, interpreted
+    from deftune.losses.backends import choose
     from deftune.losses.head import Head
+    from deftune.losses.request import make_request
+    from deftune.losses.triton_backend import interpreted
+    from deftune.objectives import objective
 
     print(f"deftune {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
     for name in PACKAGES:
@@ -38,15 +41,18 @@ def run(args: argparse.Namespace) -> int:
     failed = False
     for device in devices:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            backend, why = choose_backend("auto", device, dtype, Head(torch.empty(8, 64, dtype=dtype)))
+            hidden, weight = (torch.empty(rows, 64, dtype=dtype, device=device) for rows in (48, 300))
+            targets = torch.zeros(48, dtype=torch.int64, device=device)
+            request = make_request(hidden, Head(weight), targets, objective("deft"), wanted=(True, True, False))
+            backend, why = choose("auto", request)
             verdict = self_test(device, dtype)
             failed = failed or verdict != "works"
-            print(f"  {device.type:5} {str(dtype).removeprefix('torch.'):9} {backend:7} {why:60} {verdict}")
+            print(f"  {device.type:5} {str(dtype).removeprefix('torch.'):9} {backend.name:7} {why:60} {verdict}")
     return 1 if failed else 0
 
 
 def self_test(device: Any, dtype: Any) -> str:
-    """A small loss and its gradient against float64: 'works', or what is wrong."""
+    """Compare a small loss and its gradient with float64: 'works', or the error."""
     import torch
 
     from deftune.losses import linear_loss, raise_pending

@@ -90,7 +90,7 @@ def run_show(args: argparse.Namespace) -> int:
         "step": "step: needs deftune.step_stats, a no-grad pass over the step, where a call is not the whole step",
     }
     print(f"{'kind':12} {kinds[chosen.kind]}")
-    print(f"{'needs':12} {', '.join(sorted(map(str, chosen.needs))) or 'log p, entropy, sum P^2 only'}")
+    print(f"{'needs':12} {f'the top {chosen.top_k} log p' if chosen.top_k else 'log p, entropy, sum P^2 only'}")
     if chosen.requires:
         print(f"{'context':12} {', '.join(sorted(chosen.requires))} (below: progress 1, no special token)")
     p = torch.tensor([1e-4, 1e-2, 0.1, 0.5, 0.9, 0.99], dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""From hidden states or logits to statistics, and from a gate to gradients. Nothing here knows an objective's name."""
+"""Losses from logits or hidden states: statistics of each token, then gate x error; no objective is named here."""
 
-from deftune.losses.linear import linear_loss, linear_loss_with_stats, linear_token_stats
+from deftune.losses.linear import linear_loss, linear_token_stats
 from deftune.losses.loss import token_loss
 from deftune.losses.pending import raise_pending
 from deftune.losses.sparse import Sparse, SparseReport
@@ -10,7 +10,6 @@ __all__ = [
     "Sparse",
     "SparseReport",
     "linear_loss",
-    "linear_loss_with_stats",
     "linear_token_stats",
     "raise_pending",
     "token_loss",

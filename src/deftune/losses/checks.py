@@ -1,4 +1,4 @@
-"""What is wrong with a call, said where, what and what to do. Shapes and types at once, values where they are seen."""
+"""Checks of the arguments, whose errors say what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_logits(logits: object, targets: object) -> None:
 
 
 def check_weight_values(weights: Tensor | None, targets: Tensor) -> None:
-    """The weights of supervised tokens are numbers; looked at where that needs no synchronisation."""
+    """Refuse weights of supervised tokens that are not finite; checked on the CPU only, where it needs no waiting."""
     if weights is None or weights.device.type != "cpu":
         return
     bad = ~weights.reshape(-1).isfinite() & (targets.reshape(-1) != IGNORE_INDEX)

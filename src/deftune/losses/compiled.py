@@ -1,6 +1,6 @@
-"""The fused loss as one operator, for torch.compile: the compiler sees its shapes and nothing else.
+"""The fused loss as one opaque operator for torch.compile.
 
-Only spec strings travel through an operator's signature; an `Objective` instance or step statistics make a graph break.
+An operator's signature can hold a spec string; an `Objective` instance or step statistics make a graph break.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deftune.losses.call import prepare
-from deftune.losses.checks import check_reduction
-from deftune.losses.linear import finished, fused, scale_of
-from deftune.losses.reduction import check_step
+from deftune.losses.backends import choose
+from deftune.losses.chunks import scaled_gradients
+from deftune.losses.head import Head
+from deftune.losses.request import make_request
 from deftune.losses.statistics import compute_dtype
 from deftune.objectives import Context
 from deftune.objectives import objective as parse_objective
@@ -37,19 +37,22 @@ def linear_loss_op(
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dX, dW, db); what is not wanted is empty."""
-    objective = parse_objective(spec)
-    check_reduction(reduction, num_items)
+    """(loss, dX, dW, db); a gradient that is not wanted is empty."""
     context = Context(
         None if progress is None else float(progress), None if special_ids is None else tuple(special_ids)
     )
-    call = prepare(
-        hidden, weight, targets, objective, bias, softcap, logit_scale, weights, context, backend, dtype=dtype,
-        keep=any(wanted), keep_hidden=wanted[0],
+    request = make_request(
+        hidden, Head(weight, bias, logit_scale, softcap), targets, parse_objective(spec), reduction=reduction,
+        num_items=num_items, weights=weights, context=context, dtype=dtype, wanted=wanted,
     )  # fmt: skip
-    check_step(objective, context, num_items, len(call.index))
-    loss, grads, _, _ = fused(call, wanted, scale_of(call, reduction, num_items))
-    gradients = finished(call, grads, torch.ones((), device=hidden.device), to_parameters=False)
+    chosen, _ = choose(backend, request)
+    result = chosen.run(request)
+    loss, grads = result.loss, result.gradients
+    assert loss is not None and grads is not None
+    # d hidden is rounded to its dtype (not to float16, before a loss scale); dW and db stay as accumulated
+    full = compute_dtype(dtype)
+    kept = full if hidden.dtype == torch.float16 else hidden.dtype
+    gradients = scaled_gradients(chosen, grads, torch.ones((), device=hidden.device), [kept, full, full])
     dx, dw, db = (loss.new_empty(0) if grad is None else grad for grad in gradients)
     return loss, dx.view(hidden.shape) if wanted[0] else dx, dw, db
 

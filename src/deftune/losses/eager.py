@@ -1,4 +1,4 @@
-"""Functions that torch.compile is to leave alone."""
+"""A decorator for functions that torch.compile does not trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """Run ``function`` outside the graph when the caller is being compiled.
 
-    torch.compiler.disable as a decorator would do, but it imports the compiler, and triton, together with deftune.
+    The decorator torch.compiler.disable does the same, but imports the compiler and triton together with deftune.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The language-model head: how logits come of hidden states."""
+"""The language-model head: the map from hidden states to logits."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Head:
         return self.weight.shape[1]
 
     def slope(self, z: Tensor) -> Tensor:
-        """d softcap at a logit z that it returned: 1 - (z/c)^2."""
+        """The derivative of softcap at the logit z = softcap(a): 1 - (z/c)^2."""
         return torch.ones_like(z) if self.softcap is None else 1 - (z / self.softcap) ** 2
 
 
 class Slices:
-    """A weight in the GEMMs' dtype: as it is, or copied, a large one a slice of classes at a time.
+    """A weight in the GEMMs' dtype: the weight itself, or a copy; a large one is copied a slice of classes at a time.
 
-    A float32 weight under bf16 would have half its size beside it while every activation of a model is alive.
+    A whole bf16 copy of a float32 weight takes half its size, while every activation of the model is alive.
     """
 
-    multiple = 256  # classes of a slice: of the kernels' tiles
+    multiple = 256  # a slice has a multiple of so many classes: a tile of the kernels
     number = 4  # slices of a large weight
-    large = 1 << 26  # elements of a copy that is made whole, once
+    large = 1 << 26  # up to so many elements a copy is made whole, once
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         classes, width = weight.shape
@@ -51,11 +51,11 @@ class Slices:
             if weight.numel() > self.large:
                 self.size = -(-classes // self.number // self.multiple) * self.multiple
             self.buffer = torch.empty(self.size, width, dtype=dtype, device=weight.device)
-        self.held = -1  # where the slice in the buffer begins
+        self.held = -1  # the first class of the slice in the buffer
         self.several = self.size < classes
 
     def each(self) -> Iterator[tuple[int, Tensor]]:
-        """(first class, slice), forwards or backwards: the one that is there comes first."""
+        """(first class, slice), forwards or backwards, such that the slice in the buffer comes first."""
         if self.buffer is None:
             yield 0, self.weight
             return
@@ -68,15 +68,17 @@ class Slices:
             yield begin, self.buffer[: len(part)]
 
 
-def check_head(hidden: object, weight: object, bias: object, logit_scale: float, softcap: float | None) -> None:
+def check_head(hidden: object, head: Head) -> None:
+    """Refuse hidden states and a head that do not fit together."""
+    weight, bias, logit_scale, softcap = head.weight, head.bias, head.scale, head.softcap
     check_float(hidden, "hidden")
     check_float(weight, "weight")
-    assert isinstance(hidden, Tensor) and isinstance(weight, Tensor)
+    assert isinstance(hidden, Tensor)
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if hasattr(tensor, "full_tensor"):
             raise ValueError(
-                f"{name}: is a DTensor, a shard of it only is here. Call the loss inside the forward of the module "
-                f"that FSDP wraps, where the parameter is gathered and its gradient will be reduced"
+                f"{name}: is a DTensor, of which this process holds a shard only. Call the loss inside the forward of "
+                f"the module that FSDP wraps, where the parameter is gathered and its gradient will be reduced"
             )
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
         raise ValueError(f"weight: the head's weight is [V, D], got shape {tuple(weight.shape)}")
@@ -88,7 +90,6 @@ def check_head(hidden: object, weight: object, bias: object, logit_scale: float,
         raise ValueError(f"hidden is on {hidden.device} and weight on {weight.device}; move them together")
     if bias is not None:
         check_float(bias, "bias")
-        assert isinstance(bias, Tensor)
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: shape {tuple(bias.shape)} does not match the vocabulary of {weight.shape[0]}")
         if bias.device != weight.device:
@@ -97,9 +98,3 @@ def check_head(hidden: object, weight: object, bias: object, logit_scale: float,
         raise ValueError(f"softcap: must be > 0 and finite, got {softcap}; None is no cap")
     if not (logit_scale != 0 and abs(logit_scale) < float("inf")):
         raise ValueError(f"logit_scale: must be finite and not 0, got {logit_scale}")
-
-
-def check_together(hidden: Tensor, targets: Tensor) -> None:
-    """Kernels read both: a pointer to another device's memory is no tensor there."""
-    if hidden.device != targets.device:
-        raise ValueError(f"hidden is on {hidden.device} and targets on {targets.device}; move them together")

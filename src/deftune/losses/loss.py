@@ -102,7 +102,7 @@ class _TokenLoss(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         logits, targets, gate, shift, log_sum, error = ctx.saved_tensors
-        # a shut gate is 0 whatever the upstream says: 0 * inf must not reach the logits
+        # a gate of 0 gives 0 for any upstream: 0 * inf must not reach the logits
         scale = torch.where(gate == 0, 0.0, grad * gate)
         return _GateTimesError.apply(logits, targets, scale, shift, log_sum, error), None, None, None, None
 

@@ -1,4 +1,4 @@
-"""Errors that a GPU finds: noted where they happen, raised at a later synchronisation, never by one of their own."""
+"""Errors that a GPU finds: noted without synchronising, raised at a later synchronisation of the caller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deftune.losses.checks import nan_error
 
 
 class Note(NamedTuple):
-    """A flag on the device, not 0 if one of these log p is NaN, and the stream that writes it."""
+    """A flag on the device, nonzero if one of these log p is NaN, and the stream that writes the flag."""
 
     flag: Tensor
     log_p: Tensor
@@ -20,11 +20,11 @@ class Note(NamedTuple):
 
 
 _notes: list[Note] = []
-MOST = 64  # notes that wait, before one is waited for
+MOST = 64  # unread notes; beyond that, the oldest is waited for
 
 
 def note_rows(flag: Tensor, log_p: Tensor, places: Tensor) -> None:
-    """Remember to look at a flag, without waiting for it."""
+    """Remember to read a flag later, without waiting for the device."""
     if log_p.numel():
         _notes.append(Note(flag, log_p, places, torch.cuda.current_stream(log_p.device)))
         if len(_notes) > MOST:
@@ -32,12 +32,12 @@ def note_rows(flag: Tensor, log_p: Tensor, places: Tensor) -> None:
 
 
 def latest_note(stream: torch.cuda.Stream) -> Note | None:
-    """The last note, if work on this stream comes after what writes its flag."""
+    """The last note, if its flag is written on this stream, so that later work on the stream can read the flag."""
     return _notes[-1] if _notes and _notes[-1].stream == stream else None
 
 
 def pending_flags(device: torch.device) -> list[Tensor] | None:
-    """The flags of all notes, where work on this device's stream comes after what writes them; else None."""
+    """The flags of all notes if they are written on the device's current stream; else None."""
     if device.type != "cuda":
         return [] if not _notes else None
     here = torch.cuda.current_stream(device)
@@ -45,23 +45,26 @@ def pending_flags(device: torch.device) -> list[Tensor] | None:
 
 
 def look(note: Note) -> int:
-    """Wait for a flag, on the stream that writes it."""
+    """Read a flag; waits for the stream that writes the flag."""
     with torch.cuda.stream(note.stream):
         return int(note.flag)
 
 
 def answer(note: Note, flag: int) -> None:
-    """What a note's flag was found to be."""
+    """Drop a note whose flag was read; raise its error if the flag is set."""
     _notes[:] = [] if flag else [other for other in _notes if other is not note]
     if flag:
         raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")
 
 
 def raise_pending(*, wait: bool = True) -> None:
-    """Raise the error that an earlier call on a GPU met: a token whose logits are NaN, by its flat index.
+    """Raise the error of an earlier call on a GPU: a token whose logits are NaN, named by its flat index.
 
-    Every loss of deftune does this for earlier work of its stream (``wait=False``) where it counts its tokens, which
-    synchronises. A trainer calls it before the optimizer steps, so that no NaN reaches the weights.
+    Every loss of deftune does this for the earlier work of its stream (``wait=False``) where it counts its tokens,
+    which synchronises anyway. A trainer calls it before the optimizer steps, so that no NaN reaches the weights.
+
+    Raises:
+        ValueError: an earlier call had a NaN.
 
     >>> raise_pending()
     """

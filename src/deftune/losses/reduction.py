@@ -1,4 +1,4 @@
-"""The one place that divides by a token count."""
+"""Reduction of the tokens' losses: the only code that divides by a token count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deftune.objectives.stats import Context, StepStats
 
 
 def reduce_losses(losses: Tensor, reduction: str, num_items: Tensor | float | None, count: Tensor | int) -> Tensor:
-    """none: as they are; sum; mean: sum / num_items, or / the supervised tokens of the call (0 of them: 0)."""
+    """``none``: the losses; ``sum``; ``mean``: sum / num_items, by default / the call's supervised tokens (0: 0)."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -18,14 +18,14 @@ def reduce_losses(losses: Tensor, reduction: str, num_items: Tensor | float | No
 
 
 def mean_items(num_items: Tensor | float | None, count: Tensor | int) -> Tensor | float:
-    """What a mean divides by."""
+    """The divisor of a mean."""
     if num_items is None:
         return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
     return num_items.reshape(()) if isinstance(num_items, Tensor) else num_items
 
 
 def check_step(objective: Objective, context: Context, num_items: Tensor | float | None, count: int) -> None:
-    """An objective that depends on the whole step gets it, or refuses: a part of it would be another objective."""
+    """Refuse an objective of the whole step for a part of the step without its statistics, and a missing context."""
     check_count(num_items, count)
     for field in sorted(objective.requires):
         context.need_progress(objective) if field == "progress" else context.need_special_ids(objective)

@@ -1,13 +1,13 @@
-"""Gradients from the classes that matter: the opt-in sparse mode of the fused loss.
+"""The opt-in sparse mode of the fused loss: gradients from the few classes that hold most of the probability.
 
-Of a chunk's E, [rows, V], a few classes hold nearly all: those that some row finds likely. With K the classes of the
-largest mass m = E^T v, and q the distribution of the mass that is left over the others,
+A few classes hold nearly all of a chunk's E [rows, V]: those that some row finds likely. With K the classes of the
+largest mass m = E^T v, and q the distribution of the remaining mass over the other classes,
 
     E W ~ E_K W_K + r (q W)        E^T (v X) ~ E_K^T (v X) at K, and q (r^T v X) at the others,    r = sum E - sum E_K
 
-so that sums over classes and, all rows together, over rows stay exact. The forward pass, the loss, every statistic and
-the target's part of the gradients are exact as always. What this costs is measured at every call, on a sample of rows
-and classes: `Sparse.report`.
+so that sums over classes and, for all rows together, over rows stay exact. The forward pass, the loss, every statistic
+and the target's part of the gradients are exact. The error is measured at every call, on a sample of rows and classes:
+`Sparse.report`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ROWS, EVERY, CLASSES = 64, 4, 256  # of the sample that the errors are measured on: rows of every fourth chunk, classes
-BLOCK = 8192  # classes of the whole product at a time, where they have to be cast (or added up on a CPU)
-MULTIPLE, MANY = 64, 1024  # many classes are kept by whole 64s: tensor cores take no other rows by their fast path
-MOST_MEANS = 32  # chunks whose means wait: each has V numbers
+ROWS, EVERY, CLASSES = 64, 4, 256  # the sample that the errors are measured on: rows of every fourth chunk, classes
+BLOCK = 8192  # classes of the dense product at a time, if they have to be cast (or added up on a CPU)
+MULTIPLE, MANY = 64, 1024  # from 1,024 kept classes on, a multiple of 64: the fast path of tensor cores
+MOST_MEANS = 32  # chunks whose means are collected before they are added: each has V numbers
 
 
 class SparseReport(NamedTuple):
-    """What a call left out.
+    """The error of a call.
 
-    ``dropped`` is the share of the gradient's mass, sum v E, that was spread by its mean. The errors are relative,
-    ||g - exact|| / ||exact||, of d hidden from rows of every fourth chunk, of d weight from classes that the first one
-    left out, over all chunks; nan where there is nothing to measure: that gradient was not asked for, or every gate of
-    the sample is shut.
+    ``dropped`` is the share of the gradient's mass, sum v E, that was replaced by its mean. The errors are relative,
+    ||g - exact|| / ||exact||: of d hidden on rows of every fourth chunk, of d weight on classes that the first chunk
+    left out, over all chunks. They are NaN if there is nothing to measure: no such gradient was asked for, or every
+    gate of the sample is 0.
     """
 
     dropped: float
@@ -44,9 +44,9 @@ class SparseReport(NamedTuple):
 class Sparse:
     """Two of the three matrix products over ``share`` of the classes only, chosen anew for every chunk.
 
-    Pass one to `linear_loss`, and ask it afterwards what the last call left out. A share of 0.15 is within bfloat16's
-    rounding of the gradients on a model that has learned its language (docs/linear_loss.md); an untrained one finds
-    everything likely, and the report says so.
+    Pass it to `linear_loss`; ``report`` then gives the error of the last call. On a trained language model the error at
+    a share of 0.15 is within bfloat16's rounding of the gradients (docs/linear_loss.md). An untrained model finds every
+    class likely: the error is large, and the report says so.
 
     >>> import deftune
     >>> sparse, hidden = Sparse(share=0.5), torch.eye(2, requires_grad=True)
@@ -64,7 +64,7 @@ class Sparse:
             raise ValueError(f"sparse: share is that of the classes, above 0 and at most 1, got {self.share!r}")
 
     def report(self) -> SparseReport:
-        """What the last call left out; waits for it."""
+        """The error of the last call; waits for the device."""
         if not self.sums:
             raise ValueError("sparse: nothing to report, no call with gradients has used it yet")
         found = {name: float(value) for name, value in self.sums.items()}
@@ -115,7 +115,7 @@ class Products:
             self.classes = self.classes.sort().values
         left = mass.index_fill(0, self.classes, 0)
         self.rest = left / left.sum().clamp(min=torch.finfo(left.dtype).tiny)
-        self.kept = None  # not to stand beside the next one
+        self.kept = None  # freed before the next one is made
         self.kept = e.index_select(1, self.classes)
         self.r = torch.where(v == 0, 0.0, t / v) - self.kept.sum(1, dtype=v.dtype)
         self.dropped.append((self.r, v, t))
@@ -183,7 +183,7 @@ class Products:
         self.means, self.masses = [], []
 
     def end(self, to: Tensor | None) -> None:
-        """After the last chunk, when ``to`` lacks nothing but means; whoever asked for the call gets the sums."""
+        """After the last chunk: add the remaining means to ``to`` and give the sums to the caller's `Sparse`."""
         if not self.chunks:
             return
         r, v, t = (torch.cat(each) for each in zip(*self.dropped))

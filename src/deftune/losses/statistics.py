@@ -1,10 +1,10 @@
-"""From a row of logits to a token's statistics: one pass, in blocks, by sums that reduce over vocabulary shards.
+"""The statistics of a token from a row of logits: one pass, in blocks, by sums that reduce over vocabulary shards.
 
 For a row z with target y, m = max z, u = z - m, E = e^u:
 
     rest = sum_{v != y} E    squares = sum_{v != y} E^2    moment = sum_{v != y} u E
 
-The target is kept out of the sums: its error 1 - p = rest / (E_y + rest) then keeps its digits as p goes to 1.
+The sums leave the target out: its error 1 - p = rest / (E_y + rest) then keeps its relative precision as p goes to 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deftune.losses.checks import check_logits, label_error, nan_error
 from deftune.losses.eager import eager
 from deftune.objectives.stats import IGNORE_INDEX, TokenStats, columns_of
 
-# what fits a core's share of cache is three times faster than what does not; a GPU wants fewer, larger blocks
+# a block that fits a core's share of the cache is three times faster; a GPU needs fewer, larger blocks
 BLOCK_BYTES = {"cpu": 1 << 20}
 BLOCK_BYTES_ELSEWHERE = 64 << 20
 
@@ -36,7 +36,7 @@ class RowSums(NamedTuple):
 
 
 def merge_sums(shards: Sequence[RowSums]) -> RowSums:
-    """The sums of whole rows from those of vocabulary shards: the maximum, then what is about it, added up.
+    """The sums of whole rows from those of vocabulary shards: the maximum, then the sums rescaled to it.
 
     A shard without the target has ``target`` = -inf and leaves nothing out. Over ranks this is an all-reduce of the
     maximum, then one of four numbers a row.
@@ -89,7 +89,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Rows:
-    """Rows of ``[..., V]`` logits by flat index, a block at a time, never as a copy of the whole."""
+    """Rows of ``[..., V]`` logits by flat index, a block at a time, without a copy of all rows."""
 
     def __init__(self, logits: Tensor, index: Tensor, size: int):
         self.logits, self.index, self.size = logits, index, size
@@ -126,7 +126,7 @@ def row_sums(logits: Tensor, index: Tensor, targets: Tensor) -> RowSums:
 
 
 def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor) -> None:
-    """One block's sums into ``out`` [5, rows]; ``u`` and ``e`` are its working space."""
+    """The sums of one block into ``out`` [5, rows]; ``u`` and ``e`` are buffers."""
     y = y[:, None]
     shift = z.amax(-1, keepdim=True)
     out[0], out[1] = shift[:, 0], z.gather(-1, y)[:, 0]
@@ -177,7 +177,7 @@ def _plain(device: torch.device) -> Generator[None]:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels go to this device, where there is a choice."""
+    """Launch on this device, if there are several."""
     return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.device_count() > 1 else nullcontext()
 
 
@@ -187,7 +187,7 @@ def supervised_index(targets: Tensor) -> Tensor:
 
 
 def supervised_rows(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(flat indices, labels) of the supervised tokens; a label outside [0, V) is named."""
+    """(flat indices, labels) of the supervised tokens; a label outside [0, V) is an error that names it."""
     index = supervised_index(targets)
     labels = targets[index]
     if len(labels):
@@ -217,7 +217,7 @@ def top_source(logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor) ->
 
 
 def logits_stats(logits: Tensor, targets: Tensor) -> tuple[TokenStats, Tensor, RowSums, Tensor]:
-    """(statistics, supervised index, sums, log_sum) of flat targets; bad labels and NaN rows are named at once."""
+    """(statistics, supervised index, sums, log_sum) of flat targets; bad labels and NaN rows are errors at once."""
     index, targets = supervised_rows(targets, logits.shape[-1])
     with plain(logits.device):
         sums = row_sums(logits, index, targets)
@@ -237,8 +237,8 @@ def token_stats(logits: Tensor, targets: Tensor) -> TokenStats:
         u = z - max z;  log_p = u_y - log sum e^u;  log_collision = log sum e^{2u} - 2 log sum e^u
 
     ``targets`` are already shifted; IGNORE_INDEX is skipped, any other label outside [0, V) is an error. The rows
-    are read once, in blocks, without a copy of the logits; the record keeps a reference to them for what an objective
-    asks beyond these three. No gradient flows: for a loss use `token_loss`.
+    are read once, in blocks, without a copy of the logits; the record keeps a reference to the logits for
+    `TokenStats.top_log_p`. No gradient flows: for a loss use `token_loss`.
 
     >>> stats = token_stats(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([1, -100]))
     >>> stats.p, stats.concentration

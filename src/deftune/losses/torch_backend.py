@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from deftune.losses.chunks import Chunk, Gradients, Supervised, balanced, bounded
+from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded, new_columns, new_gradients
 from deftune.losses.head import Head
+from deftune.losses.request import Gradients, Request
 from deftune.losses.sparse import Products, Sparse, add_products
-from deftune.losses.statistics import RowSums, block_rows, block_sums, compute_dtype, log_p_of, stats_columns, wide
+from deftune.losses.statistics import (
+    RowSums,
+    block_rows,
+    block_sums,
+    compute_dtype,
+    log_p_of,
+    plain,
+    stats_columns,
+    wide,
+)
 
 
 def column_sums(e: Tensor, v: Tensor) -> Tensor:
-    """E^T v in v's precision; for half-precision E, v goes as a sum of two."""
+    """E^T v in the precision of v; for half-precision E, v is split into a sum of two half-precision vectors."""
     if e.dtype == v.dtype:
         return torch.mv(e.T, v)
     size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
@@ -21,29 +33,28 @@ def column_sums(e: Tensor, v: Tensor) -> Tensor:
     return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
+
+    name = "torch"
 
     def __init__(self, head: Head, dtype: torch.dtype, rows: Supervised):
         weight = head.weight
         self.device = weight.device
         self.dtype = compute_dtype(dtype)
         self.low = weight.device.type == "cuda" and dtype != self.dtype
-        # a CPU has no GEMM from half precision to float32: it gets one float32 copy of the weight per call
+        # a CPU has no GEMM from half precision to float32: one float32 copy of the weight per pass
         self.weight = weight.to(dtype) if self.low else weight.to(self.dtype)
         self.head = head
         self.all = rows
-        self.begun = 0
-        self.started = False  # whether dW holds anything yet: the first chunk writes, the others add
-        self.sparse: Products | None = None
 
-    def thin(self, sparse: Sparse) -> None:
+    def use_sparse(self, sparse: Sparse) -> None:
         self.sparse = Products(sparse, self.weight, self.weight.dtype, self.matmul, add_products)
 
     def rows(self, total: int, bound: int | None) -> int:
         limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
         if self.sparse is not None and self.device.type != "cuda":
-            limit *= 4  # the kept classes' weights are gathered for every chunk
+            limit *= 4  # the weights of the kept classes are gathered for every chunk
         return bounded(balanced(total, limit // (self.head.vocab_size * self.dtype.itemsize)), bound)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
@@ -53,7 +64,7 @@ class TorchBackend:
         return torch.mm(a.to(self.dtype), b)
 
     def over_classes(self, e: Tensor) -> Tensor:
-        """e @ W. A CPU's GEMM adds V products one after the other; by sums of blocks the error stays small."""
+        """e @ W. A CPU's GEMM adds V products in sequence; partial sums of blocks keep the rounding error small."""
         if self.device.type != "cpu":
             return self.matmul(e, self.weight)
         total = torch.zeros(len(e), self.head.width, dtype=self.dtype)
@@ -87,7 +98,7 @@ class TorchBackend:
         return Chunk(part, x, y, index, columns, sums[1], z if keep else None, top_log_p)
 
     def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
-        """z becomes E about its maximum, the target left out, times the softcap's slope; its sums go to ``out``."""
+        """Turn z into E relative to its maximum, 0 at the target, times the softcap's slope; the sums go to ``out``."""
         slope = None if self.head.softcap is None else self.head.slope(z)
         block_sums(z, y, u, z, out)
         if slope is not None:
@@ -100,11 +111,11 @@ class TorchBackend:
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         log_p, _, _, log_sum, _ = chunk.columns
         gate = gate * scale
-        # E is about the shift: P = E / sum e^u. A shut gate is 0 whatever stands beside it
+        # E is relative to the shift: P = E / sum e^u. A gate of 0 gives 0, also times inf
         v = torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum))
         t = torch.where(gate == 0, 0.0, gate * -torch.expm1(log_p) * self.target_slope(chunk))
         self.add_rows(chunk, v, t, to)
-        chunk.e = None  # not to stand beside the next chunk's
+        chunk.e = None  # freed before the next chunk's E is made
 
     def add_rows(self, chunk: Chunk, v: Tensor, t: Tensor, to: Gradients) -> None:
         """The gradients of dz = v E off the target and -t on it; the target's part stays in float32."""
@@ -125,7 +136,7 @@ class TorchBackend:
             if sparse is not None:
                 sparse.over_rows(e, scaled, to.weight)
             elif self.low:
-                # v may be far below float16's range: it goes over its largest
+                # v may be far below float16's range: divide by the largest before rounding
                 size = v.abs().amax().clamp(min=torch.finfo(v.dtype).tiny)
                 product = self.matmul(e.T, (scaled / size).to(e.dtype)) * size
                 to.weight = to.weight.add_(product) if self.started else to.weight.copy_(product)
@@ -145,6 +156,34 @@ class TorchBackend:
             to.weight.zero_()
         if self.sparse is not None:
             self.sparse.end(to.weight)
+
+    @classmethod
+    def recompute_entropy(
+        cls, request: Request, gate: Tensor, grad_entropy: Tensor, wanted: Sequence[bool]
+    ) -> Gradients:
+        """The gradients of sum gate * NLL + grad_entropy * entropy, the chunks measured once more.
+
+        dH/dz_i = -P_i (log P_i + H) is not gate x error, so it is written into the float32 E of this backend.
+        """
+        with plain(request.hidden.device):
+            backend, into = cls.new_pass(request), new_gradients(request, wanted)
+            for chunk in backend.chunks(request, new_columns(request), True, 0):
+                backend.add_entropy(chunk, gate[chunk.part], grad_entropy[chunk.part], into)
+            backend.end(into)
+        return into
+
+    def add_entropy(self, chunk: Chunk, gate: Tensor, h: Tensor, to: Gradients) -> None:
+        """dz_i = P_i (gate - h H - h log P_i), and at the target P_y (...) - gate, each times the softcap's slope."""
+        log_p, entropy, _, log_sum, shift = chunk.columns
+        e = chunk.e
+        assert e is not None
+        # E has the slope as a factor already, which log P must not have
+        u = e.log() if self.head.softcap is None else self.logits(chunk.x) - shift[:, None].to(e.dtype)
+        log_probs = torch.where(e == 0, 0.0, u - log_sum[:, None].to(e.dtype))
+        e *= (gate - h * entropy)[:, None].to(e.dtype) - h[:, None].to(e.dtype) * log_probs
+        p_term = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p + entropy))
+        at_target = gate * torch.expm1(log_p) - h * p_term
+        self.add_rows(chunk, torch.exp(-log_sum), -at_target * self.target_slope(chunk), to)
 
     @staticmethod
     def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from deftune.objectives.base import Focus, Objective, StepStatistic, Weight
 from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
 from deftune.objectives.grammar import objective
-from deftune.objectives.stats import IGNORE_INDEX, Context, StepStats, TokenStats, topk
+from deftune.objectives.stats import IGNORE_INDEX, Context, StepStats, TokenStats
 from deftune.objectives.step import step_stats
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "Weight",
     "objective",
     "step_stats",
-    "topk",
 ]

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats, TopK
+from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
 Kind = Literal["local", "mass", "step"]
 
@@ -106,9 +106,9 @@ class Objective:
         return "step" if self.step_statistics else "local"
 
     @property
-    def needs(self) -> frozenset[TopK]:
-        """What the objective reads beyond log_p, entropy and log_collision."""
-        return frozenset()
+    def top_k(self) -> int:
+        """How many of the largest log-probabilities the objective reads (`TokenStats.top_log_p`); 0: none."""
+        return 0
 
     @property
     def step_statistics(self) -> tuple[StepStatistic, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deftune.objectives.base import Focus, Kind, Objective, StepStatistic, Weight, render_value, weighted_nll
-from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats, TopK, topk
+from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
 
 def require(holds: bool, name: str, what: str, got: object, remedy: str) -> None:
@@ -149,8 +149,8 @@ class Eaft(Weight):
         require(self.norm != "full" or self.k == 20, "eaft", "norm=full has no k", f"k={self.k}", "leave k out")
 
     @property
-    def needs(self) -> frozenset[TopK]:
-        return frozenset() if self.norm == "full" else frozenset({topk(self.k)})
+    def top_k(self) -> int:
+        return 0 if self.norm == "full" else self.k
 
     def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         if self.norm == "full":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deftune.objectives.base import Kind, Objective, StepStatistic, render_value, weighted_nll
 from deftune.objectives.family import Alpha, require
-from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats, TopK
+from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
 NLL = Alpha(0.0)
 
@@ -45,8 +45,8 @@ class Modifier(Objective):
         return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), Objective))
 
     @property
-    def needs(self) -> frozenset[TopK]:
-        return frozenset(need for part in self.parts for need in part.needs)
+    def top_k(self) -> int:
+        return max(part.top_k for part in self.parts)
 
     @property
     def requires(self) -> frozenset[str]:

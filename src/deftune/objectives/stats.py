@@ -15,27 +15,6 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class TopK:
-    """A need beyond the three statistics: the log-probabilities of the ``k`` likeliest tokens."""
-
-    k: int
-
-    def __str__(self) -> str:
-        return f"topk({self.k})"
-
-
-def topk(k: int) -> TopK:
-    """Declare in ``Objective.needs`` that an objective reads the ``k`` likeliest tokens.
-
-    >>> str(topk(20))
-    'topk(20)'
-    """
-    if k < 1:
-        raise ValueError(f"topk: k must be at least 1, got {k}")
-    return TopK(k)
-
-
-@dataclass(frozen=True)
 class TokenStats:
     """The statistics of the supervised tokens, flat: all that an objective may see.
 
@@ -84,8 +63,8 @@ class TokenStats:
         """Log-probabilities of the min(k, V) likeliest tokens, largest first: ``[tokens, min(k, V)]``."""
         if self._top_source is None:
             raise ValueError(
-                f"these statistics hold no likeliest tokens, topk({k}) was asked for; "
-                f"declare `needs = frozenset({{topk({k})}})` in the objective or pass needs= where they are made"
+                f"these statistics hold no likeliest tokens, but the top {k} were asked for; set `top_k = {k}` in the "
+                f"objective, or pass top_k={k} to the function that makes the statistics"
             )
         return self._top_source(k)
 
@@ -181,7 +160,7 @@ def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:
 
     def take(k: int) -> Tensor:
         if min(k, vocab_size) > top.shape[-1]:
-            raise ValueError(f"topk({k}) was asked for, but these statistics were made with topk({top.shape[-1]})")
+            raise ValueError(f"the top {k} were asked for, but these statistics were made with top_k={top.shape[-1]}")
         return top[:, : min(k, vocab_size)]
 
     return take

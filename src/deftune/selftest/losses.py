@@ -219,7 +219,7 @@ def bfloat16(size: Size) -> Figure:
     eager = off(h.grad.cpu(), want_hidden), off(w.grad.cpu(), want_weight)
     ulp, ours = 2**-8, list[tuple[float, float]]()
     for chunks in (1, 4, 16, 64, rows // 4):
-        got = fused(hidden, weight, targets, "nll", chunk_rows=rows // chunks, graphs=False)
+        got = fused(hidden, weight, targets, "nll", chunk_rows=rows // chunks, backend="triton,torch")
         ours.append((off(got[1], want_hidden), off(got[2], want_weight)))
     worst = max(h for h, _ in ours), max(w for _, w in ours)
     flat = max(w for _, w in ours) / min(w for _, w in ours)
@@ -243,9 +243,9 @@ def beyond_int32(size: Size) -> Figure:
     targets = torch.randint(vocab_size, (rows,), device=where, generator=generator)
     part = slice(rows - 512, rows)
     h = hidden.clone().requires_grad_()
-    linear_loss(h, weight, targets, "deft", reduction="sum", chunk_rows=512, graphs=False).backward()
+    linear_loss(h, weight, targets, "deft", reduction="sum", chunk_rows=512, backend="triton,torch").backward()
     one = hidden[part].clone().requires_grad_()
-    linear_loss(one, weight, targets[part], "deft", reduction="sum", chunk_rows=512, graphs=False).backward()
+    linear_loss(one, weight, targets[part], "deft", reduction="sum", chunk_rows=512, backend="triton,torch").backward()
     assert h.grad is not None and one.grad is not None
     same_fused = torch.equal(h.grad[part], one.grad)
     logits = (hidden @ weight.T).requires_grad_()

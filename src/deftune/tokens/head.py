@@ -12,17 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from deftune.losses import linear_loss_with_stats, linear_token_stats
-from deftune.losses.call import gemm_dtype
+from deftune.losses import Sparse, linear_token_stats
 from deftune.losses.eager import eager
+from deftune.losses.head import Head
+from deftune.losses.linear import fused_loss
+from deftune.losses.request import gemm_dtype, make_request
 from deftune.objectives import IGNORE_INDEX, Context, Objective, TokenStats
-from deftune.objectives.stats import TopK
 
 # The loss is computed while all activations are in memory: these chunks are smaller than the fastest ones.
 CHUNK_ROWS = 768
@@ -30,8 +32,8 @@ CHUNK_ROWS = 768
 LARGE_CHUNK_ROWS = 1024
 
 
-def chunk_options(hidden: Tensor, weight: Tensor) -> dict[str, Any]:
-    """The chunk size of the fused loss, and whether CUDA graphs may run it.
+def chunk_options(hidden: Tensor, weight: Tensor) -> tuple[int, str]:
+    """(chunk_rows, backend) of the fused loss in a training step.
 
     The backward of the final norm needs about four times the memory of the hidden states, after the head's buffers are
     freed. With a large batch the head may therefore use large chunks without raising the peak. The buffers of CUDA
@@ -42,7 +44,7 @@ def chunk_options(hidden: Tensor, weight: Tensor) -> dict[str, Any]:
     spare = 3 * hidden.numel() * hidden.element_size() - copies
     rows = spare // (dtype.itemsize * max(1, weight.shape[0])) // 128 * 128
     large = dtype == torch.bfloat16 and rows >= LARGE_CHUNK_ROWS  # other dtypes need more than one buffer per chunk
-    return {"chunk_rows": rows, "graphs": False} if large else {"chunk_rows": CHUNK_ROWS}
+    return (rows, "triton,torch") if large else (CHUNK_ROWS, "auto")
 
 
 class HeadOptions(NamedTuple):
@@ -52,15 +54,25 @@ class HeadOptions(NamedTuple):
     softcap: float | None
 
 
-class ObjectiveOutput(NamedTuple):
-    """The result of a forward with targets: statistics of the supervised tokens (detached), and the loss.
+@dataclass(frozen=True)
+class Gated:
+    """The gate and the loss of each supervised token, each [M] float64."""
 
-    Wrappers that cast outputs to another dtype cast the loss alone: to them the statistics are one opaque record.
+    gate: Tensor
+    value: Tensor
+
+
+class ObjectiveOutput(NamedTuple):
+    """The result of a forward with targets: the loss, and the statistics of the supervised tokens (detached).
+
+    Wrappers that cast outputs to another dtype cast the loss alone: to them the statistics and the gates are opaque
+    records.
     """
 
     loss: Tensor | None
     stats: TokenStats
     columns: dict[str, Tensor] | None = None
+    gated: Gated | None = None
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -226,40 +238,48 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 class ObjectiveCall:
-    """A ``deft_call`` for training: the loss of a micro-batch and the statistics of its tokens."""
+    """A ``deft_call`` for training: the loss of a micro-batch, the statistics of its tokens, and their gates."""
 
-    def __init__(self, objective: Objective, context: Context, num_items: float | None):
-        self.objective, self.context, self.num_items = objective, context, num_items
+    def __init__(
+        self, objective: Objective, context: Context, num_items: float | None, *, sparse: Sparse | None = None
+    ):
+        self.objective, self.context, self.num_items, self.sparse = objective, context, num_items, sparse
 
     @eager
     def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        hidden, targets, keywords = _inputs(head, hidden, targets, options)
-        loss, stats = linear_loss_with_stats(
-            hidden, head.weight, targets, self.objective, num_items=self.num_items, context=self.context, **keywords,
-            **chunk_options(hidden, head.weight),
+        hidden, targets = _inputs(head, hidden, targets)
+        chunk_rows, backend = chunk_options(hidden, head.weight)
+        request = make_request(
+            hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets, self.objective,
+            num_items=self.num_items, context=self.context, chunk_rows=chunk_rows, sparse=self.sparse, gates=True,
         )  # fmt: skip
-        return ObjectiveOutput(loss, stats.detach())
+        result = fused_loss(request, backend)
+        assert result.gate is not None and result.values is not None
+        return ObjectiveOutput(result.loss, result.stats, gated=Gated(result.gate, result.values))
 
 
 class StatisticsCall:
     """A ``deft_call`` that measures: the statistics of the supervised tokens, without a loss."""
 
-    def __init__(self, needs: frozenset[TopK] = frozenset()):
-        self.needs = needs
+    def __init__(self, top_k: int = 0):
+        self.top_k = top_k
 
     @eager
     def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        hidden, targets, keywords = _inputs(head, hidden, targets, options)
-        stats = linear_token_stats(hidden, head.weight, targets, needs=self.needs, chunk_rows=CHUNK_ROWS, **keywords)
+        hidden, targets = _inputs(head, hidden, targets)
+        stats = linear_token_stats(
+            hidden, head.weight, targets, bias=head.bias, softcap=options.softcap, logit_scale=options.logit_scale,
+            top_k=self.top_k, chunk_rows=CHUNK_ROWS,
+        )  # fmt: skip
         return ObjectiveOutput(None, stats.detach())
 
 
-def _inputs(head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor, Any]:
-    """The hidden states and targets where the head is, and the keywords of the fused functions."""
+def _inputs(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The hidden states and targets on the head's device; without autocast the states in the head's dtype too."""
     hidden, targets = hidden.to(head.weight.device), targets.to(head.weight.device)
     if not torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(head.weight.dtype)
-    return hidden, targets, {"bias": head.bias, "softcap": options.softcap, "logit_scale": options.logit_scale}
+    return hidden, targets
 
 
 def base_of(model: Any) -> Any:

@@ -16,7 +16,7 @@ from deftune.data.rows import BadRows, Row
 from deftune.data.sources import parse_row
 from deftune.losses import raise_pending
 from deftune.losses.statistics import logits_stats, supervised_index, wide
-from deftune.objectives import IGNORE_INDEX, Context, Focus, Objective, TokenStats, topk
+from deftune.objectives import IGNORE_INDEX, Context, Focus, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.modifiers import Modifier
 from deftune.objectives.stats import from_columns
@@ -73,7 +73,7 @@ def token_passes(
         raise ValueError(f"batch_tokens: at least 1, got {batch_tokens}")
     base = base_of(model)
     check_head(base)
-    call = measurement or StatisticsCall(frozenset({topk(top_k)}) if top_k else frozenset())
+    call = measurement or StatisticsCall(top_k)
     collator = Collator(tokenizer.pad_token_id, padding_free=False)
     for places in batches_of([len(example.input_ids) for example in examples], batch_tokens, batch_rows):
         batch = {name: value.to(model.device) for name, value in collator([examples[i] for i in places]).items()}

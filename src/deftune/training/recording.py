@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.tokens.conflict import is_confident_conflict
+from deftune.tokens.head import Gated
 
 # p falls into (0, 1e-6], (1e-6, 1e-5], ..., (0.1, 0.2], ..., (0.9, 1]
 P_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -42,9 +43,16 @@ class StepRecord:
         return self.constants[p.device]
 
     @torch.no_grad()
-    def add(self, stats: TokenStats, context: Context, input_tokens: Tensor) -> None:
-        """Add one micro-batch without waiting for the GPU; ``context`` is that of its loss."""
-        gate, value = self.objective.evaluate(stats, context)
+    def add(self, stats: TokenStats, context: Context, input_tokens: Tensor, gated: Gated | None = None) -> None:
+        """Add one micro-batch without waiting for the GPU.
+
+        Args:
+            stats: its supervised tokens.
+            context: the context of its loss.
+            input_tokens: how many tokens went into the model.
+            gated: the gates and losses that the fused loss used; None evaluates the objective here.
+        """
+        gate, value = self.objective.evaluate(stats, context) if gated is None else (gated.gate, gated.value)
         p, concentration = stats.p, stats.concentration
         edges, ids = self.beside(p)
         special = (stats.targets[:, None] == ids).any(1).to(p.dtype)

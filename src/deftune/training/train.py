@@ -25,6 +25,7 @@ from deftune.artifacts.runs import Run, cut_metrics, find_run, open_run
 from deftune.artifacts.terminal import line_printer
 from deftune.data.encoding import end_tokens_of
 from deftune.data.packing import Collator, Joined
+from deftune.losses import Sparse
 from deftune.tokens.head import check_packing
 from deftune.training.card import name_base_model, render_card
 from deftune.training.display import StepDisplay
@@ -200,6 +201,7 @@ def make_trainer(
         callbacks=callbacks,
         special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),
         attention=config.train.attention,
+        sparse=None if config.train.sparse is None else Sparse(config.train.sparse),
         score_tasks=score_tasks and (lambda model: score_tasks(model, prepared.tokenizer)),
         checkpoint_root=run.checkpoints,
         keep=config.train.keep,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -23,7 +24,7 @@ from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.artifacts import checkpoints
 from deftune.data.encoding import end_tokens_of
-from deftune.losses import raise_pending
+from deftune.losses import Sparse, raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
@@ -34,6 +35,7 @@ from deftune.tokens.head import (
     attach_objective,
     base_of,
     check_packing,
+    head_options,
     shifted,
 )
 from deftune.training.attention import attention_kernels, kernels_of
@@ -108,6 +110,9 @@ class DeftSFTTrainer(SFTTrainer):
             tokenizer and its chat template (`deftune.data.encoding.end_tokens_of`).
         attention: the kernels that ``scaled_dot_product_attention`` may use: ``auto`` (all but cuDNN's, whose backward
             can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``.
+        sparse: make the head's gradients from a share of the classes (`deftune.Sparse`), an approximation whose error
+            is logged as ``sparse_dropped``, ``sparse_error_hidden`` and ``sparse_error_weight``; not for a head with a
+            softcap.
         score_tasks: ``score_tasks(model)`` is {task: score}, measured at every evaluation and logged as
             ``eval_<task>``.
         checkpoint_root: write verified checkpoints there.
@@ -119,7 +124,8 @@ class DeftSFTTrainer(SFTTrainer):
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
                  special_ids: tuple[int, ...] | None = None, attention: str = "auto",
-                 score_tasks: Callable[[Any], dict[str, float]] | None = None, checkpoint_root: Path | None = None,
+                 sparse: Sparse | None = None, score_tasks: Callable[[Any], dict[str, float]] | None = None,
+                 checkpoint_root: Path | None = None,
                  keep: int | None = None, pinned: Collection[int] = (), **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
         kernels_of(attention)  # an unknown name is an error before anything is loaded
@@ -139,6 +145,12 @@ class DeftSFTTrainer(SFTTrainer):
             # gradients are summed over the ranks in float32, as DDP does, and a loss is not rounded
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         check_model(self.model, self.aux_loss_enabled, self.objective)
+        self.sparse = sparse
+        if sparse is not None and head_options(base_of(self.model).config).softcap is not None:
+            raise ValueError(
+                f"DeftSFTTrainer: sparse cannot be combined with the softcap of {type(base_of(self.model)).__name__}'s "
+                f"head; leave sparse out"
+            )
         attach_objective(base_of(self.model))
         if self.padding_free or getattr(self.data_collator, "padding_free", False):
             check_packing(self.model)
@@ -219,7 +231,7 @@ class DeftSFTTrainer(SFTTrainer):
         with torch.random.fork_rng(devices):  # its dropout is that of the pass that follows
             for batch in batches:
                 inputs = self._prepare_inputs(dict(batch))
-                found.append(self._forward(model, inputs, StatisticsCall(self.objective.needs)).stats)
+                found.append(self._forward(model, inputs, StatisticsCall(self.objective.top_k)).stats)
         return step_stats(self.objective, found, context=self._context())
 
     def _forward(self, model: Any, inputs: dict[str, Any], call: ObjectiveCall | StatisticsCall) -> ObjectiveOutput:
@@ -249,7 +261,9 @@ class DeftSFTTrainer(SFTTrainer):
             step.stats = self._pre_pass(model, step.batches)
         context = self._context("deferred" if self.objective.kind == "mass" else step.stats)
         try:
-            output = self._forward(model, inputs, ObjectiveCall(self.objective, context, step.num_items))
+            output = self._forward(
+                model, inputs, ObjectiveCall(self.objective, context, step.num_items, sparse=self.sparse)
+            )
         except ValueError as error:  # on a CPU a NaN is seen at once
             if "NaN" in str(error) and "training step" not in str(error):
                 self.state.global_step = step.step - 1
@@ -260,14 +274,14 @@ class DeftSFTTrainer(SFTTrainer):
             self._mass = mass if self._mass is None else self._mass + mass
             self._held["train"].append((output.stats, input_tokens(inputs)))
         else:
-            self.records["train"].add(output.stats, context, input_tokens(inputs))
+            self.records["train"].add(output.stats, context, input_tokens(inputs), output.gated)
         assert output.loss is not None
         # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
         return output.loss * self.accelerator.num_processes
 
     def _evaluation_loss(self, model: Any, inputs: Any) -> Tensor:
         """The mean objective of one batch; `evaluation_loop` takes the mean of the whole set from the record."""
-        stats, context = self._forward(model, inputs, StatisticsCall(self.objective.needs)).stats, self._context()
+        stats, context = self._forward(model, inputs, StatisticsCall(self.objective.top_k)).stats, self._context()
         if self.objective.kind == "local":
             self.records["eval"].add(stats, context, input_tokens(inputs))
         else:
@@ -373,7 +387,7 @@ class DeftSFTTrainer(SFTTrainer):
         model.train()
         self._unseen = None
         context = self._context("deferred" if self.objective.kind == "mass" else inputs.stats)
-        call = ObjectiveCall(self.objective, context, inputs.num_items)
+        call = ObjectiveCall(self.objective, context, inputs.num_items, sparse=self.sparse)
 
         def loss_of(batch: Any, autocast: bool) -> Tensor:
             with self.accelerator.autocast() if autocast else contextlib.nullcontext():
@@ -411,6 +425,9 @@ class DeftSFTTrainer(SFTTrainer):
             record = self.last_record = self.records["train"].take()
             logs["loss"] = float(record["objective"])  # pyright: ignore[reportArgumentType]
             logs.update({name: value for name, value in scalars(record).items() if name != "objective"})
+            if self.sparse is not None and self.sparse.sums:  # of the last micro-batch, on this rank
+                found = self.sparse.report()._asdict()
+                logs.update({f"sparse_{name}": value for name, value in found.items() if math.isfinite(value)})
             now = time.perf_counter()
             seconds = max(now - self._clock, 1e-9)
             logs["step_seconds"], self._clock = seconds, now

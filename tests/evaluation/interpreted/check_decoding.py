@@ -15,7 +15,7 @@ from deftune.evaluation.chance import derive_key, draw, exponentials
 from deftune.evaluation.decoding import LanguageModel
 from deftune.evaluation.direct import Direct
 from deftune.evaluation.slots import SlotCache, attend_plain, step_logits
-from deftune.losses.backends import interpreted
+from deftune.losses.triton_backend import interpreted
 
 assert interpreted(), "TRITON_INTERPRET=1 must be set before triton is imported"
 

@@ -9,11 +9,11 @@ from examples import assert_both, both, error, sample, small_blocks, some_of  # 
 
 import deftune
 from battery import CONTEXT, HalfDeft
-from deftune import IGNORE_INDEX, linear_loss, linear_loss_with_stats, linear_token_stats, token_stats
-from deftune.losses import linear
-from deftune.losses.call import prepare
+from deftune import IGNORE_INDEX, linear_loss, linear_token_stats, token_stats
+from deftune.losses.backends import BACKENDS
 from deftune.losses.compiled import linear_loss_op
-from deftune.losses.head import Slices
+from deftune.losses.head import Head, Slices
+from deftune.losses.request import make_request
 from deftune.losses.triton_backend import TritonBackend
 from tolerances import assert_near, tolerance
 
@@ -33,7 +33,7 @@ def test_linear_loss(monkeypatch, objective, head):
     options = {}
     if head != "plain":
         options = {"bias": torch.randn(37, generator=torch.Generator().manual_seed(7)), "logit_scale": 0.7}
-        if not deftune.objective(objective).needs:
+        if not deftune.objective(objective).top_k:
             options["softcap"] = 6.0
     assert_both(both(hidden, weight, targets, objective, **options))
 
@@ -88,12 +88,12 @@ def test_the_sparse_mode(monkeypatch, objective, share, vocab_size):
     found = []
     for backend, head in (("triton", low), ("torch", low.float())):
         sparse = deftune.Sparse(share)
-        call = prepare(
-            hidden, head, targets, deftune.objective(objective), None, None, 1.0, None, CONTEXT, backend,
-            dtype=torch.float32, keep=True, chunk_rows=16, sparse=sparse,
+        request = make_request(
+            hidden, Head(head), targets, deftune.objective(objective), context=CONTEXT, chunk_rows=16, sparse=sparse,
+            dtype=torch.float32, wanted=(True, True, False),
         )  # fmt: skip
-        loss, grads, _, _ = linear.fused(call, [True, True, False], 1 / 24)
-        found.append((loss, (grads.hidden, grads.weight), sparse.report()))
+        result = BACKENDS[backend].run(request)
+        found.append((result.loss, (result.gradients.hidden, result.gradients.weight), sparse.report()))
     (loss, grads, report), (expected, truth, other) = found
     assert_near(loss, expected, "fused loss", condition=10)
     # r, what is left of a sum when most is taken away, has float32's rounding of the sum
@@ -128,13 +128,13 @@ def test_hopeless_rows_among_others():
 
 def test_statistics_and_their_gradients():
     hidden, weight, targets = sample(40)
-    stats = linear_token_stats(hidden, weight, targets, needs=frozenset({deftune.topk(5)}), backend="triton")
+    stats = linear_token_stats(hidden, weight, targets, top_k=5, backend="triton")
     z = hidden.double() @ weight.double().T
     expected = token_stats(z, targets)
     for name in ("log_p", "entropy", "log_collision"):
         assert_near(getattr(stats, name), getattr(expected, name), "float32 entropy", condition=2 + 2 * z.abs().max())
     assert_near(stats.top_log_p(5), expected.top_log_p(5), "log p", condition=2 + 2 * z.abs().max())
-    _, same = linear_loss_with_stats(hidden, weight, targets, "eaft(k=5)", backend="triton")
+    _, same = linear_loss(hidden, weight, targets, "eaft(k=5)", backend="triton", return_stats=True)
     assert torch.equal(same.log_p, stats.log_p) and torch.equal(same.top_log_p(5), stats.top_log_p(5))
     for through in ("log_p", "entropy"):
         grads = []

@@ -9,10 +9,9 @@ from torch import Tensor
 from battery import CONTEXT
 from deftune import IGNORE_INDEX, linear_loss, token_loss
 from deftune.losses import triton_rows
-from deftune.losses.backends import interpreted
 from deftune.losses.chunks import Chunk, Supervised
 from deftune.losses.head import Head
-from deftune.losses.triton_backend import TritonBackend
+from deftune.losses.triton_backend import TritonBackend, interpreted
 from tolerances import assert_near, tolerance
 
 assert interpreted(), "TRITON_INTERPRET=1 must be set before triton is imported"
@@ -95,8 +94,11 @@ def sample(tokens, vocab_size=37, width=20, seed=0):
     return hidden, weight, targets.masked_fill(torch.arange(tokens) % 5 == 1, IGNORE_INDEX)
 
 
-def both(hidden, weight, targets, objective, *, bias=None, softcap=None, logit_scale=1.0, upstream=None, **kwargs):
-    """[(loss, gradients)] of the Triton backend and of float64 logits."""
+def both(
+    hidden, weight, targets, objective, *, bias=None, softcap=None, logit_scale=1.0, upstream=None, backend="triton",
+    **kwargs,
+):  # fmt: skip
+    """[(loss, gradients)] of a Triton backend and of float64 logits."""
     results = []
     for fused in (True, False):
         inputs = [
@@ -105,7 +107,7 @@ def both(hidden, weight, targets, objective, *, bias=None, softcap=None, logit_s
         inputs = [x.requires_grad_() for x in inputs]
         if fused:
             extra = {"bias": inputs[2] if bias is not None else None, "softcap": softcap, "logit_scale": logit_scale}
-            loss = linear_loss(*inputs[:2], targets, objective, context=CONTEXT, backend="triton", **extra, **kwargs)
+            loss = linear_loss(*inputs[:2], targets, objective, context=CONTEXT, backend=backend, **extra, **kwargs)
         else:
             z = inputs[0] @ inputs[1].T
             z = (z if bias is None else z + inputs[2]) * logit_scale
