@@ -76,10 +76,11 @@ def train(prepared: Any, model: Any, steps: int, *, trl: bool) -> list[dict[str,
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
+    from deftune.artifacts.display import quiet
     from deftune.artifacts.runs import Run
     from deftune.data.packing import Collator
     from deftune.training.attention import attention_kernels
-    from deftune.training.train import Batches, lora_config, make_arguments, make_dataset, make_trainer, quiet
+    from deftune.training.train import Batches, lora_config, make_arguments, make_dataset, make_trainer
 
     records: list[dict[str, float]] = []
 

@@ -71,8 +71,9 @@ class Entrant:
         from transformers import PrinterCallback, TrainerCallback
         from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
+        from deftune.artifacts.display import quiet
         from deftune.data.packing import Collator
-        from deftune.training.train import Batches, make_dataset, quiet
+        from deftune.training.train import Batches, make_dataset
         from deftune.training.trainer import DeftSFTTrainer
 
         options: dict[str, Any] = dict(CONTENDERS[contender])
@@ -112,7 +113,7 @@ class Entrant:
 
     def run(self) -> list[float]:
         """The seconds of a round's steps."""
-        from deftune.training.train import quiet
+        from deftune.artifacts.display import quiet
 
         self.seconds.clear()
         with quiet():

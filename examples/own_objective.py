@@ -13,6 +13,7 @@ from deftune import Context, TokenStats
 
 
 # --- the five lines: a focus a(token), and a name -------------------------------------------------
+@deftune.register("half-deft")
 @dataclass(frozen=True)
 class HalfDeft(deftune.Focus):
     """DEFT's focus, softened: a = scale * sum P^2."""
@@ -23,7 +24,6 @@ class HalfDeft(deftune.Focus):
         return self.scale * stats.concentration
 
 
-deftune.OBJECTIVES["half-deft"] = HalfDeft
 # --------------------------------------------------------------------------------------------------
 
 torch.manual_seed(0)

@@ -14,18 +14,23 @@ from deftune._version import __version__
 
 # name -> module: loaded at first use, so that `deftune --help` does not wait for torch
 _HOMES = {
-    "IGNORE_INDEX": "objectives",
-    "MODIFIERS": "objectives",
-    "OBJECTIVES": "objectives",
+    # objectives
     "Context": "objectives",
     "Focus": "objectives",
+    "IGNORE_INDEX": "objectives",
+    "MODIFIERS": "objectives",
+    "Modifier": "objectives",
+    "OBJECTIVES": "objectives",
     "Objective": "objectives",
     "StepStatistic": "objectives",
     "StepStats": "objectives",
     "TokenStats": "objectives",
     "Weight": "objectives",
+    "from_columns": "objectives",
     "objective": "objectives",
+    "register": "objectives",
     "step_stats": "objectives",
+    # losses
     "Sparse": "losses",
     "SparseReport": "losses",
     "linear_loss": "losses",
@@ -33,12 +38,17 @@ _HOMES = {
     "raise_pending": "losses",
     "token_loss": "losses",
     "token_stats": "losses",
-    "score_rows": "tokens.passes",
+    # training, evaluation, inspection
     "DeftSFTTrainer": "training.trainer",
+    "compare": "comparison.cells",
     "hf_loss": "training.hf",
+    "inspect_rows": "inspection.inspect",
+    "score_rows": "tokens.passes",
 }
 
 if TYPE_CHECKING:
+    from deftune.comparison.cells import compare
+    from deftune.inspection.inspect import inspect_rows
     from deftune.losses import (
         Sparse,
         SparseReport,
@@ -54,12 +64,15 @@ if TYPE_CHECKING:
         OBJECTIVES,
         Context,
         Focus,
+        Modifier,
         Objective,
         StepStatistic,
         StepStats,
         TokenStats,
         Weight,
+        from_columns,
         objective,
+        register,
         step_stats,
     )
     from deftune.tokens.passes import score_rows
@@ -86,6 +99,7 @@ __all__ = [
     "Context",
     "DeftSFTTrainer",
     "Focus",
+    "Modifier",
     "Objective",
     "Sparse",
     "SparseReport",
@@ -94,11 +108,15 @@ __all__ = [
     "TokenStats",
     "Weight",
     "__version__",
+    "compare",
+    "from_columns",
     "hf_loss",
+    "inspect_rows",
     "linear_loss",
     "linear_token_stats",
     "objective",
     "raise_pending",
+    "register",
     "score_rows",
     "step_stats",
     "token_loss",

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import deftune
 from battery import CASES, CONTEXT, HalfDeft, sample_logits
 from deftune import MODIFIERS, OBJECTIVES, Objective, objective
+from deftune.objectives import catalogue
 from deftune.objectives.family import Alpha, Bottom, Cayley, CayleyReleased, Clip, Deft, Dft, Eaft, Mile, Top
 from deftune.objectives.modifiers import Blend, Eos, Floor, MeanOne, Warmup
 
@@ -269,6 +270,27 @@ def test_own_objective_by_name(registered):
     assert deftune.token_loss(logits, targets, spec, context=CONTEXT).isfinite()
     with pytest.raises(ValueError, match=r"Did you mean 'halfdeft'\?"):
         objective("half_deft")
+
+
+def test_register_tells_objectives_from_modifiers_and_refuses_a_taken_name(registered, monkeypatch):
+    monkeypatch.setattr(catalogue, "MODIFIERS", dict(MODIFIERS))
+
+    @dataclass(frozen=True)
+    class Doubled(deftune.Modifier):
+        name: ClassVar[str] = "doubled"
+
+        def gate(self, stats, context=None):
+            return 2 * self.inner.gate(stats, context)
+
+        def loss(self, stats, context=None):
+            return 2 * self.inner.loss(stats, context)
+
+    assert deftune.register("halfdeft")(HalfDeft) is HalfDeft and OBJECTIVES["halfdeft"] is HalfDeft
+    assert deftune.register("doubled")(Doubled) is Doubled and catalogue.MODIFIERS["doubled"] is Doubled
+    assert "doubled" not in OBJECTIVES
+    for name, why in (("deft", "is in the catalogue already"), ("floor", "is in the catalogue"), ("2x", "is no name")):
+        with pytest.raises(ValueError, match=why):
+            deftune.register(name)
 
 
 def test_own_objective_with_a_choice_and_a_word(registered):

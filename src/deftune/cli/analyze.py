@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.output import notice, say
-from deftune.cli.progress import Progress, progress
+from deftune.cli.output import say
+from deftune.cli.progress import progress
 from deftune.cli.train import add_trust, need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
@@ -125,60 +125,17 @@ def split_specs(text: str) -> list[str]:
 def run_tokens(args: argparse.Namespace) -> int:
     need_training()
     with progress() as shown:
-        return write_tokens(args, shown)
+        shown.show("loading the libraries")
+        from deftune.tokens.table import make_token_table
 
-
-def write_tokens(args: argparse.Namespace, shown: Progress) -> int:
-    """A token table, as `analyze tokens` and `inspect` make it."""
-    shown.show("loading the libraries")
-    from deftune.artifacts.encodings import encoding_of
-    from deftune.artifacts.results import load_result
-    from deftune.data.encoding import Encoder
-    from deftune.data.rows import BadRows
-    from deftune.data.sources import read_rows
-    from deftune.tokens.passes import parse_objectives
-    from deftune.tokens.table import write_token_table
-    from deftune.training.train import quiet
-
-    if args.out.suffix != ".parquet":
-        raise ValueError(f"--out: {args.out} is not named .parquet, which it would be")
-    if args.rows is not None and args.rows < 1:
-        raise ValueError(f"--rows: at least 1, got {args.rows}; leave it out to read all")
-    if args.batch_tokens < 1:
-        raise ValueError(f"--batch-tokens: at least 1, got {args.batch_tokens}")
-    objectives = parse_objectives(split_specs(args.objectives))
-    shown.show(f"reading {args.data}")
-    bad = BadRows(skip=args.skip_bad_rows)
-    rows = read_rows(args.data, format=args.format, split=args.split, limit=args.rows, bad=bad)
-    import torch
-
-    with quiet():
-        shown.show(f"loading {args.model}")
-        model, tokenizer = load_result(args.model, notice, trust_remote_code=args.trust_remote_code)
-        options = encoding_of(args.model, template=args.template, mask=args.mask, max_length=args.max_length)
-        encoder = Encoder(tokenizer, **options)
-        if torch.cuda.is_available():
-            model = model.to("cuda")
-        done = 0
-
-        def advance(rows_done: int) -> None:
-            nonlocal done
-            done += rows_done
-            shown.show("rows", done, len(rows))
-
-        advance(0)
-        written = write_token_table(
-            args.out, model, tokenizer, rows, encoder=encoder, objectives=objectives,
-            batch_tokens=args.batch_tokens, bad=bad,
-            facts={"model": args.model, "data": args.data, "command": args.line}, progress=advance,
+        bad_rows = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl") if args.skip_bad_rows else None
+        written = make_token_table(
+            args.out, args.model, args.data, objectives=split_specs(args.objectives), rows=args.rows,
+            format=args.format, split=args.split, template=args.template, mask=args.mask, max_length=args.max_length,
+            batch_tokens=args.batch_tokens, bad_rows=bad_rows, trust_remote_code=args.trust_remote_code,
+            facts={"command": args.line}, display=shown,
         )  # fmt: skip
-    for line in written.facts:
-        notice(line)
-    if bad.rows:
-        aside = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl")
-        bad.write(aside)
-        notice(f"{bad.summary()}; see {aside}")
-    say(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
+        shown.print(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
     return 0
 
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import shutil
-import sys
-import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +60,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     with progress() as shown:
         shown.show("loading the libraries")
         check_arguments(args)
-    with token_table(args) as path, progress() as shown:
-        shown.show(f"reading {path.name}")
-        from deftune.inspection.inspect import inspect_table
-        from deftune.objectives import objective
-
-        chosen = args.objectives and [str(objective(spec)) for spec in analyze.split_specs(args.objectives)]
-        inspection = inspect_table(path, chosen)
-    check_source(args, inspection.facts)
+        inspection = inspect(args, shown)
     by = args.by or inspection.default_ranking
     ranked = chosen_rows(inspection, by, args.min_score)
     from deftune.inspection.terminal import render_inspection
@@ -81,6 +69,34 @@ def run_inspect(args: argparse.Namespace) -> int:
     with progress() as shown:
         write_files(args, inspection, ranked, by, shown)
     return 0
+
+
+def inspect(args: argparse.Namespace, shown: Progress) -> Any:
+    """The inspection of the table that --tokens names, where that exists, else of the model and the data."""
+    from deftune.inspection.inspect import inspect_rows, inspect_table
+    from deftune.objectives import objective
+    from deftune.tokens.passes import BATCH_TOKENS
+
+    specs = args.objectives and [str(objective(spec)) for spec in analyze.split_specs(args.objectives)]
+    if args.tokens is not None and args.tokens.exists():
+        shown.show(f"reading {args.tokens.name}")
+        inspection = inspect_table(args.tokens, specs)
+        check_source(args, inspection.facts)
+        return inspection
+    return inspect_rows(
+        args.model, args.data, tokens=args.tokens, objectives=specs or analyze.OBJECTIVES.split(","), rows=args.rows,
+        format=args.format or "auto", split=args.split, template=args.template, mask=args.mask,
+        max_length=args.max_length, batch_tokens=args.batch_tokens or BATCH_TOKENS,
+        bad_rows=bad_rows_path(args), trust_remote_code=args.trust_remote_code, facts={"command": args.line},
+        display=shown,
+    )  # fmt: skip
+
+
+def bad_rows_path(args: argparse.Namespace) -> Path | None:
+    """Where --skip-bad-rows lists the rows: beside the table, or in the working folder if the table is temporary."""
+    if not args.skip_bad_rows:
+        return None
+    return args.tokens.with_name(f"{args.tokens.stem}.bad_rows.jsonl") if args.tokens else Path("bad_rows.jsonl")
 
 
 def write_files(args: argparse.Namespace, inspection: Any, ranked: Any, by: str, shown: Progress) -> None:
@@ -175,25 +191,6 @@ def refuse_overwriting(args: argparse.Namespace, data: str) -> None:
             raise ValueError(
                 f"{path}: is {'in the data folder' if source.is_dir() else 'the data itself'}; name another file"
             )
-
-
-@contextlib.contextmanager
-def token_table(args: argparse.Namespace) -> Generator[Path]:
-    """The table that --tokens names, made where it is not there; without it, a temporary one."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = args.tokens or Path(folder) / "tokens.parquet"
-        if not path.exists():
-            given = {
-                **vars(args), "out": path, "objectives": args.objectives or analyze.OBJECTIVES,
-                "format": args.format or "auto", "batch_tokens": args.batch_tokens or 8192,
-            }  # fmt: skip
-            # where a table is that will be gone is nobody's business
-            with contextlib.redirect_stdout(sys.stderr if args.tokens else io.StringIO()):
-                analyze.run_tokens(argparse.Namespace(**given))
-            for aside in Path(folder).glob("*.bad_rows.jsonl"):  # they outlive a table that does not
-                shutil.move(aside, "bad_rows.jsonl")
-                notice("the skipped rows: bad_rows.jsonl")
-        yield path
 
 
 def check_source(args: argparse.Namespace, facts: dict[str, Any]) -> None:

@@ -56,11 +56,11 @@ def run_chat(args: argparse.Namespace) -> int:
     need_training()
     if args.temperature < 0:
         raise ValueError(f"--temperature: {args.temperature:g} is below 0")
+    from deftune.artifacts.display import quiet
     from deftune.artifacts.encodings import encoding_of
     from deftune.artifacts.results import load_result
     from deftune.artifacts.terminal import printable
     from deftune.training.results import reply
-    from deftune.training.train import quiet
 
     with quiet():
         model, tokenizer = load_result(args.run_or_model, notice, trust_remote_code=args.trust_remote_code)
@@ -97,9 +97,9 @@ def run_chat(args: argparse.Namespace) -> int:
 
 def run_merge(args: argparse.Namespace) -> int:
     need_training()
+    from deftune.artifacts.display import quiet
     from deftune.artifacts.runs import Run
     from deftune.training.results import merge
-    from deftune.training.train import quiet
 
     with quiet():
         out = args.out or args.folder / "merged"

@@ -192,6 +192,7 @@ def run_preview(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
 
+    from deftune.artifacts.display import quiet
     from deftune.artifacts.models import load_tokenizer, resolve_model
     from deftune.data.encoding import Encoder
     from deftune.data.parallel import encode_packed
@@ -199,7 +200,6 @@ def run_preview(args: argparse.Namespace) -> int:
     from deftune.data.rows import BadRows, PackedRows
     from deftune.data.sources import iterate_rows
     from deftune.training.display import RowProgress
-    from deftune.training.train import quiet
 
     bad = BadRows(skip=args.skip_bad_rows)
     if args.rows < 0 or args.limit < 1:

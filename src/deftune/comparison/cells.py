@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from deftune.artifacts.display import quiet
 from deftune.artifacts.encodings import encoder_options, prompt_options
 from deftune.artifacts.folders import locked
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
@@ -29,7 +30,8 @@ from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
-from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, open_comparison
+from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, load_comparison, open_comparison
+from deftune.comparison.summary import summarize_comparison
 from deftune.data.encoding import Encoder
 from deftune.data.rows import BadRows
 from deftune.evaluation.evaluate import Result, Settings, ask, write_summary
@@ -43,7 +45,7 @@ from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table
 from deftune.training.preparation import Prepared, prepare, read_mixture
-from deftune.training.train import quiet, train_run
+from deftune.training.train import train_run
 
 Say = Callable[[str], None]
 FOLLOW_STDIN = "DEFTUNE_STOP_WITH_STDIN"  # set for a cell's process: it stops when whoever started it is gone
@@ -281,6 +283,34 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
 Begin = Callable[[Cell], bool]  # before a cell starts: whether it is to be started at all
 Runner = Callable[[Sequence[Cell], Begin], Iterator[tuple[Cell, str]]]  # runs cells; each with its state, as they end
 Watch = Callable[[Sequence[Cell]], None]  # hears now and then which cells are running
+
+
+def compare(
+    config: str | Path, overrides: Sequence[str] = (), *, jobs: int = 1, keep_going: bool = False, say: Say = print
+) -> dict[str, Any]:
+    """Train and measure every cell of a comparison, and summarise it; the same call resumes.
+
+        summary = deftune.compare("compare.yaml", ["seeds=[0, 1, 2]"])
+
+    Args:
+        config: a comparison's YAML file (`deftune compare init` writes one), or its folder.
+        overrides: values of the file to replace, as ``"a.b=c"``.
+        jobs: cells at a time, each in a process of its own.
+        keep_going: start every cell, also where objectives fail alike and none succeeds.
+        say: called with each message.
+
+    Returns:
+        The summary: scores with intervals, paired differences, token statistics and cost. `deftune report` draws it.
+
+    Raises:
+        ValueError: the file is wrong, or no cell has finished; the message has the first error.
+    """
+    comparison = load_comparison(Path(config), overrides)
+    outcome = run_grid(comparison, Children(jobs), say, keep_going=keep_going)
+    if not outcome.finished:
+        error = next(iter(outcome.failed.values()), "it was stopped")
+        raise ValueError(f"{comparison.folder}: no cell has finished: {error}")
+    return summarize_comparison(comparison)
 
 
 def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bool = False) -> GridOutcome:

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from deftune.artifacts.config import RunConfig, load_config
+from deftune.artifacts.display import quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import load_result
@@ -29,7 +30,7 @@ from deftune.data.sources import read_rows
 from deftune.evaluation.clustered import TokenMean, mean_over_tokens
 from deftune.tokens.passes import score_rows
 from deftune.training.results import complete
-from deftune.training.train import quiet, train_run
+from deftune.training.train import train_run
 
 MODEL = "smollm2"
 OBJECTIVES = ("nll", "deft")

@@ -1,9 +1,9 @@
-"""Types that `evaluate` and `evaluate_heldout` share with their callers: errors, progress and outcomes."""
+"""Types that `evaluate` and `evaluate_heldout` share with their callers: errors and outcomes."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from deftune.artifacts.encodings import encoding_of
 from deftune.artifacts.results import parse_result
@@ -23,26 +23,6 @@ def check_counts(**counts: int | None) -> None:
     for option, count in counts.items():
         if count is not None and count < 1:
             raise OptionError(option, f"at least 1, got {count}")
-
-
-class Display(Protocol):
-    """Receives the progress of an evaluation; `deftune.cli.progress.Progress` is one."""
-
-    def show(self, label: str, done: int = 0, total: int | None = None) -> None:
-        """The current step, with ``done`` of ``total`` if the step can be counted."""
-
-    def say(self, text: str) -> None:
-        """A message."""
-
-    def say_seldom(self, text: str) -> None:
-        """A message of a kind that may be frequent, such as a retry: a display may leave some out."""
-
-
-class _Quiet(Display):
-    pass
-
-
-QUIET: Display = _Quiet()  # shows nothing
 
 
 class Outcome(NamedTuple):

@@ -12,8 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
+from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.encodings import prompt_options
-from deftune.evaluation.calls import QUIET, Display, OptionError, check_counts, encoding_for
+from deftune.evaluation.calls import OptionError, check_counts, encoding_for
 from deftune.evaluation.endpoint import EndpointSampler, parse_address
 from deftune.evaluation.sampler import Sampler
 
@@ -108,9 +109,9 @@ class Vllm(Engine):
     def make_sampler(
         self, model: str, *, encoding: dict[str, Any], trust_remote_code: bool, display: Display
     ) -> Sampler:
+        from deftune.artifacts.display import quiet
         from deftune.artifacts.results import plain_model
         from deftune.evaluation.vllm_engine import VllmSampler
-        from deftune.training.train import quiet
 
         # the folder receives a merged LoRA adapter; vLLM has read it when the sampler is constructed
         with tempfile.TemporaryDirectory(prefix="deftune-merged-") as folder:
@@ -159,8 +160,8 @@ def load(model: str, *, trust_remote_code: bool = False, display: Display = QUIE
     """(model, tokenizer) of a run, a checkpoint or a model; on the GPU if there is one."""
     import torch
 
+    from deftune.artifacts.display import quiet
     from deftune.artifacts.results import load_result
-    from deftune.training.train import quiet
 
     with quiet():
         loaded, tokenizer = load_result(model, display.say, trust_remote_code=trust_remote_code)

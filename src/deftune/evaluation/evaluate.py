@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.files import write_atomic
-from deftune.evaluation.calls import QUIET, Display, OptionError, Outcome, check_counts, result_folder
+from deftune.evaluation.calls import OptionError, Outcome, check_counts, result_folder
 from deftune.evaluation.engines import Engine, Transformers
 from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers

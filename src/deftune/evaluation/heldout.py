@@ -30,19 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deftune.artifacts.display import QUIET, Display, quiet
 from deftune.artifacts.files import write_atomic
 from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
-from deftune.evaluation.calls import (
-    QUIET,
-    Display,
-    OptionError,
-    Outcome,
-    check_counts,
-    encoding_for,
-    result_folder,
-)
+from deftune.evaluation.calls import OptionError, Outcome, check_counts, encoding_for, result_folder
 from deftune.evaluation.clustered import Value, swap_p_value
 from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
 from deftune.evaluation.statistics import (
@@ -55,7 +48,6 @@ from deftune.evaluation.statistics import (
 )
 from deftune.objectives import TokenStats
 from deftune.tokens.passes import token_passes
-from deftune.training.train import quiet
 
 VERSION = "2"  # version 1 called the concentration "focus"
 BINS = 15

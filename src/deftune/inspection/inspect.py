@@ -16,7 +16,8 @@ measured: benchmarks/noise.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,8 +28,17 @@ import pyarrow as pa
 import torch
 
 from deftune.evaluation.extraction import extract_final
+from deftune.objectives import Objective
 from deftune.tokens.conflict import CONFIDENT, conflict
-from deftune.tokens.table import read_rows_table, read_token_table, table_facts, table_objectives
+from deftune.tokens.passes import parse_objectives
+from deftune.tokens.table import (
+    DEFAULT,
+    make_token_table,
+    read_rows_table,
+    read_token_table,
+    table_facts,
+    table_objectives,
+)
 
 MOSTLY = 0.5
 """A row's signal is mostly noise where confident conflicts hold at least this share of its NLL."""
@@ -123,6 +133,33 @@ class Inspection:
     def default_ranking(self) -> str:
         """``answer`` where rows state one, else ``conflict``."""
         return "answer" if np.isfinite(self.scores["answer"]).any() else "conflict"
+
+
+def inspect_rows(
+    model: str, data: str, *, tokens: str | Path | None = None, objectives: Iterable[str | Objective] = DEFAULT,
+    **options: Any,
+) -> Inspection:  # fmt: skip
+    """Inspect a dataset with a model: which tokens contradict the model, and which rows hold them.
+
+        inspection = deftune.inspect_rows("smollm2", "train.jsonl", rows=100)
+        for row in inspection.ranked_rows()[:10]:
+            print(inspection.rows[row]["where"], reasons(inspection, row))
+
+    Args:
+        model: a run, ``RUN:STEP``, or any model that `deftune train` takes.
+        data: a file, a folder, a hub id, or ``generated:NAME``.
+        tokens: where to keep the token table (Parquet); by default it is temporary.
+        objectives: objectives whose gates are shown beside each token.
+        options: further arguments of `make_token_table` (rows, format, split, template, mask, max_length, ...).
+
+    Returns:
+        An `Inspection`: scores and reasons of every row, and the statistics of every token.
+    """
+    chosen = parse_objectives(objectives)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(tokens) if tokens is not None else Path(folder) / "tokens.parquet"
+        make_token_table(path, model, data, objectives=chosen, **options)
+        return inspect_table(path, list(map(str, chosen)))
 
 
 def inspect_table(path: str | Path, objectives: Sequence[str] | None = None) -> Inspection:

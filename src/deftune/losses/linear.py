@@ -156,8 +156,8 @@ def linear_token_stats(
 
     ``log_p`` and ``entropy`` are differentiable, for any upstream vector, in ``hidden``, ``weight`` and ``bias``; their
     backward recomputes the chunks. ``log_collision`` is detached (a focus is a stop-gradient quantity). ``top_k`` asks
-    for that many of the largest log-probabilities (`TokenStats.top_log_p`). The other arguments, and the errors, are
-    those of `linear_loss`.
+    for that many of the largest log-probabilities (`TokenStats.top_log_p`). The other arguments (``targets``,
+    ``softcap``, ``logit_scale``, ``backend``, ``chunk_rows``), and the errors, are those of `linear_loss`.
 
     >>> stats = linear_token_stats(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
     >>> stats.p, stats.concentration

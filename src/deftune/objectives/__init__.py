@@ -1,9 +1,10 @@
 """The maths: objectives as gate x error, on the statistics of supervised tokens."""
 
 from deftune.objectives.base import Focus, Objective, StepStatistic, Weight
-from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
+from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES, register
 from deftune.objectives.grammar import objective
-from deftune.objectives.stats import IGNORE_INDEX, Context, StepStats, TokenStats
+from deftune.objectives.modifiers import Modifier
+from deftune.objectives.stats import IGNORE_INDEX, Context, StepStats, TokenStats, from_columns
 from deftune.objectives.step import step_stats
 
 __all__ = [
@@ -12,11 +13,14 @@ __all__ = [
     "OBJECTIVES",
     "Context",
     "Focus",
+    "Modifier",
     "Objective",
     "StepStatistic",
     "StepStats",
     "TokenStats",
     "Weight",
+    "from_columns",
     "objective",
+    "register",
     "step_stats",
 ]

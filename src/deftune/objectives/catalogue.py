@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from deftune.objectives.base import Objective
 from deftune.objectives.family import Alpha, Bottom, Cayley, CayleyReleased, Clip, Deft, Dft, Eaft, Mile, Top
-from deftune.objectives.modifiers import Blend, Eos, Floor, MeanOne, Warmup
+from deftune.objectives.modifiers import Blend, Eos, Floor, MeanOne, Modifier, Warmup
 
 
 def nll() -> Objective:
@@ -40,7 +41,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "mile": Mile,
     "clip": Clip,
 }
-"""Objectives by name. Add your own: ``deftune.OBJECTIVES["mine"] = Mine``."""
+"""Objectives by name; `register` adds one."""
 
 MODIFIERS: dict[str, Callable[..., Objective]] = {
     "floor": Floor,
@@ -209,3 +210,47 @@ ABOUT: dict[str, About] = {
         "a step of few open gates gets large ones",
     ),
 }
+
+
+T = TypeVar("T", bound=Callable[..., Objective])
+
+
+def register(name: str) -> Callable[[T], T]:
+    """Add an objective or a modifier of your own to the catalogue, so that specs can name it.
+
+    >>> from dataclasses import dataclass
+    >>> from deftune import Focus, objective
+    >>> @register("half-deft")
+    ... @dataclass(frozen=True)
+    ... class HalfDeft(Focus):
+    ...     scale: float = 0.5
+    ...     def focus(self, stats, context=None):
+    ...         return self.scale * stats.concentration
+    >>> objective("half-deft(scale=0.25) | floor(0.1)").inner
+    HalfDeft(scale=0.25)
+    >>> _ = OBJECTIVES.pop("half-deft")
+
+    Args:
+        name: the name in specs: letters, digits, ``_`` and ``-``, beginning with a letter.
+
+    Returns:
+        A decorator for a class, or for a function that returns an `Objective`. A subclass of `Modifier` becomes a
+        modifier, everything else an objective.
+
+    Raises:
+        ValueError: a spec could not spell the name, or the catalogue has it.
+    """
+    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
+        raise ValueError(f"register: {name!r} is no name; use letters, digits, _ and -, beginning with a letter")
+    if name in OBJECTIVES or name in MODIFIERS:
+        raise ValueError(f"register: {name!r} is in the catalogue already; choose another name")
+
+    def add(factory: T) -> T:
+        (MODIFIERS if _is_modifier(factory) else OBJECTIVES)[name] = factory
+        return factory
+
+    return add
+
+
+def _is_modifier(factory: object) -> bool:
+    return isinstance(factory, type) and issubclass(factory, Modifier)

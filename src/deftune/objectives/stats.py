@@ -132,10 +132,21 @@ def from_columns(
     targets: Tensor | list[int] | None = None,
     top_log_p: Tensor | None = None,
 ) -> TokenStats:
-    """A record from columns that something else measured (a log, a table, another engine).
+    """Token statistics from columns that were measured elsewhere: a log, a table, another engine.
 
     >>> from_columns([-0.5], [1.0], [-0.7], vocab_size=10).p
     tensor([0.6065], dtype=torch.float64)
+
+    Args:
+        log_p: log-probability of each target, ``[tokens]``.
+        entropy: entropy of each distribution in nats, ``[tokens]``.
+        log_collision: log sum P^2, ``[tokens]``.
+        vocab_size: the number of classes V.
+        targets: token ids, ``[tokens]``, for modifiers that read them; default: all 0.
+        top_log_p: the k largest log-probabilities, ``[tokens, k]``, for objectives with ``top_k``.
+
+    Raises:
+        ValueError: the columns are not flat or not equally long.
     """
 
     def column(values: Tensor | list[float]) -> Tensor:

@@ -23,11 +23,21 @@ def step_stats(
     group: dist.ProcessGroup | None = None,
     local: bool = False,
 ) -> StepStats:
-    """What ``objective`` needs to know of the whole step, from a no-grad pass over its micro-batches.
+    """The statistics of a whole optimizer step that a step objective needs, such as the median NLL of `clip`.
 
-    ``batches`` are this rank's token statistics, one record per micro-batch (a rank may have none that is supervised).
-    Where torch.distributed is initialised every rank must call it, and all get the same numbers (``local=True``: these
-    batches are the whole step, ask no other rank). The price is one forward pass; local objectives need none of this.
+    They come from a pass over the step's micro-batches without gradients, which costs one forward pass. Local objectives
+    need no such pass. If torch.distributed is initialised, every rank must call this function, and all ranks get the
+    same numbers.
+
+    Args:
+        objective: a spec or an `Objective`.
+        batches: the token statistics of this rank's micro-batches; they may hold no supervised token.
+        context: progress and special ids, for modifiers that need them.
+        group: the process group of the ranks; default: all ranks.
+        local: the batches are the whole step; no other rank is asked.
+
+    Returns:
+        A `StepStats` for ``Context(step=...)``.
 
     >>> from deftune.objectives.stats import from_columns
     >>> half = from_columns([-1.0, -2.0], [0.0, 0.0], [0.0, 0.0], vocab_size=4)

@@ -15,11 +15,16 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from deftune._version import __version__
+from deftune.artifacts.display import QUIET, Display, quiet
+from deftune.artifacts.encodings import encoding_of
 from deftune.artifacts.files import whole_file
-from deftune.data.encoding import Encoded, Encoder, encode_rows
+from deftune.artifacts.results import load_result
+from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
 from deftune.data.rows import BadRows, Row
+from deftune.data.sources import read_rows
 from deftune.objectives import Objective
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import (
@@ -171,7 +176,7 @@ def windows(examples: Iterable[tuple[int, Encoded]], tokens: int) -> Iterator[li
 
 def write_token_table(
     path: str | Path, model: Any, tokenizer: Any, rows: Sequence[Row], *, encoder: Encoder | None = None,
-    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = 8192, bad: BadRows | None = None,
+    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = BATCH_TOKENS, bad: BadRows | None = None,
     facts: Mapping[str, Any] | None = None, progress: Callable[[int], None] = lambda _: None,
 ) -> Written:  # fmt: skip
     """Write the token table of ``rows`` to ``path`` (Parquet), and the rows' texts beside it.
@@ -208,6 +213,67 @@ def write_token_table(
             to_rows.write_batch(lines)
             count += tokens.num_rows
     return Written(path, beside, count, encoded.facts())
+
+
+def make_token_table(
+    path: str | Path, model: str, data: str, *, objectives: Iterable[str | Objective] = DEFAULT,
+    rows: int | None = None, format: str = "auto", split: str | None = None, template: str | None = None,
+    mask: Mask | None = None, max_length: int | None = None, batch_tokens: int = BATCH_TOKENS,
+    bad_rows: str | Path | None = None, trust_remote_code: bool = False, facts: Mapping[str, Any] | None = None,
+    display: Display = QUIET,
+) -> Written:  # fmt: skip
+    """Load a model and data by name and write the token table of the data.
+
+    Args:
+        path: the table, a ``.parquet`` file.
+        model: a run, ``RUN:STEP``, or any model that `deftune train` takes.
+        data: a file, a folder, a hub id, or ``generated:NAME``.
+        objectives: objectives whose gates are columns of the table.
+        rows: the first rows only.
+        format, split: of the data, as in `read_rows`.
+        template, mask, max_length: replace those of the run, or the defaults.
+        batch_tokens: the most places in a batch, padding included.
+        bad_rows: a file for rows that cannot be used; without it the first such row is an error.
+        trust_remote_code: run the code of the model's repository.
+        facts: stored in the table's metadata beside model and data.
+        display: receives the progress.
+
+    Raises:
+        ValueError: an argument is wrong, or a row cannot be used.
+    """
+    path = Path(path)
+    if path.suffix != ".parquet":
+        raise ValueError(f"{path}: a token table is a Parquet file; name it .parquet")
+    if rows is not None and rows < 1:
+        raise ValueError(f"rows: at least 1, got {rows}; leave it out to read all")
+    chosen = parse_objectives(objectives)
+    display.show(f"reading {data}")
+    bad = BadRows(skip=bad_rows is not None)
+    found = read_rows(data, format=format, split=split, limit=rows, bad=bad)
+    with quiet():
+        display.show(f"loading {model}")
+        loaded, tokenizer = load_result(model, display.say, trust_remote_code=trust_remote_code)
+        encoder = Encoder(tokenizer, **encoding_of(model, template=template, mask=mask, max_length=max_length))
+        if torch.cuda.is_available():
+            loaded = loaded.to("cuda")
+        done = 0
+
+        def advance(number: int) -> None:
+            nonlocal done
+            done += number
+            display.show("rows", done, len(found))
+
+        advance(0)
+        written = write_token_table(
+            path, loaded, tokenizer, found, encoder=encoder, objectives=chosen, batch_tokens=batch_tokens, bad=bad,
+            facts={"model": model, "data": data, **(facts or {})}, progress=advance,
+        )  # fmt: skip
+    for line in written.facts:
+        display.say(line)
+    if bad_rows is not None and bad.rows:
+        bad.write(bad_rows)
+        display.say(f"{bad.summary()}; see {bad_rows}")
+    return written
 
 
 @contextlib.contextmanager

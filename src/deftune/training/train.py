@@ -18,6 +18,7 @@ from rich.console import Console
 
 from deftune.artifacts import checkpoints
 from deftune.artifacts.config import RunConfig
+from deftune.artifacts.display import quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import MANIFEST, FolderError, disk_error, locked, sealed_folder
 from deftune.artifacts.models import first_line, load_model
@@ -282,22 +283,6 @@ class StopSignal:
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def quiet() -> Generator[None]:
-    """transformers' and datasets' own bars and notes would tear ours apart."""
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-    level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.set_verbosity(level)
 
 
 def train_run(

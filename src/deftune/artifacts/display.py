@@ -1,0 +1,43 @@
+"""How a long function reports its progress, and silence for the libraries that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Display(Protocol):
+    """Receives the progress of a long function; `deftune.cli.progress.Progress` is one."""
+
+    def show(self, label: str, done: int = 0, total: int | None = None) -> None:
+        """The current step, with ``done`` of ``total`` if the step can be counted."""
+
+    def say(self, text: str) -> None:
+        """A message."""
+
+    def say_seldom(self, text: str) -> None:
+        """A message of a kind that may be frequent, such as a retry: a display may leave some out."""
+
+
+class _Quiet(Display):
+    pass
+
+
+QUIET: Display = _Quiet()  # shows nothing
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Turn off the progress bars and notes of transformers and datasets, which would break up a progress line."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()  # pyright: ignore[reportPrivateImportUsage]
+    level = transformers.utils.logging.get_verbosity()  # pyright: ignore[reportPrivateImportUsage]
+    transformers.utils.logging.set_verbosity_error()  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)  # pyright: ignore[reportPrivateImportUsage]
