@@ -25,9 +25,9 @@ def step_stats(
 ) -> StepStats:
     """The statistics of a whole optimizer step that a step objective needs, such as the median NLL of `clip`.
 
-    They come from a pass over the step's micro-batches without gradients, which costs one forward pass. Local objectives
-    need no such pass. If torch.distributed is initialised, every rank must call this function, and all ranks get the
-    same numbers.
+    They come from a pass over the step's micro-batches without gradients, which costs one forward pass. Local
+    objectives need no such pass. If torch.distributed is initialised, every rank must call this function, and all ranks
+    get the same numbers.
 
     Args:
         objective: a spec or an `Objective`.
