@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from deftune.artifacts.options import OptionError
 from deftune.cli import main
 from deftune.cli.eval_tables import render_summary
-from deftune.evaluation.calls import OptionError
 from deftune.evaluation.comparison import compare
 from deftune.evaluation.engines import Endpoint, Transformers, Vllm
 from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, evaluate, grade, summarize

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from deftune._version import __version__
 from deftune.cli import analyze, compare, doctor, evaluate, inspect, objectives, paper, report, results, selftest, train
-from deftune.cli.output import notice
+from deftune.cli.output import error_text, notice
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,5 +47,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         notice(f"deftune: {what}")
         return 2
     except ValueError as error:
-        notice(f"deftune: {error}")
+        notice(f"deftune: {error_text(error)}")
         return 2

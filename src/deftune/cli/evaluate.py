@@ -7,8 +7,6 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +15,6 @@ from deftune.cli.progress import progress
 from deftune.cli.train import add_trust, need_training
 
 # arguments of the library whose flags have another name
-FLAGS = {"url": "endpoint", "engine": "engine vllm", "suites": "suite", "tasks": "task", "task_files": "task-file",
-         "temperatures": "temperature"}  # fmt: skip
 SHOWN = ("prompt", "text", "answer", "how", "gold")  # of a graded answer, by `eval show`
 
 
@@ -135,18 +131,6 @@ def refuse_verb(parser: argparse.ArgumentParser) -> Any:
     return error
 
 
-@contextmanager
-def flags_in_errors() -> Generator[None]:
-    """An error about an argument of the library names the flag of the command."""
-    from deftune.evaluation.calls import OptionError
-
-    try:
-        yield
-    except OptionError as error:
-        flag = FLAGS.get(error.option, error.option.replace("_", "-"))
-        raise ValueError(f"--{flag}: {error.problem}") from error
-
-
 def need_evaluation() -> None:
     from importlib.util import find_spec
 
@@ -193,7 +177,7 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 
 def run_questions(args: argparse.Namespace) -> int:
     need_evaluation()
-    with progress() as working, flags_in_errors():
+    with progress() as working:
         working.show("loading the libraries")
         from deftune.cli.eval_tables import render_summary
         from deftune.evaluation.evaluate import describe_errors, evaluate
@@ -223,7 +207,7 @@ def run_questions(args: argparse.Namespace) -> int:
 
 def run_heldout(args: argparse.Namespace) -> int:
     need_evaluation()
-    with progress() as working, flags_in_errors():
+    with progress() as working:
         working.show("loading the libraries")
         from deftune.cli.eval_tables import render_heldout
         from deftune.evaluation.heldout import evaluate_heldout
@@ -282,8 +266,7 @@ def run_list(args: argparse.Namespace) -> int:
     from deftune.cli.eval_tables import render_tasks
     from deftune.evaluation.items import locate_tasks
 
-    with flags_in_errors():
-        say(render_tasks(locate_tasks(args.data), args.data))
+    say(render_tasks(locate_tasks(args.data), args.data))
     return 0
 
 
@@ -292,8 +275,7 @@ def run_export(args: argparse.Namespace) -> int:
     from deftune.evaluation.harness import PREFIX, export_tasks
     from deftune.evaluation.questions import load_questions
 
-    with flags_in_errors():
-        found = load_questions(args.suites, args.tasks, args.task_files, data=args.data, limit=args.limit)
+    found = load_questions(args.suites, args.tasks, args.task_files, data=args.data, limit=args.limit)
     for questions in found:
         for name, why in questions.missing.items():
             notice(f"left out: {name}: {why}")

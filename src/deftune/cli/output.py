@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from deftune.artifacts.options import OptionError
 from deftune.artifacts.terminal import printable
 
 
@@ -15,3 +16,15 @@ def say(text: str) -> None:
 def notice(text: str) -> None:
     """A line on stderr, beside what a command prints."""
     print(printable(text), file=sys.stderr)
+
+
+# arguments of the library whose flag has another name
+FLAGS = {"url": "endpoint", "engine": "engine vllm", "suites": "suite", "tasks": "task", "task_files": "task-file",
+         "temperatures": "temperature"}  # fmt: skip
+
+
+def error_text(error: ValueError) -> str:
+    """The text of a user's mistake; an error about an argument of a library function names the flag of the command."""
+    if not isinstance(error, OptionError):
+        return str(error)
+    return f"--{FLAGS.get(error.option, error.option.replace('_', '-'))}: {error.problem}"

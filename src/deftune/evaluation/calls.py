@@ -1,4 +1,4 @@
-"""Types that `evaluate` and `evaluate_heldout` share with their callers: errors and outcomes."""
+"""What `evaluate` and `evaluate_heldout` share with their callers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deftune.artifacts.encodings import encoding_of
+from deftune.artifacts.options import OptionError
 from deftune.artifacts.results import parse_result
 from deftune.artifacts.runs import Run
-
-
-class OptionError(ValueError):
-    """A wrong argument. ``option`` is its name in Python; the command line shows the name of its flag instead."""
-
-    def __init__(self, option: str, problem: str):
-        super().__init__(f"{option}: {problem}")
-        self.option, self.problem = option, problem
-
-
-def check_counts(**counts: int | None) -> None:
-    """Raise an `OptionError` for a count below 1; None is a count that was not given."""
-    for option, count in counts.items():
-        if count is not None and count < 1:
-            raise OptionError(option, f"at least 1, got {count}")
 
 
 class Outcome(NamedTuple):

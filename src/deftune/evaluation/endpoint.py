@@ -18,8 +18,8 @@ import urllib.request
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from deftune.artifacts.options import OptionError
 from deftune.artifacts.terminal import printable
-from deftune.evaluation.calls import OptionError
 from deftune.evaluation.chance import derive_key
 from deftune.evaluation.sampler import Finish, Output, Prompt, Sampler, SamplerError, Settings
 

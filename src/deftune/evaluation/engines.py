@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.encodings import prompt_options
-from deftune.evaluation.calls import OptionError, check_counts, encoding_for
+from deftune.artifacts.options import OptionError, check_counts
+from deftune.evaluation.calls import encoding_for
 from deftune.evaluation.endpoint import EndpointSampler, parse_address
 from deftune.evaluation.sampler import Sampler
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.files import write_atomic
-from deftune.evaluation.calls import OptionError, Outcome, check_counts, result_folder
+from deftune.artifacts.options import OptionError, check_counts
+from deftune.evaluation.calls import Outcome, result_folder
 from deftune.evaluation.engines import Engine, Transformers
 from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers

@@ -32,10 +32,11 @@ from torch import Tensor
 
 from deftune.artifacts.display import QUIET, Display, quiet
 from deftune.artifacts.files import write_atomic
+from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
-from deftune.evaluation.calls import OptionError, Outcome, check_counts, encoding_for, result_folder
+from deftune.evaluation.calls import Outcome, encoding_for, result_folder
 from deftune.evaluation.clustered import Value, swap_p_value
 from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
 from deftune.evaluation.statistics import (

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.files import SUFFIXES
 from deftune.data.rows import SKIP_REMEDY, Fault, Record, RowError
 from deftune.data.sources import GENERATED_ROWS, read_fields, read_hub, read_rows
-from deftune.evaluation.calls import OptionError, check_counts
 from deftune.evaluation.readers import REPAIR, Item
 from deftune.evaluation.sampler import check_unique
 from deftune.evaluation.suites import TASKS, Task

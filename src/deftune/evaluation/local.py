@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from deftune.artifacts.options import check_counts
 from deftune.data.encoding import stop_ids
-from deftune.evaluation.calls import check_counts
 from deftune.evaluation.chance import derive_key, signed
 from deftune.evaluation.sampler import Output, Prompt, Settings, TokenSampler
 

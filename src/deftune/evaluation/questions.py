@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from deftune.evaluation.calls import OptionError, check_counts
+from deftune.artifacts.options import OptionError, check_counts
 from deftune.evaluation.items import MissingData, find_data, read_task, with_data
 from deftune.evaluation.results import Tasks
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named

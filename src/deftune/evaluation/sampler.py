@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.rows import Row
-from deftune.evaluation.calls import OptionError, check_counts
 
 Finish = Literal["stop", "length", "error"]
 

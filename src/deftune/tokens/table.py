@@ -21,6 +21,7 @@ from deftune._version import __version__
 from deftune.artifacts.display import QUIET, Display, quiet
 from deftune.artifacts.encodings import encoding_of
 from deftune.artifacts.files import whole_file
+from deftune.artifacts.options import OptionError, check_counts
 from deftune.artifacts.results import load_result
 from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
 from deftune.data.rows import BadRows, Row
@@ -243,9 +244,8 @@ def make_token_table(
     """
     path = Path(path)
     if path.suffix != ".parquet":
-        raise ValueError(f"{path}: a token table is a Parquet file; name it .parquet")
-    if rows is not None and rows < 1:
-        raise ValueError(f"rows: at least 1, got {rows}; leave it out to read all")
+        raise OptionError("out", f"{path} is not named .parquet, which it would be")
+    check_counts(rows=rows, batch_tokens=batch_tokens)
     chosen = parse_objectives(objectives)
     display.show(f"reading {data}")
     bad = BadRows(skip=bad_rows is not None)
