@@ -61,8 +61,8 @@ def test_analyze_tokens_says_where_it_stands(said, model, data, tmp_path, capsys
     assert main(args) == 0
     found = stages(said)
     assert found[:4] == ["loading the libraries", f"reading {data}", f"loading {model}", "rows: 0 of 5"]
-    assert found[-1] == "rows: 5 of 5"
-    assert len(found) > 5  # and between them
+    assert found.index("rows: 5 of 5") > 4  # and between them
+    assert found[-1] == "0 truncated (0%); 90 tokens, 20 supervised"
 
 
 def test_inspect_says_where_it_stands(said, model, data, tmp_path, capsys):
@@ -71,7 +71,7 @@ def test_inspect_says_where_it_stands(said, model, data, tmp_path, capsys):
     assert main(args) == 0
     found = stages(said)
     assert found[0] == "loading the libraries" and "rows: 5 of 5" in found
-    assert found[-3:] == ["reading tokens.parquet", f"writing {page}", "writing rows"]
+    assert found[-3:] == ["ranking the rows", f"writing {page}", "writing rows"]
 
 
 def test_compare_says_where_its_cells_stand(monkeypatch, tmp_path):

@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from deftune.artifacts.display import QUIET, Display
 from deftune.evaluation.extraction import extract_final
 from deftune.objectives import Objective
 from deftune.tokens.conflict import CONFIDENT, conflict
@@ -137,7 +138,7 @@ class Inspection:
 
 def inspect_rows(
     model: str, data: str, *, tokens: str | Path | None = None, objectives: Iterable[str | Objective] = DEFAULT,
-    **options: Any,
+    display: Display = QUIET, **options: Any,
 ) -> Inspection:  # fmt: skip
     """Inspect a dataset with a model: which tokens contradict the model, and which rows hold them.
 
@@ -150,6 +151,7 @@ def inspect_rows(
         data: a file, a folder, a hub id, or ``generated:NAME``.
         tokens: where to keep the token table (Parquet); by default it is temporary.
         objectives: objectives whose gates are shown beside each token.
+        display: receives the progress.
         options: further arguments of `make_token_table` (rows, format, split, template, mask, max_length, ...).
 
     Returns:
@@ -158,7 +160,8 @@ def inspect_rows(
     chosen = parse_objectives(objectives)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(tokens) if tokens is not None else Path(folder) / "tokens.parquet"
-        make_token_table(path, model, data, objectives=chosen, **options)
+        make_token_table(path, model, data, objectives=chosen, display=display, **options)
+        display.show("ranking the rows")
         return inspect_table(path, list(map(str, chosen)))
 
 
