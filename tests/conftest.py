@@ -30,7 +30,7 @@ HEAVY = {
     "paper": ("conflicts", "recipes"),
     "training": ("attacks", "distributed", "faults", "hf", "resume", "runs", "trackers", "trainer", "weights"),
 }
-NOT_FAST = ("heavy", "slow", "reliability", "gpu")
+NOT_FAST = ("heavy", "long", "slow", "reliability", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -133,6 +133,7 @@ def test_a_cell_that_finished_keeps_its_regime(tmp_path, model):
     assert failures.add(linear, "x") and not failures.given_up
 
 
+@pytest.mark.long
 def test_the_real_command_stops_too(tmp_path, model, capsys):
     """A model that cannot be loaded, in cells of their own processes."""
     broken = shutil.copytree(model, tmp_path / "broken")

@@ -106,7 +106,9 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == "macros" else name for name in BOMBS]
+)
 def test_a_template_without_end_or_measure_is_stopped(name: str):
     with pytest.raises(TemplateLimitError, match=r"more than [\d,]+ (loop rounds|characters|bits)|width of more|bits"):
         Template(BOMBS[name]).render(CHAT)

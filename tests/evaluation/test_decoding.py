@@ -33,6 +33,7 @@ FAMILIES = {
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_in_the_interpreter():
     """Triton decides at its import whether it interprets, and this process may have imported it long ago."""

@@ -646,6 +646,7 @@ def agreement(pairs, workers: int) -> tuple[list[Verdict], list[str]]:
     return verdicts, misses
 
 
+@pytest.mark.long
 @needs_math
 def test_agreement_with_labels(leaves_nothing):
     pairs = labelled_pairs(1_200, seed=0)
@@ -658,6 +659,7 @@ def test_agreement_with_labels(leaves_nothing):
     print(f"\nagreement {1 - len(misses) / len(pairs):.4%}; {report}")
 
 
+@pytest.mark.long
 @needs_math
 def test_the_same_verdicts_from_any_number_of_workers(leaves_nothing):
     pairs = labelled_pairs(160, seed=1)

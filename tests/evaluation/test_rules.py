@@ -83,6 +83,7 @@ def misjudged(grader, pairs):
     ]
 
 
+@pytest.mark.long
 def test_no_minerva_item_credits_a_wrong_answer_or_refuses_its_gold(data, grader):
     pairs = minerva_pairs(data, keep=8)
     assert len(pairs) > 1_000 and len({item.id for item, *_ in pairs}) == 272

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [CHECKS[0], *(pytest.param(name, marks=pytest.mark.long) for name in CHECKS[1:])])
 def test_kernels_in_the_interpreter(name):
     run_checks("losses", name, "not slow")
 

@@ -122,7 +122,7 @@ def last_checkpoint_name(run: Path) -> int:
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whom", ["process", "group with data workers"])
+@pytest.mark.parametrize("whom", ["process", pytest.param("group with data workers", marks=pytest.mark.long)])
 def test_sigterm_saves_and_stops(tmp_path, make_config, whom):
     steps = 60
     settings = {"train.max_steps": steps, "train.save_steps": 1000, "train.workers": 0 if whom == "process" else 2}
