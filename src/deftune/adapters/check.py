@@ -46,7 +46,7 @@ class TrainerLoss:
         stack: the name of the training stack, for messages.
         trainer: the transformers Trainer; its ``compute_loss_func`` becomes this loss.
         objective: a name, a spec such as ``"deft | floor(0.2)"``, or an `Objective`.
-        tokenizer: gives the tokens that end an answer, for ``eos(...)``.
+        tokenizer: the tokenizer, or a processor that holds one; it gives the end tokens of ``eos(...)``.
         end_tokens: further tokens that end an answer in the stack's template; text that is no token is left out.
         suspects: options of the stack that replace the loss, {what a message calls them: whether they are on}.
 
@@ -66,6 +66,7 @@ class TrainerLoss:
     ):
         self.stack, self.trainer, self.suspects = stack, trainer, suspects or {}
         self.objective = parse_supported(stack, objective)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         known = [token for token in end_tokens if token in tokenizer.get_added_vocab()]
         self.special_ids = tuple(sorted(end_tokens_of(tokenizer, declared=known).values()))
         if "special_ids" in self.objective.requires and not self.special_ids:
@@ -91,10 +92,13 @@ class TrainerLoss:
     ) -> Tensor:
         """The loss of a micro-batch; ``loss_scale`` holds weights that are shifted as the targets are."""
         self.called = True
+        logits = logits_of(outputs, labels)
+        if logits is None:
+            raise self._bypassed("the model returned no logits that match the labels")
         weights = None if loss_scale is None else loss_scale.view(labels.shape)
         return token_loss(
-            outputs["logits"] if isinstance(outputs, dict) else outputs.logits, shifted(labels), self.objective,
-            num_items=num_items_in_batch, weights=weights, context=self._context(),
+            logits, shifted(labels), self.objective, num_items=num_items_in_batch, weights=weights,
+            context=self._context(),
         )  # fmt: skip
 
     def _context(self) -> Context:
@@ -116,8 +120,8 @@ class TrainerLoss:
     @torch.no_grad()
     def _expect(self, outputs: Any, labels: Tensor | None, weights: Tensor | None) -> None:
         """Sum of the objective's losses, from the statistics of the logits that the model returns."""
-        logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
-        if labels is None or not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
+        logits = logits_of(outputs, labels)
+        if labels is None or logits is None:
             return
         targets = shifted(labels)
         losses = self.objective.loss(token_stats(logits, targets), self._context())
@@ -137,7 +141,7 @@ class TrainerLoss:
         if not self.called:
             raise self._bypassed("the trainer did not call the loss")
         if self.expected is None:
-            raise self._bypassed("the model returned no logits that match the labels")
+            raise self._bypassed("the trainer did not call the model on the labels that it was given")
         if num_items is None:
             raise self._bypassed("the trainer did not count the supervised tokens of the optimizer step")
         # the mean is over all ranks' tokens, and DDP and FSDP divide the gradient by the number of ranks
@@ -167,6 +171,13 @@ class TrainerLoss:
                 else "Look for a fused or cut cross entropy, context or sequence parallelism, or a plugin with a loss."
             )
         )
+
+
+def logits_of(outputs: Any, labels: Tensor | None) -> Tensor | None:
+    """The model's logits, if it returned a row for each label; a fused cross entropy returns none."""
+    logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+    matching = isinstance(logits, Tensor) and labels is not None and logits.shape[:-1] == labels.shape
+    return logits if matching else None
 
 
 def check_trainer(stack: str, trainer: Any, objective: Objective) -> None:

@@ -36,11 +36,15 @@ def record(path: Path, bypass: bool) -> None:
         return output
 
     def own_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**{name: inputs[name] for name in COLUMNS[:4] if name in inputs}).loss
+        return model(**{name: inputs[name] for name in (*COLUMNS[:4], "logits_to_keep") if name in inputs}).loss
 
     transformers.Trainer.get_batch_samples, transformers.Trainer.train = get_batch_samples, train_and_save
     if bypass:
         transformers.Trainer.compute_loss = own_loss
+    if bypass and "swift" in sys.argv:
+        from swift.trainers import Seq2SeqTrainer
+
+        Seq2SeqTrainer.compute_loss = own_loss
 
 
 def run(stack: str, arguments: list[str]) -> None:
