@@ -1,10 +1,10 @@
 """Runs of other training stacks on a tiny model, and the plain loop that their trajectories are compared with."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -26,20 +26,17 @@ CLIP = 1.0
 TRAJECTORY = 1e-5  # float32 over 20 steps of Adam: rounding in another order, amplified
 
 
-def needs_stack(package: str):
-    """A mark that skips a test file where the stack is not installed."""
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return pytest.mark.skip(reason=f"{package} is not installed here; .ci/stacks builds its environment")
-    return pytest.mark.heavy
+def needs_stack(package: str) -> pytest.MarkDecorator:
+    """A mark that skips the tests of a stack where the stack is not installed."""
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed here; .ci/stacks builds its environment")
 
 
-def make_files(folder: Path) -> tuple[Path, Path]:
+def make_files(folder: Path, cls=transformers.Qwen2ForCausalLM) -> tuple[Path, Path]:
     """(a model folder, a JSONL file of 60 conversations); weights large enough for the objectives to differ."""
     text = [message["content"] for row in tiny.conversations(60) for message in row["messages"]]
     tokenizer = tiny.make_tokenizer([*text, "user\nassistant\nsystem\n"], size=320)
-    model = tiny.save_model(folder / "model", tokenizer, cls=transformers.Qwen2ForCausalLM, gain=20.0)
+    model = tiny.save_model(folder / "model", tokenizer, cls=cls, gain=20.0)
     return model, tiny.save_conversations(folder / "rows.jsonl")
 
 

@@ -1,9 +1,23 @@
 """LLaMA-Factory with an objective goes the way of a plain loop."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from stack_runs import LEARNING_RATE, OBJECTIVES, STEPS, assert_trains, launch, make_files, needs_stack, read_run
+from stack_runs import (
+    LEARNING_RATE,
+    OBJECTIVES,
+    STEPS,
+    TRAJECTORY,
+    assert_trains,
+    launch,
+    make_files,
+    needs_stack,
+    read_run,
+)
 
 pytestmark = needs_stack("llamafactory")
 ARGUMENTS = {
@@ -43,6 +57,8 @@ def trained(files):
             for name, spec in OBJECTIVES.items()}  # fmt: skip
     runs["prompts"] = arguments(files, "prompts", deft_objective="deft", gradient_accumulation_steps=2,
                                 train_on_prompt=True, template="empty")  # fmt: skip
+    runs["lora"] = arguments(files, "lora", deft_objective="deft", gradient_accumulation_steps=2,
+                             finetuning_type="lora", lora_rank=4, lora_dropout=0.0)  # fmt: skip
     done = launch(files[0], "llamafactory", runs)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "deftune: LLaMA-Factory trains `deft | floor(0.2)`: loss" in done.stdout, done.stdout[-4000:]
@@ -58,6 +74,13 @@ def test_trains_as_a_plain_loop(name, trained):
     assert_trains(model, run, OBJECTIVES.get(name, "deft"), read_run(folder, other) if other else None)
 
 
+def test_lora_starts_at_the_same_loss(trained):
+    """An adapter adds nothing before its first update."""
+    lora, full = (read_run(trained[0], name)["losses"] for name in ("lora", "deft"))
+    assert abs(lora[0] - full[0]) <= TRAJECTORY * full[0]
+    assert len(lora) == STEPS and lora[-1] < lora[0]
+
+
 def test_two_ranks_change_nothing(files):
     folder, model = files
     done = launch(
@@ -68,6 +91,19 @@ def test_two_ranks_change_nothing(files):
     run = read_run(folder, "ranks", ranks=2)
     assert {len(step) for step in run["steps"]} == {4, 2}  # the last step of an epoch is shorter
     assert_trains(model, run, "deft")
+
+
+def test_the_command_starts_torchrun_as_llamafactory_does(files):
+    (path,) = arguments(files, "command", deft_objective="deft", max_steps=1)
+    environment = {**os.environ, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": "",
+                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "deftune.adapters.llamafactory", "train", path, "deft_objective=linear"],
+        env=environment, cwd=files[0], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "Initializing 2 distributed tasks" in done.stdout
+    assert done.stdout.count("deftune: LLaMA-Factory trains `linear`: loss") == 1
 
 
 def test_a_bypassed_loss_stops_before_the_first_update(files):

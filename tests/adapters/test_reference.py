@@ -5,7 +5,6 @@ import json
 import pytest
 from stack_runs import CLIP, LEARNING_RATE, OBJECTIVES, STEPS, assert_trains, make_files
 
-pytestmark = pytest.mark.heavy
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 

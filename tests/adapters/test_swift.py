@@ -9,7 +9,7 @@ import pytest
 import torch
 from stack_runs import LEARNING_RATE, OBJECTIVES, STEPS, assert_trains, launch, make_files, needs_stack, read_run
 
-pytestmark = needs_stack("ms-swift")
+pytestmark = needs_stack("swift")
 ARGUMENTS = {
     "loss_type": "deft", "model_type": "qwen2", "template": "chatml", "tuner_type": "full", "torch_dtype": "float32",
     "max_length": 128, "dataset_shuffle": "false", "train_dataloader_shuffle": "false",
