@@ -78,7 +78,8 @@ def test_lora_starts_at_the_same_loss(trained):
     """An adapter adds nothing before its first update."""
     lora, full = (read_run(trained[0], name)["losses"] for name in ("lora", "deft"))
     assert abs(lora[0] - full[0]) <= TRAJECTORY * full[0]
-    assert len(lora) == STEPS and lora[-1] < lora[0]
+    epoch = 15  # steps: 60 rows, in the same order every time, 4 a step
+    assert len(lora) == STEPS and all(after < before for before, after in zip(lora, lora[epoch:]))
 
 
 def test_two_ranks_change_nothing(files):
