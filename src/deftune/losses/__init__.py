@@ -1,5 +1,6 @@
 """From hidden states or logits to statistics, and from a gate to gradients. Nothing here knows an objective's name."""
 
+from deftune.losses.from_log_probs import columns_read, loss_from_log_probs
 from deftune.losses.linear import linear_loss, linear_loss_with_stats, linear_token_stats
 from deftune.losses.loss import token_loss
 from deftune.losses.pending import raise_pending
@@ -9,9 +10,11 @@ from deftune.losses.statistics import token_stats
 __all__ = [
     "Sparse",
     "SparseReport",
+    "columns_read",
     "linear_loss",
     "linear_loss_with_stats",
     "linear_token_stats",
+    "loss_from_log_probs",
     "raise_pending",
     "token_loss",
     "token_stats",
