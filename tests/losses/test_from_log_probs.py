@@ -63,7 +63,7 @@ def test_errors_say_what_is_missing():
         loss_from_log_probs(log_p, "deft", vocab_size=4)
     with pytest.raises(ValueError, match=r"`eaft` reads the likeliest tokens of each row; use deftune.token_loss"):
         loss_from_log_probs(log_p, "eaft", vocab_size=4)
-    with pytest.raises(ValueError, match="log_p: must be float32 or float64, got torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"log_p: must be float32 or float64, got torch\.bfloat16"):
         loss_from_log_probs(log_p.bfloat16(), "nll", vocab_size=4)
     with pytest.raises(ValueError, match="needs the training progress"):
         loss_from_log_probs(log_p, "nll | warmup(0.1)", vocab_size=4, context=Context())

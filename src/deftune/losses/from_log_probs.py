@@ -86,8 +86,8 @@ def columns_read(objective: str | Objective) -> frozenset[str]:
     (['entropy', 'log_collision'], frozenset())
     """
     objective = parse_objective(objective)
-    stats = _Watched(*(torch.full((2,), -0.7, dtype=torch.float64) for _ in range(3)), torch.arange(2), 2,
-                     lambda k: torch.full((2, 2), -0.7, dtype=torch.float64))  # fmt: skip
+    half = torch.full((2, 2), 0.5, dtype=torch.float64).log()
+    stats = _Watched(half[0], half[0], half[0], torch.arange(2), 2, lambda k: half)
     objective.evaluate(stats, Context(progress=1.0, special_ids=(0,)))
     return frozenset(stats.__dict__.get("read", ()))
 
