@@ -21,7 +21,7 @@ torch.set_num_threads(1)  # the tests are many and small, and run beside each ot
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
-    "adapters": ("verl",),
+    "adapters": ("torchtitan", "verl"),
     "cli": ("objectives_command", "output"),
     "comparison": ("grid", "report", "score_figures"),
     "evaluation": ("decoding", "generation", "grading", "vllm_engine"),
