@@ -89,7 +89,7 @@ if __name__ != "__main__":
         return Trainer.Config(
             loss=make_loss(spec), hf_assets_path="tokenizer", model_spec=spec, optimizer=default_adamw(lr=1e-3),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
-            training=TrainingConfig(local_batch_size=2, global_batch_size=8, seq_len=128, steps=8),
+            training=TrainingConfig(local_batch_size=2, global_batch_size=8, seq_len=128, steps=5),
             dataloader=ChatDataLoader.Config(
                 dataset_path="json", load_dataset_kwargs={"data_files": "rows.jsonl", "split": "train"},
                 sample_processor=messages,
