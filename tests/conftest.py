@@ -21,14 +21,17 @@ torch.set_num_threads(1)  # the tests are many and small, and run beside each ot
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
-    "adapters": ("axolotl", "llamafactory", "reference", "swift"),
-    "cli": ("objectives_command", "output"),
-    "comparison": ("grid", "report", "score_figures"),
-    "evaluation": ("decoding", "generation", "grading", "vllm_engine"),
-    "inspection": ("figures", "inspect_page"),
+    "adapters": ("axolotl", "llamafactory", "reference", "swift", "torchtitan", "verl"),
+    "artifacts": ("checkpoints",),
+    "cli": ("long_commands", "objectives_command", "output"),
+    "comparison": ("grid", "grid_failures", "grid_processes", "report", "score_figures"),
+    "data": ("parallel", "rendering"),
+    "evaluation": ("decoding", "generation", "grading", "rules", "vllm_engine"),
+    "inspection": ("figures", "inspect_command", "inspect_page", "real"),
     "losses": ("triton_rows",),
     "objectives": ("step_ranks",),
     "paper": ("conflicts", "recipes"),
+    "tokens": ("definitions",),
     "training": ("attacks", "distributed", "faults", "hf", "resume", "runs", "trackers", "trainer", "weights"),
 }
 NOT_FAST = ("heavy", "long", "slow", "reliability", "gpu")

@@ -1,0 +1,117 @@
+"""`loss_from_log_probs`: an objective's loss from log-probabilities that another engine computed, without logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from deftune.losses.reduction import check_step
+from deftune.losses.statistics import wide
+from deftune.objectives import Context, Objective, TokenStats
+from deftune.objectives import objective as parse_objective
+from deftune.objectives.stats import NO_CONTEXT, from_columns
+
+
+def loss_from_log_probs(
+    log_p: Tensor,
+    objective: str | Objective = "deft",
+    *,
+    vocab_size: int,
+    entropy: Tensor | None = None,
+    log_collision: Tensor | None = None,
+    targets: Tensor | None = None,
+    context: Context | None = None,
+) -> Tensor:
+    """The loss of each token from its log-probability; the gradient that arrives at ``log_p`` is minus the gate.
+
+        d loss / d log_p = -gate,  so that  d loss / d z_i = gate (P_i - [i = y])  through any differentiable log_p(z)
+
+    Entropy and collision are constants of the loss: no gradient flows through them, whatever graph they carry.
+
+    Args:
+        log_p: ``[tokens]`` log-probabilities of the targets, float32 or float64, supervised tokens only.
+        objective: a spec or an objective. Objectives that read the likeliest tokens (`eaft`) need logits: use
+            `token_loss`.
+        vocab_size: V.
+        entropy: ``[tokens]``; may be left out where `columns_read` does not name it.
+        log_collision: ``[tokens]``, log sum P^2, values above 0 are taken for rounding; likewise.
+        targets: ``[tokens]`` ids, for objectives that look at them (``| eos(...)``).
+        context: progress, special ids, step statistics, as in `token_loss`.
+
+    Returns:
+        ``[tokens]`` losses in the dtype of ``log_p``.
+
+    Raises:
+        ValueError: a column that the objective reads is missing, or ``log_p`` has a half-precision dtype.
+
+    >>> log_p = torch.tensor([-2.0], requires_grad=True)
+    >>> loss = loss_from_log_probs(log_p, "linear", vocab_size=9)
+    >>> loss.sum().backward()
+    >>> loss.detach(), log_p.grad
+    (tensor([0.8647]), tensor([-0.1353]))
+    """
+    objective, context = parse_objective(objective), context or NO_CONTEXT
+    if log_p.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"log_p: must be float32 or float64, got {log_p.dtype}; a gate from rounded log-probabilities is another "
+            f"objective, so compute them in float32"
+        )
+    read = columns_read(objective)
+    if "top_log_p" in read:
+        raise ValueError(f"`{objective}` reads the likeliest tokens of each row; use deftune.token_loss on the logits")
+    for name, column in (("entropy", entropy), ("log_collision", log_collision)):
+        if name in read and column is None:
+            raise ValueError(f"`{objective}` reads {name}, which this call lacks; pass {name}=...")
+    check_step(objective, context, None, len(log_p))
+    unread = torch.full_like(log_p, torch.nan)
+    stats = from_columns(
+        wide(log_p.detach()),
+        wide(unread if entropy is None else entropy.detach()),
+        wide(unread if log_collision is None else log_collision.detach().clamp(max=0)),
+        vocab_size=vocab_size,
+        targets=targets,
+    )
+    gate, value = objective.evaluate(stats, context)
+    return _MinusGate.apply(log_p, gate, value)  # pyright: ignore
+
+
+def columns_read(objective: str | Objective) -> frozenset[str]:
+    """What the objective reads beside ``log_p``: "entropy", "log_collision", and "top_log_p" for the likeliest tokens.
+
+    >>> sorted(columns_read("deft | blend(mile, 0.5)")), columns_read("cayley")
+    (['entropy', 'log_collision'], frozenset())
+    """
+    objective = parse_objective(objective)
+    half = torch.full((2, 2), 0.5, dtype=torch.float64).log()
+    stats = _Watched(half[0], half[0], half[0], torch.arange(2), 2, lambda k: half)
+    objective.evaluate(stats, Context(progress=1.0, special_ids=(0,)))
+    return frozenset(stats.__dict__.get("read", ()))
+
+
+class _Watched(TokenStats):
+    """Statistics that note which of their columns were read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("entropy", "log_collision", "top_log_p"):
+            object.__getattribute__(self, "__dict__").setdefault("read", set()).add(name)
+        return object.__getattribute__(self, name)
+
+
+class _MinusGate(Function):
+    """The value as it is; its derivative with respect to log_p is -gate."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(gate)
+        return value.to(log_p.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        (gate,) = ctx.saved_tensors
+        # a shut gate is 0 whatever the upstream says: 0 * inf must not reach the model
+        return torch.where(gate == 0, 0.0, -grad * gate.to(grad.dtype)), None, None

@@ -1,0 +1,71 @@
+"""`loss_from_log_probs` against `token_loss`, which has the oracle's tests: same value, same gradient at the logits."""
+
+import pytest
+import torch
+
+import deftune
+from battery import CASES, CONTEXT, Case, extreme_columns, sample_logits
+from deftune import Context
+from deftune.losses import columns_read, loss_from_log_probs
+from tolerances import assert_close
+
+WITHOUT_TOP = [case for case in CASES if "top_log_p" not in columns_read(case.objective)]
+
+
+def columns(logits, targets):
+    """What an engine such as verl hands over: differentiable columns, also those that must not carry a gradient."""
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, targets[:, None])[:, 0], entropy, log_probs.exp().square().sum(-1).log()
+
+
+@pytest.mark.parametrize("case", WITHOUT_TOP, ids=str)
+def test_value_and_gradient_are_those_of_token_loss(case: Case):
+    logits, targets = sample_logits(15, 8)
+    results = []
+    for from_columns in (False, True):
+        leaf = logits.clone().requires_grad_()
+        if from_columns:
+            log_p, entropy, log_collision = columns(leaf, targets)
+            loss = loss_from_log_probs(
+                log_p, case.objective, vocab_size=8, entropy=entropy, log_collision=log_collision, targets=targets,
+                context=CONTEXT,
+            )  # fmt: skip
+        else:
+            loss = deftune.token_loss(leaf, targets, case.objective, reduction="none", context=CONTEXT)
+        upstream = torch.linspace(0.5, 2.0, 15, dtype=torch.float64)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf, upstream)))
+    assert_close(results[1][0], results[0][0], "closed form", condition=1 + results[0][0], what="loss")
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [case for case in WITHOUT_TOP if case.kind == "local"], ids=str)
+def test_extreme_tokens_have_gradient_minus_gate_and_no_nan(case: Case):
+    stats, _ = extreme_columns()
+    log_p = stats.log_p.clone().requires_grad_()
+    given = dict(entropy=stats.entropy, log_collision=stats.log_collision, targets=stats.targets)
+    loss = loss_from_log_probs(log_p, case.objective, vocab_size=stats.vocab_size, context=CONTEXT, **given)
+    gate, value = case.objective.evaluate(stats, CONTEXT)
+    torch.testing.assert_close(loss.detach(), value, rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), log_p)[0], -gate, rtol=0, atol=0)
+
+
+def test_columns_that_an_objective_reads():
+    assert columns_read("nll") == columns_read("cayley | floor(0.2)") == columns_read("top(0.1)") == frozenset()
+    assert columns_read("deft | warmup(0.1)") == columns_read("nll | eos(deft)") == {"log_collision"}
+    assert columns_read("mile") == columns_read("eaft(norm=full)") == {"entropy"}
+    assert columns_read("eaft | blend(deft, 0.5)") == {"top_log_p", "log_collision"}
+
+
+def test_errors_say_what_is_missing():
+    log_p = torch.tensor([-1.0])
+    with pytest.raises(ValueError, match=r"`deft` reads log_collision, which this call lacks; pass log_collision="):
+        loss_from_log_probs(log_p, "deft", vocab_size=4)
+    with pytest.raises(ValueError, match=r"`eaft` reads the likeliest tokens of each row; use deftune.token_loss"):
+        loss_from_log_probs(log_p, "eaft", vocab_size=4)
+    with pytest.raises(ValueError, match=r"log_p: must be float32 or float64, got torch\.bfloat16"):
+        loss_from_log_probs(log_p.bfloat16(), "nll", vocab_size=4)
+    with pytest.raises(ValueError, match="needs the training progress"):
+        loss_from_log_probs(log_p, "nll | warmup(0.1)", vocab_size=4, context=Context())
+    empty = torch.zeros(0, requires_grad=True)
+    assert loss_from_log_probs(empty, "nll", vocab_size=4).sum().requires_grad
