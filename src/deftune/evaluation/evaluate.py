@@ -290,11 +290,16 @@ def evaluate(
 
     Args:
         model: a run, a checkpoint (RUN:200), a model that `deftune train` takes, or a server's name of a model.
-        suites, tasks, task_files, data, limit: the questions, see `load_questions`.
+        suites: names of suites, such as "math".
+        tasks: names of single tasks.
+        task_files: YAML files with tasks of your own.
+        data: the folder with the benchmarks' files (default: the hub).
+        limit: a sample of so many items of each task.
         engine: what generates the answers (default: `Transformers()`).
         samples: answers per item at temperatures above 0 (default: the suite's).
         temperatures: 0 is greedy (default: the suite's; for single tasks 0).
-        top_p, seed: nucleus sampling (default: 1, all tokens), and the seed of the sampling (default: 0).
+        top_p: nucleus sampling (default: 1, all tokens).
+        seed: the seed of the sampling (default: 0).
         max_new_tokens: token limit of an answer (default: the task's).
         rule: extraction of multiple-choice answers, "strict" (default) or "lenient".
         template: chatml, plain, or a .jinja file (default: the run's, or the tokenizer's).

@@ -249,10 +249,15 @@ def evaluate_heldout(
 
     Args:
         model: a run, a checkpoint (RUN:200), or a model that `deftune train` takes.
-        data: a file, a folder, a hub id, or ``generated:NAME``; with its ``format`` and ``split``.
+        data: a file, a folder, a hub id, or ``generated:NAME``.
+        format: the format of the rows.
+        split: the split of the data.
         rows: the first rows only.
         skip_bad_rows: write rows that cannot be used to `bad_rows.jsonl` instead of raising an error.
-        template, like, trust_remote_code, display: as in `deftune.evaluation.evaluate.evaluate`.
+        template: chatml, plain, or a .jinja file (default: the run's, or the tokenizer's).
+        like: encode the rows as this run does; for the base model of a run.
+        trust_remote_code: run the code of the model's repository.
+        display: receives progress and messages.
         batch_size: the most rows at a time; default: as many as fit into 8,192 tokens.
         out: the result's folder (default: results/MODEL-heldout).
     """

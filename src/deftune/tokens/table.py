@@ -231,8 +231,11 @@ def make_token_table(
         data: a file, a folder, a hub id, or ``generated:NAME``.
         objectives: objectives whose gates are columns of the table.
         rows: the first rows only.
-        format, split: of the data, as in `read_rows`.
-        template, mask, max_length: replace those of the run, or the defaults.
+        format: the format of the data, as in `read_rows`.
+        split: the split of the data, as in `read_rows`.
+        template: replaces the chat template of the run or of the tokenizer.
+        mask: replaces the mask of the run or the default.
+        max_length: replaces the longest length of a row.
         batch_tokens: the most places in a batch, padding included.
         bad_rows: a file for rows that cannot be used; without it the first such row is an error.
         trust_remote_code: run the code of the model's repository.

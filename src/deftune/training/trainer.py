@@ -104,6 +104,8 @@ class DeftSFTTrainer(SFTTrainer):
     A gradient that is not finite stops the training before the weights change: the step's micro-batches are run again,
     the error names the first layer and operation that are not finite and what to do, and the batch is saved.
 
+        trainer = deftune.DeftSFTTrainer("HuggingFaceTB/SmolLM2-135M", objective="deft", train_dataset=dataset)
+
     Args:
         objective: a name, a spec such as ``"deft | floor(0.2)"``, or an `Objective`.
         special_ids: the tokens that end an answer, for ``eos(...)`` and the record ``eos_p``; by default those of the
@@ -118,8 +120,6 @@ class DeftSFTTrainer(SFTTrainer):
         checkpoint_root: write verified checkpoints there.
         keep: how many of the newest checkpoints to keep there (None: all); the best one stays besides.
         pinned: steps whose checkpoints stay, too.
-
-        trainer = DeftSFTTrainer("HuggingFaceTB/SmolLM2-135M", objective="deft", train_dataset=dataset)
     """
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
