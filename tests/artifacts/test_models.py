@@ -35,6 +35,14 @@ def test_a_hub_id_is_passed_on():
     assert resolve_model("org/name") == "org/name"
 
 
+def test_a_misspelt_run_is_no_hub_id(tmp_path, monkeypatch):
+    """The hub would be asked for minutes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"model: runs/frist: no such folder in runs\. Did you mean 'first'\?"):
+        resolve_model("runs/frist")
+
+
 def test_folders_are_looked_at_before_they_are_loaded(tmp_path, tiny_model):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))

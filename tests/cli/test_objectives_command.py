@@ -1,6 +1,7 @@
 """The command line, as a user runs it: in a process of its own where start-up is what is tested."""
 
 import csv
+import os
 import subprocess
 import sys
 
@@ -33,6 +34,26 @@ def test_import_deftune_loads_neither_triton_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_an_objective_of_a_users_file(tmp_path):
+    """--import runs the file, and the processes that the command starts run it too."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import dataclasses, deftune\n"
+        "@deftune.register('half-deft')\n@dataclasses.dataclass(frozen=True)\n"
+        "class Half(deftune.Focus):\n    def focus(self, stats, context=None): return stats.concentration / 2\n"
+    )
+    assert run("objectives", "show", "half-deft").returncode == 2
+    done = run("--import", str(path), "objectives", "show", "half-deft | floor(0.1)")
+    assert done.returncode == 0 and done.stdout.startswith("spec         half-deft | floor(0.1)\n")
+    inherited = subprocess.run(
+        [sys.executable, "-m", "deftune", "objectives", "show", "half-deft"], capture_output=True,
+        env={**os.environ, "DEFTUNE_IMPORT": str(path)},
+    )  # fmt: skip
+    assert inherited.returncode == 0
+    missing = run("--import", "no.py", "objectives")
+    assert missing.returncode == 2 and missing.stderr.endswith("no.py: no such file\n")
 
 
 def test_table_names_every_objective_and_modifier(capsys: pytest.CaptureFixture[str]):

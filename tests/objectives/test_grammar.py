@@ -114,7 +114,7 @@ def test_an_objective_is_its_own_spec():
         ("deft | flor(0.1)", r"unknown modifier 'flor'\. Did you mean 'floor'\? Known: floor, eos"),
         ("deft | meanone", r"unknown modifier 'meanone'\. Did you mean 'mean_one'\?"),
         ("deft | nll", r"'nll' is an objective, not a modifier.*blend\(nll, 0\.5\)"),
-        ("floor(0.1)", r"'floor' is a modifier and needs an objective before it, e\.g\. 'deft \| floor'"),
+        ("floor(0.1)", r"'floor' is a modifier and needs an objective before it: 'deft \| floor\.\.\.'"),
         ("cayley(kapa=1)", r"unknown parameter of cayley 'kapa'\. Did you mean 'kappa'\?"),
         ("cayley(1, 2)", r"cayley: 2 values given, it takes kappa"),
         ("deft(1)", r"deft: 1 values given, it takes no values"),
@@ -288,6 +288,15 @@ def test_register_tells_objectives_from_modifiers_and_refuses_a_taken_name(regis
     assert deftune.register("halfdeft")(HalfDeft) is HalfDeft and OBJECTIVES["halfdeft"] is HalfDeft
     assert deftune.register("doubled")(Doubled) is Doubled and catalogue.MODIFIERS["doubled"] is Doubled
     assert "doubled" not in OBJECTIVES
+
+    @deftune.register("quarter-deft")
+    @dataclass(frozen=True)
+    class Quarter(deftune.Focus):
+        scale: float = 0.25
+
+    assert str(objective("quarter-deft(scale=0.5) | doubled")) == "quarter-deft(scale=0.5) | doubled"
+    with pytest.raises(ValueError, match="the class's own name is 'halfdeft', not 'other'"):
+        deftune.register("other")(HalfDeft)
     for name, why in (("deft", "is in the catalogue already"), ("floor", "is in the catalogue"), ("2x", "is no name")):
         with pytest.raises(ValueError, match=why):
             deftune.register(name)

@@ -86,7 +86,7 @@ class Data(Section):
 
     train: list[Source] = Field(min_length=1)
     eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
-    holdout: Share = Field(0.0, description="share of the training rows kept for evaluation instead")
+    holdout: Share = Field(0.0, description="chance of each training row to be kept for evaluation instead")
     tasks: list[TaskSource] = Field(default_factory=list, description="tasks to score at every evaluation, e.g. gsm8k")
     total: Positive | None = Field(None, description="rows of a mixture (default: as many as the weights allow)")
     template: str | None = Field(
@@ -389,7 +389,7 @@ data:
     - generate: gsm_symbolic    # or path: train.jsonl, or path: org/dataset
       split: train
       limit: 400                # rows to make
-  holdout: 0.1                  # share of the rows that is kept to evaluate on
+  holdout: 0.1                  # chance of each row to be kept to evaluate on
   max_length: 384               # tokens; longer rows are cut
   # template: chatml            # for a model without a chat template of its own
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import FolderError, UnreadableError, disk_error, sealed_folder, sha256, verify
+from deftune.objectives.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,10 @@ def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, 
     if "/" not in name:
         known = ", ".join(PACKAGED)
         raise ValueError(f"model: unknown name {name!r}; a hub id (org/name), a folder, a .gguf file, or {known}")
+    parent = path.parent
+    if parent.is_dir():  # runs/frist: a folder here, not an organisation of the hub
+        hint = did_you_mean(path.name, [entry.name for entry in parent.iterdir()])
+        raise ValueError(f"model: {name}: no such folder in {parent}.{hint}")
     return name
 
 

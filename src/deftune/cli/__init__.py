@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
+import runpy
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deftune._version import __version__
 from deftune.cli import analyze, compare, doctor, evaluate, inspect, objectives, paper, report, results, selftest, train
 from deftune.cli.output import error_text, notice
 
+IMPORTS = "DEFTUNE_IMPORT"  # files of --import, for the processes of a comparison's cells
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="deftune", description="SFT objectives as gate x error.")
     parser.add_argument("--version", action="version", version=f"deftune {__version__}")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="FILE",
+        help="run a Python file of yours first, which registers objectives; repeatable",
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     objectives.add_to(commands)
     results.add_to(commands)
@@ -30,11 +39,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def run_imports(files: Sequence[str]) -> None:
+    """Run the files of --import here, and name them to the commands that this process starts."""
+    inherited = filter(None, os.environ.get(IMPORTS, "").split(os.pathsep))
+    paths = list(dict.fromkeys([*inherited, *(str(Path(file).absolute()) for file in files)]))
+    for path in paths:
+        if not Path(path).is_file():
+            raise ValueError(f"--import: {path}: no such file")
+        runpy.run_path(path)
+    if paths:
+        os.environ[IMPORTS] = os.pathsep.join(paths)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
     args.line = shlex.join(["deftune", *(sys.argv[1:] if argv is None else argv)])  # for what records it
     try:
+        run_imports(args.imports)
         return args.run(args)
     except BrokenPipeError:  # `deftune ... | head`
         sys.stderr.close()

@@ -128,6 +128,8 @@ def parse_row(fields: Mapping[str, Any], where: str) -> Row:
     >>> parse_row({"prompt": "1 + 1?", "completion": "2"}, "rows[0]").messages[-1]
     {'role': 'assistant', 'content': '2'}
     """
+    if not isinstance(fields, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"{where}: a row is a dict of fields such as messages, got {type(fields).__name__}")
     record = dict(fields)
     try:
         return _row(record, detect(record), where, "rows")

@@ -209,7 +209,11 @@ def read_rows(result: Result) -> list[Record]:
 def compare(base: Result, other: Result) -> list[Record]:
     """other - base for every metric, paired by row, p-values by swapping rows, Holm over the metrics."""
     before, after = read_rows(base), read_rows(other)
-    differ = sum(x["targets"] != y["targets"] for x, y in zip(before, after)) + abs(len(before) - len(after))
+    if len(before) != len(after):
+        raise ValueError(
+            f"{base.folder} has {len(before)} rows and {other.folder} has {len(after)}; measure both on the same rows"
+        )
+    differ = sum(x["targets"] != y["targets"] for x, y in zip(before, after))
     if differ:
         raise ValueError(
             f"{base.folder} and {other.folder}: {differ} rows have other tokens; measure both on the same data, with "

@@ -142,9 +142,13 @@ def inspect_rows(
 ) -> Inspection:  # fmt: skip
     """Inspect a dataset with a model: which tokens contradict the model, and which rows hold them.
 
+        from deftune.inspection.inspect import reasons
+
         inspection = deftune.inspect_rows("smollm2", "train.jsonl", rows=100)
         for row in inspection.ranked_rows()[:10]:
             print(inspection.rows[row]["where"], reasons(inspection, row))
+
+    Model and data are named, as on the command line; `deftune.score_rows` takes a loaded model and rows.
 
     Args:
         model: a run, ``RUN:STEP``, or any model that `deftune train` takes.
@@ -157,6 +161,8 @@ def inspect_rows(
     Returns:
         An `Inspection`: scores and reasons of every row, and the statistics of every token.
     """
+    if not (isinstance(model, str) and isinstance(data, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError("inspect_rows: model and data are names or paths; deftune.score_rows takes loaded ones")
     chosen = parse_objectives(objectives)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(tokens) if tokens is not None else Path(folder) / "tokens.parquet"

@@ -226,8 +226,8 @@ def register(name: str) -> Callable[[T], T]:
     ...     scale: float = 0.5
     ...     def focus(self, stats, context=None):
     ...         return self.scale * stats.concentration
-    >>> objective("half-deft(scale=0.25) | floor(0.1)").inner
-    HalfDeft(scale=0.25)
+    >>> objective("half-deft(scale=0.25) | floor(0.1)").inner, str(HalfDeft(0.25))
+    (HalfDeft(scale=0.25), 'half-deft(scale=0.25)')
     >>> _ = OBJECTIVES.pop("half-deft")
 
     Args:
@@ -238,7 +238,7 @@ def register(name: str) -> Callable[[T], T]:
         modifier, everything else an objective.
 
     Raises:
-        ValueError: a spec could not spell the name, or the catalogue has it.
+        ValueError: a spec could not spell the name, the catalogue has it, or the class has another ``name``.
     """
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
         raise ValueError(f"register: {name!r} is no name; use letters, digits, _ and -, beginning with a letter")
@@ -246,6 +246,11 @@ def register(name: str) -> Callable[[T], T]:
         raise ValueError(f"register: {name!r} is in the catalogue already; choose another name")
 
     def add(factory: T) -> T:
+        if isinstance(factory, type):
+            own: str = getattr(factory, "name", "")
+            if own not in ("", name):
+                raise ValueError(f"register: the class's own name is {own!r}, not {name!r}; make them the same")
+            factory.name = name  # noqa: B010: str() of an instance must be a spec again
         (MODIFIERS if _is_modifier(factory) else OBJECTIVES)[name] = factory
         return factory
 

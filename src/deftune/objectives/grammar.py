@@ -187,7 +187,7 @@ def _build(terms: list[_Term]) -> Objective:
     head, *rest = terms
     if head.name not in OBJECTIVES:
         if head.name in MODIFIERS:
-            raise ValueError(f"{head.name!r} is a modifier and needs an objective before it, e.g. 'deft | {head.name}'")
+            raise ValueError(f"{head.name!r} is a modifier and needs an objective before it: 'deft | {head.name}...'")
         raise _unknown("objective", head.name, OBJECTIVES)
     built = _call(head.name, OBJECTIVES[head.name], head, [])
     for term in rest:

@@ -254,7 +254,7 @@ def score_rows(
     objectives: Iterable[str | Objective] = (), batch_tokens: int = BATCH_TOKENS, bad: BadRows | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> TokenScores:  # fmt: skip
-    """What a model thinks of each supervised token of given rows.
+    """The statistics of each supervised token of given rows.
 
     With P the model's distribution at a token and y its target: log p = log P[y], the entropy -sum P log P and
     log sum P^2. The model is left as it is.
