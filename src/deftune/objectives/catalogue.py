@@ -246,11 +246,7 @@ def register(name: str) -> Callable[[T], T]:
         raise ValueError(f"register: {name!r} is in the catalogue already; choose another name")
 
     def add(factory: T) -> T:
-        if isinstance(factory, type):
-            own: str = getattr(factory, "name", "")
-            if own not in ("", name):
-                raise ValueError(f"register: the class's own name is {own!r}, not {name!r}; make them the same")
-            factory.name = name  # noqa: B010: str() of an instance must be a spec again
+        _set_name(factory, name)
         (MODIFIERS if _is_modifier(factory) else OBJECTIVES)[name] = factory
         return factory
 
@@ -259,3 +255,11 @@ def register(name: str) -> Callable[[T], T]:
 
 def _is_modifier(factory: object) -> bool:
     return isinstance(factory, type) and issubclass(factory, Modifier)
+
+
+def _set_name(factory: object, name: str) -> None:
+    """Give a class the name of its spec, so that ``str()`` of an instance is a spec again."""
+    if isinstance(factory, type) and issubclass(factory, Objective):
+        if factory.name not in ("", name):
+            raise ValueError(f"register: the class's own name is {factory.name!r}, not {name!r}; make them the same")
+        factory.name = name
