@@ -51,11 +51,15 @@ class Model(Section):
 class Source(Section):
     """Rows: from a file, a folder, a hub dataset, or generated."""
 
-    path: str | None = Field(None, description="a file or folder (JSONL, JSON, Parquet, .gz) or a hub id")
+    path: str | None = Field(None, description="a file or folder (JSONL, JSON, Parquet, CSV, TSV, .gz) or a hub id")
     generate: str | None = Field(None, description="a generated regime: gsm_symbolic, word_sorting, figlet_font, ...")
     format: str = Field("auto", description="messages, prompt_completion, alpaca, gsm8k, math, ... or auto")
     split: str | None = Field(None, description="a hub dataset's split, or train / test of a generated regime")
     limit: Positive | None = Field(None, description="take the first rows only; of a generated regime: how many")
+    fields: dict[str, str] = Field(
+        default_factory=dict[str, str],
+        description="names of the format's fields -> names in the data: {prompt: q, completion: a}",
+    )
     weight: float = Field(1.0, gt=0, description="share in a mixture of several sources")
 
     @model_validator(mode="after")
@@ -64,6 +68,8 @@ class Source(Section):
             raise ValueError("give one of `path` and `generate`")
         if self.generate is not None and self.limit is None:
             raise ValueError("`generate` needs `limit`: how many rows to make")
+        if self.generate is not None and self.fields:
+            raise ValueError("`fields` is for `path`: generated rows have their own")
         return self
 
     @property

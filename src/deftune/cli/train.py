@@ -51,6 +51,7 @@ def add_to(commands: Any) -> None:
     preview.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
     preview.add_argument("--model", default="smollm2", help="whose tokenizer and template (default: smollm2)")
     preview.add_argument("--format", default="auto")
+    preview.add_argument("--fields", metavar="A=B,C=D", help="names in the data: prompt=q,completion=a")
     preview.add_argument("--split")
     preview.add_argument("--limit", type=int, default=1000, help="rows to read (default: 1000)")
     preview.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
@@ -188,6 +189,18 @@ def run_runs(args: argparse.Namespace) -> int:
     return 0
 
 
+def parse_fields(text: str | None) -> dict[str, str]:
+    """The mapping that ``--fields`` writes.
+
+    >>> parse_fields("prompt=q,completion=a")
+    {'prompt': 'q', 'completion': 'a'}
+    """
+    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
+    if not all(name.strip() and own.strip() for name, _, own in pairs):
+        raise ValueError(f"--fields: write NAME=NAME_IN_THE_DATA, with commas between; got {text!r}")
+    return {name.strip(): own.strip() for name, _, own in pairs}
+
+
 def run_preview(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
@@ -204,7 +217,9 @@ def run_preview(args: argparse.Namespace) -> int:
     bad = BadRows(skip=args.skip_bad_rows)
     if args.rows < 0 or args.limit < 1:
         raise ValueError(f"data preview: --rows from 0 and --limit from 1, got {args.rows} and {args.limit}")
-    found = iterate_rows(args.data, format=args.format, split=args.split, limit=args.limit, bad=bad)
+    found = iterate_rows(
+        args.data, format=args.format, split=args.split, limit=args.limit, bad=bad, fields=parse_fields(args.fields)
+    )
     rows = PackedRows(found, bad)
     with quiet():
         tokenizer = load_tokenizer(resolve_model(args.model, notice), trust_remote_code=args.trust_remote_code)

@@ -1,9 +1,10 @@
-"""Rows of a file: JSONL, JSON and Parquet, read strictly; JSONL line by line in bounded memory."""
+"""Rows of a file: JSONL, JSON, Parquet, CSV and TSV, read strictly; JSONL and CSV line by line in bounded memory."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -19,7 +20,8 @@ from deftune.data.rows import SKIP_REMEDY, BadRows, Fault, Record, RowError, raw
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 2**30  # a .json file is parsed in memory; a larger one belongs in JSONL
 MAX_DEPTH = 100  # of nested lists and objects; chat rows use about six
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".csv.gz",
+            ".tsv.gz")  # fmt: skip
 
 
 # Strict JSON ---------------------------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def _open(path: Path) -> _Stream:
 
 
 def _layout(path: Path, head: bytes) -> str:
-    """jsonl, json or parquet: by its name, by its first bytes where the name leaves it open."""
+    """jsonl, json, parquet, csv or tsv: by its name, by its first bytes where the name leaves it open."""
     name = path.name.lower().removesuffix(".gz")
     suffix = Path(name).suffix
     if head.startswith(b"PAR1") or suffix == ".parquet":
@@ -198,6 +200,8 @@ def _layout(path: Path, head: bytes) -> str:
             raise RowError(str(path), Fault(f"is {what}", "", remedy))
     if suffix in (".jsonl", ".ndjson"):
         return "jsonl"
+    if suffix in (".csv", ".tsv"):
+        return suffix[1:]
     if suffix not in (".json", ""):
         raise RowError(str(path), Fault(f"unknown file type {suffix!r}", "", f"known: {', '.join(SUFFIXES)}"))
     first, newline, rest = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
@@ -311,6 +315,43 @@ def _json_object(path: Path, value: dict[str, Any]) -> Iterator[Record]:
         yield f"{path}:{key}[{index}]", row
 
 
+def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -> Iterator[Record]:
+    """Rows of text below a header line; a quoted value may hold line breaks."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    text = io.TextIOWrapper(cast("Any", stream), encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    while True:
+        where = f"{path}:{reader.line_num + 1}"
+        try:
+            with _reading(where):
+                values = next(reader, None)
+        except UnicodeDecodeError as error:
+            raise RowError(where, Fault("not UTF-8", error.reason, "save the file as UTF-8")) from None
+        except csv.Error as error:  # a quote that is not closed swallows what follows: no later row is certain
+            raise RowError(where, Fault("not CSV", str(error), "check the quotes, or write it as JSONL")) from None
+        if values is None:
+            return
+        if names is None:
+            names = values
+            if len(set(names)) < len(names) or not all(name.strip() for name in names):
+                remedy = "the first line names the columns, each once"
+                raise RowError(where, Fault("wrong header", ", ".join(map(_shown, names)), remedy))
+        elif not values:
+            continue
+        elif len(values) != len(names):
+            fault = Fault("wrong number of values", f"{len(values)} where the header has {len(names)}")
+            bad.add(where, fault, raw_text(delimiter.join(values).encode()))
+        elif any("\0" in value for value in values):
+            bad.add(where, Fault("NUL character", "in a value"), raw_text(delimiter.join(values).encode()))
+        else:
+            yield where, dict(zip(names, values))
+
+
+def _read_tsv(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
+    return _read_csv(path, stream, bad, "\t")
+
+
 def _read_parquet(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
     try:
         import pyarrow.parquet as parquet
@@ -387,4 +428,6 @@ def _decoded(value: Any) -> Any:
     return [_decoded(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
-_LAYOUTS = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}
+_LAYOUTS = {
+    "jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet, "csv": _read_csv, "tsv": _read_tsv,
+}  # fmt: skip

@@ -290,7 +290,7 @@ def detect(row: Fields) -> str:
     raise Fault(
         "unknown format",
         f"its keys: {name_keys(row)}.{_nearest(row)} Known: {', '.join(FORMATS)}",
-        "name it with --format, or rewrite the rows as messages",
+        "name it with --format, or name its fields in the config: fields: {prompt: ..., completion: ...}",
     )
 
 

@@ -30,6 +30,7 @@ def read_rows(
     limit: int | None = None,
     seed: int = 42,
     bad: BadRows | None = None,
+    fields: Mapping[str, str] | None = None,
 ) -> list[Row]:
     """The rows of a file, a folder of files, a dataset on the Hugging Face hub, or a generator.
 
@@ -41,11 +42,13 @@ def read_rows(
         limit: how many good rows to read; default: all, and `GENERATED_ROWS` of a generator, which has no end.
         seed: of a generator.
         bad: what to do with a row that cannot be read: by default the first one raises `RowError`.
+        fields: the format's names of fields -> those of the data, e.g. ``{"prompt": "q", "completion": "a"}``; the
+            other fields of the data are not read.
 
     Raises:
         RowError: a row or the whole source cannot be read; the message says where, what is wrong and what to do.
     """
-    return list(iterate_rows(source, format=format, split=split, limit=limit, seed=seed, bad=bad))
+    return list(iterate_rows(source, format=format, split=split, limit=limit, seed=seed, bad=bad, fields=fields))
 
 
 def iterate_rows(
@@ -56,6 +59,7 @@ def iterate_rows(
     limit: int | None = None,
     seed: int = 42,
     bad: BadRows | None = None,
+    fields: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """`read_rows`, one row at a time: for callers that do not hold them all."""
     source, bad = str(source), BadRows() if bad is None else bad
@@ -64,6 +68,8 @@ def iterate_rows(
     if is_generated(source):
         if format != "auto":
             raise ValueError(f"--format: {source} is generated and has none; leave it out")
+        if fields:
+            raise ValueError(f"fields: {source} is generated and has its own; leave them out")
         name = source.removeprefix(GENERATED)
         yield from generate(name, split=split or "train", size=limit or GENERATED_ROWS, seed=seed)
         return
@@ -75,6 +81,7 @@ def iterate_rows(
         good, skipped = count, len(bad.rows)
         for where, record in records:
             try:
+                record = _renamed(record, fields) if fields else record
                 chosen = chosen or detect(record)
                 row = _row(record, chosen, where, source)
             except Ambiguous as fault:  # about the source, not the row
@@ -91,6 +98,14 @@ def iterate_rows(
         if count == limit:
             break
     log.info("%s: %d rows, format %s%s", source, count, chosen, f"; {bad.summary()}" if bad.rows else "")
+
+
+def _renamed(record: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a row under the names of its format."""
+    if missing := [name for name in fields.values() if name not in record]:
+        known = ", ".join(map(repr, record)) or "none"
+        raise Fault(f"no field {missing[0]!r}", f"the row has {known}", "correct `fields` to the names of the data")
+    return {name: record[own] for name, own in fields.items()}
 
 
 def read_fields(

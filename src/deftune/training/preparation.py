@@ -97,7 +97,9 @@ def read_mixture(sources: list[Source], config: RunConfig, bad: BadRows, notice:
     """The rows of the sources, mixed by their weights."""
     read: list[tuple[PackedRows, float]] = []
     for source in sources:
-        found = iterate_rows(source.place, format=source.format, split=source.split, limit=source.limit, bad=bad)
+        found = iterate_rows(
+            source.place, format=source.format, split=source.split, limit=source.limit, bad=bad, fields=source.fields
+        )
         rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad)
         notice(f"{source.place}: {len(rows):,} rows")
         read.append((rows, source.weight))
