@@ -206,7 +206,7 @@ def run_questions(args: argparse.Namespace) -> int:
 
 
 def run_heldout(args: argparse.Namespace) -> int:
-    need_evaluation()
+    need_training()
     with progress() as working:
         working.show("loading the libraries")
         from deftune.cli.eval_tables import render_heldout
