@@ -77,6 +77,9 @@ def test_preview_and_config_take_fields(tmp_path, tiny_model, capsys):
     path.write_text("q,a\n1+1?,2\n")
     assert main(["data", "preview", str(path), "--model", str(tiny_model), "--fields", "prompt=q,completion=a"]) == 0
     assert "1+1?" in capsys.readouterr().out
+    table = ["--fields", "prompt=q,completion=a", "--max-length", "64"]
+    assert main(["inspect", str(tiny_model), str(path), *table]) == 0
+    assert "rows.csv:2" in capsys.readouterr().out
     assert main(["data", "preview", str(path), "--model", str(tiny_model), "--fields", "q"]) == 2
     assert "--fields: write NAME=NAME_IN_THE_DATA" in capsys.readouterr().err
     source = {"path": str(path), "fields": FIELDS}

@@ -8,7 +8,7 @@ from typing import Any
 
 from deftune.cli.output import say
 from deftune.cli.progress import progress
-from deftune.cli.train import add_trust, need_training
+from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
 
@@ -28,6 +28,7 @@ def add_to(commands: Any) -> None:
     )
     tokens.add_argument("--rows", type=int, help="the first rows only (of generated:NAME: how many; default 1000)")
     tokens.add_argument("--format", default="auto", help="of the data (default: by its fields)")
+    add_fields(tokens)
     tokens.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
     tokens.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
     tokens.add_argument("--mask", choices=["assistant", "completion", "all"], help="default: the run's, or assistant")
@@ -131,7 +132,8 @@ def run_tokens(args: argparse.Namespace) -> int:
         bad_rows = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl") if args.skip_bad_rows else None
         written = make_token_table(
             args.out, args.model, args.data, objectives=split_specs(args.objectives), rows=args.rows,
-            format=args.format, split=args.split, template=args.template, mask=args.mask, max_length=args.max_length,
+            format=args.format, fields=parse_fields(args.fields), split=args.split,
+            template=args.template, mask=args.mask, max_length=args.max_length,
             batch_tokens=args.batch_tokens, bad_rows=bad_rows, trust_remote_code=args.trust_remote_code,
             facts={"command": args.line}, display=shown,
         )  # fmt: skip

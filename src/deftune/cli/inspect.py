@@ -10,10 +10,10 @@ from typing import Any
 from deftune.cli import analyze
 from deftune.cli.output import notice
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import add_trust, need_training
+from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
 
 # what shapes a token table: of no use, and so an error, beside a table that is made already
-TABLE_OPTIONS = ("rows", "format", "template", "mask", "max_length", "batch_tokens", "trust_remote_code")
+TABLE_OPTIONS = ("rows", "format", "fields", "template", "mask", "max_length", "batch_tokens", "trust_remote_code")
 
 
 def add_to(commands: Any) -> None:
@@ -43,6 +43,7 @@ def add_to(commands: Any) -> None:
         "--tokens", type=Path, metavar="FILE", help="reuse this token table, or write it where not there"
     )
     parser.add_argument("--format", help="of the data (default: by its fields)")
+    add_fields(parser)
     parser.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
     parser.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
     parser.add_argument("--mask", choices=["assistant", "completion", "all"], help="default: the run's, or assistant")
@@ -85,7 +86,8 @@ def inspect(args: argparse.Namespace, shown: Progress) -> Any:
         return inspection
     return inspect_rows(
         args.model, args.data, tokens=args.tokens, objectives=specs or analyze.OBJECTIVES.split(","), rows=args.rows,
-        format=args.format or "auto", split=args.split, template=args.template, mask=args.mask,
+        format=args.format or "auto", fields=parse_fields(args.fields), split=args.split,
+        template=args.template, mask=args.mask,
         max_length=args.max_length, batch_tokens=args.batch_tokens or BATCH_TOKENS,
         bad_rows=bad_rows_path(args), trust_remote_code=args.trust_remote_code, facts={"command": args.line},
         display=shown,

@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
     preview.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
     preview.add_argument("--model", default="smollm2", help="whose tokenizer and template (default: smollm2)")
     preview.add_argument("--format", default="auto")
-    preview.add_argument("--fields", metavar="A=B,C=D", help="names in the data: prompt=q,completion=a")
+    add_fields(preview)
     preview.add_argument("--split")
     preview.add_argument("--limit", type=int, default=1000, help="rows to read (default: 1000)")
     preview.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
@@ -61,6 +61,10 @@ def add_to(commands: Any) -> None:
     preview.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
     add_trust(preview)
     preview.set_defaults(run=run_preview)
+
+
+def add_fields(parser: Any) -> None:
+    parser.add_argument("--fields", metavar="A=B,C=D", help="names in the data: prompt=q,completion=a")
 
 
 def add_trust(parser: Any) -> None:

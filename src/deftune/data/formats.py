@@ -290,7 +290,8 @@ def detect(row: Fields) -> str:
     raise Fault(
         "unknown format",
         f"its keys: {name_keys(row)}.{_nearest(row)} Known: {', '.join(FORMATS)}",
-        "name it with --format, or name its fields in the config: fields: {prompt: ..., completion: ...}",
+        "name it with --format, or name its fields: --fields prompt=...,completion=..., in a config "
+        "fields: {prompt: ..., completion: ...}",
     )
 
 

@@ -220,7 +220,8 @@ def make_token_table(
     path: str | Path, model: str, data: str, *, objectives: Iterable[str | Objective] = DEFAULT,
     rows: int | None = None, format: str = "auto", split: str | None = None, template: str | None = None,
     mask: Mask | None = None, max_length: int | None = None, batch_tokens: int = BATCH_TOKENS,
-    bad_rows: str | Path | None = None, trust_remote_code: bool = False, facts: Mapping[str, Any] | None = None,
+    fields: Mapping[str, str] | None = None, bad_rows: str | Path | None = None,
+    trust_remote_code: bool = False, facts: Mapping[str, Any] | None = None,
     display: Display = QUIET,
 ) -> Written:  # fmt: skip
     """Load a model and data by name and write the token table of the data.
@@ -233,6 +234,7 @@ def make_token_table(
         rows: the first rows only.
         format: the format of the data, as in `read_rows`.
         split: the split of the data, as in `read_rows`.
+        fields: the names of the fields in the data, as in `read_rows`.
         template: replaces the chat template of the run or of the tokenizer.
         mask: replaces the mask of the run or the default.
         max_length: replaces the longest length of a row.
@@ -252,7 +254,7 @@ def make_token_table(
     chosen = parse_objectives(objectives)
     display.show(f"reading {data}")
     bad = BadRows(skip=bad_rows is not None)
-    found = read_rows(data, format=format, split=split, limit=rows, bad=bad)
+    found = read_rows(data, format=format, split=split, limit=rows, bad=bad, fields=fields)
     with quiet():
         display.show(f"loading {model}")
         loaded, tokenizer = load_result(model, display.say, trust_remote_code=trust_remote_code)
