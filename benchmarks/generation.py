@@ -6,7 +6,8 @@
     python benchmarks/generation.py --contenders deftune --tune           # the attention in other tiles
     python benchmarks/generation.py --quick                               # a try on a CPU
 
-Prompts are reasoning_gym's gsm_symbolic in the model's chat template, the same for all; temperature 1, all tokens.
+Prompts are reasoning_gym's gsm_symbolic, or GSM8K's with --questions, in the model's chat template, the same for all;
+temperature 1, all tokens.
 A *fixed* run makes --new-tokens tokens of every prompt, end tokens disabled for all alike; a *natural* one lets answers
 end, and counts what they have until then. Each contender first makes a few tokens of the same prompts, not counted.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import gzip
 import itertools
 import json
 import math
@@ -38,9 +40,14 @@ import torch
 from deftune.evaluation.generation import Prompt, Settings, TransformersSampler
 
 WARMUP_TOKENS = 4
+QUESTIONS: Path | None = None  # set by --questions
 
 
 def gsm_prompts(number: int) -> list[Prompt]:
+    """Questions of grade-school mathematics: QUESTIONS' rows again and again, or reasoning_gym's."""
+    if QUESTIONS is not None:
+        rows = [row["question"] for row in map(json.loads, gzip.open(QUESTIONS, "rt"))]
+        return [Prompt(f"gsm8k/{i}", [{"role": "user", "content": rows[i % len(rows)]}]) for i in range(number)]
     import reasoning_gym
 
     items: Any = reasoning_gym.create_dataset("gsm_symbolic", seed=42, size=number)
@@ -273,10 +280,12 @@ def render(
         what = (
             f"{args.new_tokens} tokens each" if kind == "fixed" else f"answers to their ends, at most {args.new_tokens}"
         )
+        ran = {r["contender"] for r in group if "seconds" in r}
+        beside = next((c for c in CONTENDERS if c in ran), "generate")  # the ratio's denominator
         lines += [f"\n{number} sequences, {what}\n",
-                  "| | tokens/s | x generate | spread | ms a step | seconds | tokens | peak GiB | |",
+                  f"| | tokens/s | x {beside} | spread | ms a step | seconds | tokens | peak GiB | |",
                   "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-        reference = [r["tokens_per_second"] for r in group if r["contender"] == "generate" and "seconds" in r]
+        reference = [r["tokens_per_second"] for r in group if r["contender"] == beside and "seconds" in r]
         for contender in dict.fromkeys(r["contender"] for r in group):
             mine = [r for r in group if r["contender"] == contender and "seconds" in r]
             if not mine:
@@ -306,12 +315,15 @@ def main() -> None:
     parser.add_argument("--kinds", default="fixed,natural", help="fixed, natural, or both by a comma")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="which ones, by commas (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--questions", type=Path, help="GSM8K's test.jsonl.gz (default: reasoning_gym's gsm_symbolic)")
     parser.add_argument("--parts", action="store_true", help="also the parts of a step, at the most sequences")
     parser.add_argument("--tune", action="store_true", help="also the attention with other constants; needs CUDA")
     parser.add_argument("--quick", action="store_true", help="4 sequences of 8 tokens, once: a try")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
+    global QUESTIONS
+    QUESTIONS = args.questions
     if args.quick:
         args.sequences, args.new_tokens, args.rounds = "4", 8, 1
     numbers = [int(part) for part in args.sequences.split(",")]

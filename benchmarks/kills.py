@@ -1,6 +1,7 @@
 """kill -9 at random moments of training, saving, evaluating and comparing; the end must be bitwise the same.
 
     python benchmarks/kills.py --kills 500 --out benchmarks/results/reliability_kills.json
+    python benchmarks/kills.py --kills 500 --jobs 8 --out ...      # eight processes with a share of the kills each
     python benchmarks/kills.py --kills 20 --kind eval
 
 Each kind has an undisturbed run as its reference. Then the same command is started again and again, killed after a time
@@ -17,6 +18,7 @@ import json
 import math
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +33,7 @@ from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.runs import Run
 from deftune.selftest import tiny
 from deftune.selftest.process import start
-from deftune.selftest.records import Record, write_records
+from deftune.selftest.records import Record, read_records, write_records
 from deftune.selftest.runs import CLOCK, last_checkpoint, last_record
 
 Contents = dict[str, Any]
@@ -60,6 +62,12 @@ class Tally:
     while_saving: int = 0
     most_lost: int = 0
     problems: list[str] = field(default_factory=list[str])
+
+    def add(self, other: Tally) -> None:
+        self.kills, self.runs, self.same = self.kills + other.kills, self.runs + other.runs, self.same + other.same
+        self.while_saving += other.while_saving
+        self.most_lost = max(self.most_lost, other.most_lost)
+        self.problems += other.problems
 
 
 # --- what must be the same --------------------------------------------------------------------------------------------
@@ -251,20 +259,9 @@ def torture(kind: Kind, kills: int, folder: Path, seed: int, until: float) -> Ta
     return tally
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=500)
-    parser.add_argument("--kind", help="only kinds with this in their name")
-    parser.add_argument("--minutes", type=float, help="stop after this time, with the kills so far")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="work in this folder and leave it (default: a temporary one)")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    args = parser.parse_args()
-    folder = args.keep or Path(tempfile.mkdtemp(prefix="kills-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    begun = time.time()
+def torture_all(args: argparse.Namespace, kinds: list[Kind], folder: Path) -> dict[str, Tally]:
+    """Each kind with its share of the kills, one after another."""
     start("--version", output=folder / "output.txt").ended(900)  # the server that is forked imports everything
-    kinds = [kind for kind in Kinds(folder).all() if args.kind is None or args.kind in kind.name]
     whole = sum(kind.share for kind in kinds)
     tallies: dict[str, Tally] = {}
     for number, kind in enumerate(kinds):
@@ -275,6 +272,47 @@ def main() -> int:
             minutes = math.inf if args.minutes is None else args.minutes * max(share, 0.05)
             until = time.monotonic() + 60 * minutes
             tallies[kind.name] = torture(kind, wanted, folder / f"kind-{number}", args.seed + number, until)
+    return tallies
+
+
+def torture_in_processes(args: argparse.Namespace, folder: Path) -> dict[str, Tally]:
+    """This script in ``args.jobs`` processes, each with its own seed and share of the kills; their tallies added up."""
+    processes: list[tuple[subprocess.Popen[bytes], Path]] = []
+    for job in range(args.jobs):
+        place = folder / f"job-{job}"
+        kills = args.kills // args.jobs + (job < args.kills % args.jobs)
+        command = [sys.executable, __file__, "--kills", kills, "--seed", args.seed + 100 * job, "--keep", place,
+                   "--out", place / "figures.json"]  # fmt: skip
+        command += ["--kind", args.kind] if args.kind else []
+        command += ["--minutes", args.minutes] if args.minutes else []
+        processes.append((subprocess.Popen([str(word) for word in command]), place))
+    tallies: dict[str, Tally] = {}
+    for process, place in processes:
+        process.wait()
+        if not (place / "figures.json").is_file():
+            raise RuntimeError(f"the process in {place} ended with exit code {process.returncode}, without figures")
+        details = read_records(place / "figures.json")[0].details
+        for name, values in details.items():
+            if name != "misses":
+                tallies.setdefault(name, Tally()).add(Tally(**values))
+    return tallies
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--kind", help="only kinds with this in their name")
+    parser.add_argument("--minutes", type=float, help="stop after this time, with the kills so far")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the kills (default: 1)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="work in this folder and leave it (default: a temporary one)")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="kills-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = time.time()
+    kinds = [kind for kind in Kinds(folder).all() if args.kind is None or args.kind in kind.name]
+    tallies = torture_in_processes(args, folder) if args.jobs > 1 else torture_all(args, kinds, folder)
     kills, runs = sum(t.kills for t in tallies.values()), sum(t.runs for t in tallies.values())
     same, lost = sum(t.same for t in tallies.values()), max(t.most_lost for t in tallies.values())
     saving = sum(t.while_saving for t in tallies.values())

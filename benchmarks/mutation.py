@@ -2,6 +2,7 @@
 
     nice python benchmarks/mutation.py objectives                 # every mutant; about an hour of one core
     nice python benchmarks/mutation.py grading --count 200        # a sample of 200, the same one every time
+    python benchmarks/mutation.py objectives --jobs 8             # eight mutants at a time
     python benchmarks/mutation.py objectives --list               # what would be changed
 
 A mutant is killed when a test fails or runs out of time; it survives when all tests of its group pass. Survivors are
@@ -21,8 +22,10 @@ import random
 import resource
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -181,7 +184,7 @@ class Finder:
 
 def survives(mutant: Mutant | None, group: Group, output: str) -> bool:
     """Whether all tests pass with the mutant in place; None is the code as it is."""
-    return all(passes(mutant, name, group.cpu_seconds, output) for name in group.tests)
+    return all(passes(mutant, name, group.cpu_seconds, f"{output}.{threading.get_ident()}") for name in group.tests)
 
 
 def passes(mutant: Mutant | None, test: str, cpu_seconds: int, output: str) -> bool:
@@ -210,6 +213,7 @@ def main() -> int:
     parser.add_argument("group", choices=GROUPS)
     parser.add_argument("--count", type=int, help="a sample of this many mutants (default: all)")
     parser.add_argument("--module", help="only mutants of this module, e.g. objectives/base.py")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args()
@@ -241,14 +245,16 @@ def main() -> int:
     start = time.time()
     output = str(Path.cwd() / "output.txt")
     if not survives(None, group, output):
-        print(Path(output).read_text()[-3000:], "\nthe tests fail on the code as it is", file=sys.stderr)
+        print(Path(f"{output}.{threading.get_ident()}").read_text()[-3000:], file=sys.stderr)
+        print("the tests fail on the code as it is", file=sys.stderr)
         return 2
     survivors: list[Mutant] = []
-    for number, mutant in enumerate(mutants, 1):
-        survived = survives(mutant, group, output)
-        print(f"[{number}/{len(mutants)}] {'SURVIVED' if survived else 'killed'} {mutant}", flush=True)
-        if survived:
-            survivors.append(mutant)
+    with ThreadPoolExecutor(args.jobs) as pool:  # a thread waits for its fork
+        verdicts = pool.map(lambda mutant: survives(mutant, group, output), mutants)
+        for number, (mutant, survived) in enumerate(zip(mutants, verdicts), 1):
+            print(f"[{number}/{len(mutants)}] {'SURVIVED' if survived else 'killed'} {mutant}", flush=True)
+            if survived:
+                survivors.append(mutant)
     killed = len(mutants) - len(survivors)
     print(f"{killed} of {len(mutants)} killed in {time.time() - start:.0f} s")
     for mutant in survivors:
