@@ -113,8 +113,9 @@ def comparison_contents(folder: Path) -> Contents:
         found[f"{name} tokens"] = table(cell / "tokens.parquet")
         found |= {f"{name} {e.name}": result_contents(e) for e in sorted(cell.glob("eval-*"))}
         if (cell / "run").is_dir():
-            folders.verify(cell / "run" / "model")
-            found[f"{name} weights"] = (cell / "run" / "model" / "model.safetensors").read_bytes()
+            if (cell / "run" / "model").exists():
+                folders.verify(cell / "run" / "model")
+                found[f"{name} weights"] = (cell / "run" / "model" / "model.safetensors").read_bytes()
             found[f"{name} metrics"] = without_clock(Run(cell / "run").read_metrics())
     return found
 
@@ -156,7 +157,7 @@ class Kinds:
 
         return Kind("eval", share, command, lambda folder: result_contents(folder / "out"), group=True)
 
-    def comparing(self, name: str, share: float, cells_here: bool) -> Kind:
+    def comparing(self, name: str, share: float, cells_here: bool, keep_models: bool = True) -> Kind:
         """``cells_here``: a life is one cell in the killed process itself; else the command, which starts the cells."""
         cells = ["regime/base", "regime/nll/lr0.001-s0", "regime/deft/lr0.001-s0"]
         evaluation = {"tasks": ["figfont"], "limit": 4, "temperatures": [0, 1], "samples": 2, "max_new_tokens": 4}
@@ -164,7 +165,7 @@ class Kinds:
         def command(folder: Path) -> list[list[str]]:
             content = {
                 "folder": str(folder / "grid"), "objectives": ["nll", "deft"], "seeds": [0],
-                "learning_rates": [1e-3], "model": {"name": str(self.model)},
+                "learning_rates": [1e-3], "model": {"name": str(self.model)}, "keep_models": keep_models,
                 "train": {"max_steps": 4, "epochs": 9, "batch_size": 8, "micro_batch_size": 4, "save_steps": 1,
                           "precision": "fp32"},
                 "regimes": {"regime": {
@@ -187,7 +188,8 @@ class Kinds:
             self.training("train, held-out rows", 0.15, held_out),
             self.training("train, LoRA, packed, 2 workers", 0.15, {**lora, "objective": "clip"}, group=True),
             self.evaluating(0.2),
-            self.comparing("compare cell", 0.1, cells_here=True),
+            self.comparing("compare cell", 0.05, cells_here=True),
+            self.comparing("compare cell, weights not kept", 0.05, cells_here=True, keep_models=False),
             self.comparing("compare command", 0.0, cells_here=False),
         ]
 

@@ -19,7 +19,7 @@ from deftune.artifacts.checkpoints import checkpoints
 from deftune.artifacts.config import ConfigError, RunConfig, parse_yaml, render_yaml
 from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.folders import Kind, is_locked
+from deftune.artifacts.folders import MANIFEST, Kind, is_locked
 
 RUN = Kind("run", "config.yaml", "--set run=...")
 BEGINNING = ("environment.json", ".environment.json.writing", ".config.yaml.writing")  # written before the config
@@ -55,6 +55,10 @@ class Run:
             return {**status, "state": str(status["state"]), "step": int(status["step"])}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {"state": "new", "step": 0}
+
+    def has_result(self) -> bool:
+        """Whether the run is finished and its model lies in the folder."""
+        return self.status()["state"] == "finished" and (self.model / MANIFEST).is_file()
 
     def set_status(self, state: str, **facts: Any) -> None:
         write_atomic(self.folder / "status.json", json.dumps({"state": state, "time": time.time(), **facts}))

@@ -1,8 +1,10 @@
 """Running a comparison: cell by cell, each in a process of its own; a crash costs one cell, its memory is its own.
 
 A finished cell is never touched again. A stopped or killed one goes on: its run from the newest checkpoint, its answers
-from the last one written. A failure is recorded in the cell and the others go on; the next call tries it again. Where
-cells of different objectives fail alike and none succeeds, the rest would too: it is not started.
+from the last one written. Where `keep_models` is false, the trained model is measured in memory and its weights are
+never written: such a cell, killed while it measures, trains again and is measured from the beginning. A failure is
+recorded in the cell and the others go on; the next call tries it again. Where cells of different objectives fail alike
+and none succeeds, the rest would too: it is not started.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from deftune.artifacts.folders import locked
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import load_result
-from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, load_comparison, open_comparison
 from deftune.comparison.summary import summarize_comparison
@@ -45,9 +46,10 @@ from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table
 from deftune.training.preparation import Prepared, prepare, read_mixture
-from deftune.training.train import train_run
+from deftune.training.train import Outcome, fits_in_memory, train_run
 
 Say = Callable[[str], None]
+PARTS = ("prepare", "train", "save")  # of a run, in `Outcome.seconds`
 FOLLOW_STDIN = "DEFTUNE_STOP_WITH_STDIN"  # set for a cell's process: it stops when whoever started it is gone
 
 
@@ -57,20 +59,24 @@ FOLLOW_STDIN = "DEFTUNE_STOP_WITH_STDIN"  # set for a cell's process: it stops w
 def run_cell(cell: Cell, console: Console | None = None) -> str:
     """Train and measure a cell, or go on with it; its state at the end, which `cell.json` has too."""
     console = console or Console(stderr=True)
-    stage = "train"
+    say, begin, stage, outcome = line_printer(console), time.perf_counter(), "train", None
     with locked(cell.folder, "running this cell"):
         if cell.state()["state"] == "finished":
             return "finished"
         cell.set_state("running", stage=stage)
         try:
             if cell.objective != BASE:
-                outcome = train_run(cell.config, console, title=cell.name, score_tasks=task_scorer(cell.config))
+                save = cell.comparison.keep_models or not fits_in_memory(cell.config)
+                if not save and not cell.run.has_result():
+                    remove_measurements(cell, say)
+                scorer = task_scorer(cell.config)
+                outcome = train_run(cell.config, console, title=cell.name, score_tasks=scorer, save=save)
                 if outcome.state != "finished":
                     cell.set_state("stopped", stage=stage, step=outcome.step)
                     return "stopped"
             stage = "measure"
             cell.set_state("running", stage=stage)
-            measured = measure_cell(cell, line_printer(console))
+            measured = measure_cell(cell, say, outcome and outcome.model, outcome and outcome.tokenizer)
         except KeyboardInterrupt:
             cell.set_state("stopped", stage=stage)
             raise
@@ -78,16 +84,43 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
             text = next((line for line in str(error).splitlines() if line.strip()), "")
             cell.set_state("failed", stage=stage, error=f"{type(error).__name__}: {text}"[:500])
             raise
-        shutil.rmtree(Run(cell.folder / "run").checkpoints, ignore_errors=True)  # the result is in run/model
+        shutil.rmtree(cell.run.checkpoints, ignore_errors=True)  # the result is in run/model
         if not cell.comparison.keep_models:
-            shutil.rmtree(Run(cell.folder / "run").model, ignore_errors=True)
-        cell.set_state("finished", time=time.time(), cost=training_cost(cell), **measured)
+            shutil.rmtree(cell.run.model, ignore_errors=True)
+        clock = cell_seconds(cell, outcome, measured, time.perf_counter() - begin)
+        cell.set_state("finished", time=time.time(), cost=training_cost(cell), **measured, **clock)
     return "finished"
+
+
+def remove_measurements(cell: Cell, say: Say) -> None:
+    """Remove what was measured of weights that are lost: the next ones may differ, on a GPU in the last digits."""
+    names = ["tokens.parquet", "bad_rows.jsonl", *(f"eval-{evaluation.title}" for evaluation in cell.section.evaluate)]
+    found = [cell.folder / name for name in names if (cell.folder / name).exists()]
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if found:
+        say(f"removed {', '.join(path.name for path in found)}: the weights they were measured with were not kept")
+
+
+def cell_seconds(cell: Cell, outcome: Outcome | None, measured: dict[str, Any], whole: float) -> dict[str, float]:
+    """Wall seconds of the call that finished a cell, by part.
+
+    ``overhead_seconds`` is all but the training steps, the token table and the answers.
+    """
+    parts = {f"{part}_seconds": (outcome.seconds if outcome else {}).get(part, 0.0) for part in PARTS}
+    begun = outcome.begun if outcome else 0
+    steps = sum(float(record.get("step_seconds", 0.0)) for record in train_records(cell) if record["step"] > begun)
+    return parts | {"overhead_seconds": whole - steps - measured["tokens_seconds"] - measured["eval_seconds"]}
+
+
+def train_records(cell: Cell) -> list[dict[str, Any]]:
+    """What a cell's run recorded at each of its steps; nothing for the base model."""
+    return [record for record in cell.run.read_metrics() if record.get("kind") == "train"]
 
 
 def training_cost(cell: Cell) -> dict[str, float]:
     """Seconds, tokens and peak memory of a cell's run, from what it recorded at every step; {} for the base model."""
-    records = [record for record in Run(cell.folder / "run").read_metrics() if record.get("kind") == "train"]
+    records = train_records(cell)
     if not records:
         return {}
     seconds = sum(float(record.get("step_seconds", 0.0)) for record in records)
@@ -102,23 +135,34 @@ def training_cost(cell: Cell) -> dict[str, float]:
     }
 
 
-def measure_cell(cell: Cell, say: Say) -> dict[str, Any]:
+def measure_cell(cell: Cell, say: Say, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
     """Token statistics and answers of a cell's model; what is there already is not made again.
 
-    Returns the seconds it took, and under ``left_out`` what could not be computed.
+    Args:
+        cell: the cell.
+        say: called with each message.
+        model: the tuned model; None: the cell's model is loaded from its folder.
+        tokenizer: its tokenizer.
+
+    Returns:
+        The seconds of loading, token table and answers, and under ``left_out`` what could not be computed.
     """
     import torch
 
     section = cell.section
-    found: dict[str, Any] = {"tokens_seconds": 0.0, "eval_seconds": 0.0, "left_out": read_left_out(cell)}
+    found: dict[str, Any] = dict.fromkeys(("load_seconds", "tokens_seconds", "eval_seconds"), 0.0)
+    found["left_out"] = read_left_out(cell)
     tokens = cell.folder / "tokens.parquet"
     waiting = [e for e in section.evaluate if not (cell.folder / f"eval-{e.title}" / "summary.json").is_file()]
     if not waiting and (tokens.is_file() or not section.tokens):
         return found
     with quiet():
-        model, tokenizer = load_cell(cell, say)
+        start = time.perf_counter()
+        if model is None:
+            model, tokenizer = load_cell(cell, say)
         if torch.cuda.is_available():
             model = model.to("cuda")
+        found["load_seconds"] = time.perf_counter() - start
         if section.tokens and not tokens.is_file():
             start = time.perf_counter()
             found["left_out"] = write_tokens(cell, model, tokenizer, say)
@@ -140,7 +184,7 @@ def read_left_out(cell: Cell) -> list[str]:
 
 def load_cell(cell: Cell, say: Say) -> tuple[Any, Any]:
     if cell.objective != BASE:
-        return load_result(str(cell.folder / "run"), say, trust_remote_code=cell.config.model.trust_remote_code)
+        return load_result(str(cell.run.folder), say, trust_remote_code=cell.config.model.trust_remote_code)
     model = cell.config.model
     source = resolve_model(model.name, say, revision=model.revision)
     options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
@@ -476,7 +520,7 @@ def cell_progress(cell: Cell) -> str:
         samples = cell.folder.glob("eval-*/samples.jsonl")
         answers = sum(path.read_bytes().count(b"\n") for path in samples)
         return f"{cell.name}: measuring, {answers:,} answers"
-    steps = [record["step"] for record in Run(cell.folder / "run").read_metrics()]
+    steps = [record["step"] for record in cell.run.read_metrics()]
     return f"{cell.name}: training, step {steps[-1]}" if steps else f"{cell.name}: preparing"
 
 

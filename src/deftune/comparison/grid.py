@@ -38,6 +38,7 @@ from deftune.artifacts.config import (
 from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import Kind, differences
+from deftune.artifacts.runs import Run
 from deftune.evaluation.questions import wanted_tasks
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
 from deftune.objectives import objective as parse_objective
@@ -144,7 +145,7 @@ class Comparison(Section):
         [5e-5], min_length=1, description="several: the same for every objective, each at its own best"
     )
     base: bool = Field(True, description="measure the untuned model too")
-    keep_models: bool = Field(True, description="false: remove a cell's weights once it is measured")
+    keep_models: bool = Field(True, description="false: a cell's weights are measured in memory, not kept")
     model: dict[str, Any] = Field(default_factory=dict, description="as a run's `model`")
     train: dict[str, Any] = Field(default_factory=dict, description="as a run's `train`, but learning_rate and seed")
     regimes: dict[str, Regime] = Field(min_length=1, description="strong, intermediate, weak, mixed are the paper's")
@@ -252,6 +253,11 @@ class Cell:
     @property
     def folder(self) -> Path:
         return Path(self.comparison.folder) / self.name
+
+    @property
+    def run(self) -> Run:
+        """The cell's training run; the cell of the untuned model has none in it."""
+        return Run(self.folder / "run")
 
     @property
     def section(self) -> Regime:

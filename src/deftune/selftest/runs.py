@@ -31,6 +31,7 @@ from deftune.training.train import Outcome, train_run
 CLOCK = (
     "step_seconds", "tokens_per_second", "memory_gib", "eval_runtime", "eval_samples_per_second",
     "eval_steps_per_second", "seconds", "tokens_seconds", "eval_seconds", "time", "cost",
+    "prepare_seconds", "train_seconds", "save_seconds", "load_seconds", "overhead_seconds",
 )  # fmt: skip
 
 

@@ -113,6 +113,15 @@ def attach_objective(model: Any) -> None:
     _set_forwards(model)
 
 
+def detach_objective(model: Any) -> None:
+    """Undo `attach_objective`: the model and its head run the forwards of their classes again.
+
+    A forward that was set over the attached one, such as accelerate's autocast, is removed too.
+    """
+    for module in (model, head_of(model)):
+        module.__dict__.pop("forward", None)
+
+
 @contextlib.contextmanager
 def objective_forward(model: Any) -> Generator[None]:
     """`attach_objective` without its checks for the time of a ``with`` block; the model is as before afterwards."""

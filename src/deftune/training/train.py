@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from deftune.artifacts import checkpoints
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.display import quiet
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.folders import MANIFEST, FolderError, disk_error, locked, sealed_folder
+from deftune.artifacts.folders import FolderError, disk_error, locked, sealed_folder
 from deftune.artifacts.models import first_line, load_model
 from deftune.artifacts.runs import Run, cut_metrics, find_run, open_run
 from deftune.artifacts.terminal import line_printer
 from deftune.data.encoding import end_tokens_of
 from deftune.data.packing import Collator, Joined
 from deftune.losses import Sparse
-from deftune.tokens.head import check_packing
+from deftune.tokens.head import base_of, check_packing, detach_objective
 from deftune.training.card import name_base_model, render_card
 from deftune.training.display import StepDisplay
 from deftune.training.preparation import Prepared, facts, fingerprint, is_main, prepare, world_size
@@ -44,6 +45,10 @@ class Outcome:
     state: str
     step: int
     run: Run
+    begun: int = 0  # the step that this call started from
+    seconds: dict[str, float] = field(default_factory=dict[str, float])  # wall time of prepare, train, evaluate, save
+    model: Any = None  # with save=False: the tuned model, ready to measure
+    tokenizer: Any = None  # with save=False
 
 
 def leave_ranks() -> None:
@@ -171,6 +176,12 @@ def lora_config(config: RunConfig) -> Any:
     )  # fmt: skip
 
 
+def load_base(prepared: Prepared) -> Any:
+    """The model that the run begins with."""
+    model = prepared.config.model
+    return load_model(prepared.source, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
 def make_trainer(
     prepared: Prepared, run: Run, callbacks: list[Any], score_tasks: ScoreTasks | None = None, model: Any = None
 ) -> Any:
@@ -182,9 +193,7 @@ def make_trainer(
     config = prepared.config
     arguments = make_arguments(prepared, run)  # before the model: it starts torch.distributed
     if model is None:
-        model = load_model(
-            prepared.source, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
+        model = load_base(prepared)
     evaluated = prepared.eval.examples if prepared.eval else []
     total = len(prepared.sequences)
     # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
@@ -214,8 +223,13 @@ def make_trainer(
     return trainer
 
 
-def make_callback(run: Run, display: StepDisplay, stop: StopSignal, get_trainer: Callable[[], Any]) -> Any:
-    """What happens after a step: the record is written, the display moves, a signal is heard."""
+def make_callback(
+    run: Run, display: StepDisplay, stop: StopSignal, get_trainer: Callable[[], Any], save: bool = True
+) -> Any:
+    """What happens after a step: the record is written, the display moves, a signal is heard.
+
+    Without ``save`` the last step has no checkpoint, unless a signal asks for one.
+    """
     from transformers import TrainerCallback
 
     class RunCallback(TrainerCallback):
@@ -244,6 +258,8 @@ def make_callback(run: Run, display: StepDisplay, stop: StopSignal, get_trainer:
                 control.should_save = True
             if state.global_step == state.max_steps and args.metric_for_best_model is not None:
                 control.should_evaluate = True  # the last step is a candidate too
+            if state.global_step >= state.max_steps and not save:
+                control.should_save = False
             if stop.heard_anywhere(args.device):
                 control.should_save = True
                 control.should_training_stop = True
@@ -287,7 +303,7 @@ class StopSignal:
 
 def train_run(
     config: RunConfig, console: Console | None = None, *, title: str = "train", score_tasks: ScoreTasks | None = None,
-    restart: bool = False,
+    restart: bool = False, save: bool = True,
 ) -> Outcome:  # fmt: skip
     """Train a run to its end, from the newest checkpoint that verifies if there is one.
 
@@ -300,18 +316,28 @@ def train_run(
         score_tasks: ``score_tasks(model, tokenizer)`` is {task: score} for the tasks of ``data.tasks``;
             `deftune.evaluation.in_training.task_scorer` makes one.
         restart: begin at step 0 whatever is there; the checkpoints are renamed, not removed.
+        save: False writes neither the last step's checkpoint nor the model's folder; the outcome has the tuned
+            ``model`` and ``tokenizer`` instead, as `load_result` would load them, but on the device of the training.
+            A run whose model is in its folder already has an outcome without them.
+
+    Raises:
+        ValueError: ``save=False`` together with `train.best`, `train.push_to_hub` or several ranks, which need files.
     """
+    if not save and not fits_in_memory(config):
+        raise ValueError("save=False: several ranks, train.best, train.push_to_hub and train.fsdp need the saved model")
     if config.data.tasks and score_tasks is None:
         raise ValueError("data.tasks: pass score_tasks=deftune.evaluation.in_training.task_scorer(config)")
     console = console or Console(stderr=True)
     say: Callable[[str], None] = line_printer(console) if is_main() else (lambda _: None)
     with quiet():
         run = find_run(config) if is_main() else Run(Path(config.run))
-        if run.status()["state"] == "finished" and (run.model / MANIFEST).is_file():
+        if run.has_result():
             if restart:
                 raise ValueError(f"--restart: {run.folder} is finished; train anew in another folder, --set run=...")
             say(f"{run.folder}: already finished; its model is in {run.model}")
-            return Outcome("finished", run.status()["step"], run)
+            step = run.status()["step"]
+            return Outcome("finished", step, run, step)
+        begin = time.perf_counter()
         with ExitStack() as held:
             old = run.config.exists()
             if is_main() and old:  # before the data is read, which may take long
@@ -321,14 +347,21 @@ def train_run(
                 held.enter_context(locked(run.folder, TRAINING))
                 open_run(config)
             with tracking(config.train.report_to, run.folder / "logs"):
-                return _train(prepared, run, console, say, title, score_tasks, restart)
+                return _train(prepared, run, console, say, title, score_tasks, restart, save, begin)
+
+
+def fits_in_memory(config: RunConfig) -> bool:
+    """Whether a run can end without files: nothing is read back from a checkpoint, uploaded or sharded."""
+    train = config.train
+    return train.best == "none" and not train.push_to_hub and not train.fsdp and world_size() == 1
 
 
 def _train(
     prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str,
-    score_tasks: ScoreTasks | None, restart: bool,
+    score_tasks: ScoreTasks | None, restart: bool, save: bool, begin: float,
 ) -> Outcome:  # fmt: skip
     config = prepared.config
+    clock = Clock(begin)
     for line in facts(prepared):
         say(line)
     if is_main():
@@ -340,10 +373,13 @@ def _train(
     stop = StopSignal()
     trainer: Any = None
     display = StepDisplay(console, title)
-    callback = make_callback(run, display, stop, lambda: trainer)
-    trainer = make_trainer(prepared, run, [callback], score_tasks)
+    callback = make_callback(run, display, stop, lambda: trainer, save)
+    base = None if save else load_base(prepared)
+    untrained = None if base is None else Settings.of(base)
+    trainer = make_trainer(prepared, run, [callback], score_tasks, base)
     resumed = from_main(resumed)
-    step = checkpoints.step_of(resumed) or 0 if resumed else 0
+    begun = step = checkpoints.step_of(resumed) or 0 if resumed else 0
+    clock.end("prepare")
     if is_main():
         checkpoints.clear_staging(run.checkpoints)
         cut_metrics(run, step)
@@ -367,23 +403,99 @@ def _train(
             ) from error
         raise
     step = trainer.state.global_step
+    clock.end("train")
     if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
         trainer.rotate_checkpoints()
     if stop.heard_anywhere(trainer.args.device):
+        if not save and not (run.checkpoints / f"{checkpoints.PREFIX}{step}").is_dir():  # heard after the last step
+            trainer._save_checkpoint(trainer.model, None)
         if is_main():
             run.set_status("stopped", step=step)
         say(f"stopped at step {step} with a checkpoint; the same command resumes")
-        return Outcome("stopped", step, run)
+        return Outcome("stopped", step, run, begun, clock.seconds)
     kept = keep_best(trainer, config, run)
     if prepared.eval is not None:
         trainer.evaluate()
+    clock.end("evaluate")
+    if untrained is not None:
+        model = take_model(trainer, untrained)
+        run.set_status("finished", step=step, **asdict(kept))
+        say(f"finished: in memory are {kept}")
+        clock.end("save")
+        return Outcome("finished", step, run, begun, clock.seconds, model, prepared.tokenizer)
     save_result(trainer, prepared, run, kept)
+    clock.end("save")
     if is_main():
         run.set_status("finished", step=step, **asdict(kept))
     say(f"finished: {run.model} holds {kept}")
     if config.train.push_to_hub and is_main():
         push(run, config.train.push_to_hub, say)
-    return Outcome("finished", step, run)
+    return Outcome("finished", step, run, begun, clock.seconds)
+
+
+class Clock:
+    """The wall seconds of the parts of a call, one after the other."""
+
+    def __init__(self, begin: float):
+        self.last = begin
+        self.seconds: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self.last = now - self.last, now
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What trainers change in a model's configs: the cache, and the special tokens, which generation stops at."""
+
+    config: dict[str, Any]
+    generation: Any
+
+    @classmethod
+    def of(cls, model: Any) -> Settings:
+        names = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
+        text = model.config.get_text_config()
+        found = {name: getattr(text, name) for name in names if hasattr(text, name)}
+        return cls(found, copy.deepcopy(getattr(model, "generation_config", None)))
+
+
+def take_model(trainer: Any, untrained: Settings) -> Any:
+    """The trained model as `load_result` would load it from the run's folder; the trainer is of no use afterwards.
+
+    The model is in evaluation mode, without the forwards, hooks and checkpointing of the training. The optimizer's
+    state and the gradients are freed, so that a GPU has their memory for what follows.
+    """
+    import gc
+
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    base = base_of(model)
+    detach_objective(base)
+    for name in ("forward", "_original_forward"):  # accelerate's autocast, around PEFT's wrapper if there is one
+        model.__dict__.pop(name, None)
+    if base.is_gradient_checkpointing:
+        base.gradient_checkpointing_disable()
+    for module in base.modules():  # TRL and transformers both add this hook, and keep the handle of one
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                del module._forward_hooks[key]
+    text = base.config.get_text_config()
+    if model is base:  # its own configs are saved with it, but the cache is switched off for the training alone
+        if "use_cache" in untrained.config:
+            base.config.use_cache = text.use_cache = untrained.config["use_cache"]
+    else:  # an adapter is loaded into the untrained model, for inference
+        for name, value in untrained.config.items():
+            setattr(text, name, value)
+        base.generation_config = untrained.generation
+        model.requires_grad_(False)
+    model.zero_grad(set_to_none=True)
+    trainer.optimizer.state.clear()
+    trainer.accelerator.free_memory()
+    trainer.model = trainer.model_wrapped = trainer.optimizer = trainer.lr_scheduler = None
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return model.eval()
 
 
 @dataclass(frozen=True)
