@@ -121,7 +121,7 @@ OWN = {19: hostile, 20: agreement, 24: properties}
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize("row", [row for row in ROWS if row.number != 26], ids=lambda row: f"row {row.number}")
+@pytest.mark.parametrize("row", [row for row in ROWS if row.number != 26], ids=lambda row: f"row_{row.number:02d}")
 def test_row(row, tmp_path, request):
     begun = time.monotonic()
     figures: list[Figure] = []
@@ -140,7 +140,7 @@ def test_row(row, tmp_path, request):
     print(f"row {row.number}: {text}", *misses, sep="\n  ")
     if file := request.config.getoption("--scoreboard"):
         details = {"misses": misses} if misses else {}
-        command = f"pytest -m reliability -k 'row {row.number}'"
+        command = f"pytest -m reliability -k row_{row.number:02d}"
         seconds = time.monotonic() - begun
         write_records(Path(file), [Record.of(row.number, "scoreboard", text, holds, seconds, command, details)])
     assert holds, "\n".join([text, *misses[:50]])
