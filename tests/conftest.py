@@ -55,6 +55,8 @@ HEAVY = {
         "weights",
     ),
 }
+# pytest, torch's compiler, Triton and OpenMP write these into the environment when they are first used
+LIBRARIES_OWN = ("PYTEST_CURRENT", "TORCHINDUCTOR", "TRITON", "KMP")
 NOT_FAST = ("heavy", "long", "slow", "reliability", "gpu")
 
 
@@ -72,13 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def state() -> dict[str, object]:
-    """What one test could change under another; torch's compiler leaves its own variables in the environment."""
+    """What one test could change under another, but for variables that libraries set for themselves."""
     return {
-        **{
-            f"${name}": os.environ[name]
-            for name in os.environ
-            if "PYTEST_CURRENT" not in name and "INDUCTOR" not in name
-        },
+        **{f"${name}": value for name, value in os.environ.items() if not name.startswith(LIBRARIES_OWN)},
         "working directory": os.getcwd(),
         "default dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
