@@ -1,6 +1,6 @@
 """Mutation test: change one operator or constant of the code at a time; a test must fail each time.
 
-    nice python benchmarks/mutation.py objectives                 # every mutant; about an hour of one core
+    nice python benchmarks/mutation.py objectives                 # every mutant; hours of one core
     nice python benchmarks/mutation.py grading --count 200        # a sample of 200, the same one every time
     python benchmarks/mutation.py objectives --jobs 8             # eight mutants at a time
     python benchmarks/mutation.py objectives --list               # what would be changed
@@ -19,6 +19,7 @@ import importlib.machinery
 import importlib.util
 import os
 import random
+import re
 import resource
 import sys
 import tempfile
@@ -48,8 +49,8 @@ GROUPS = {
     "objectives": Group(
         ("objectives/base.py", "objectives/family.py", "objectives/modifiers.py", "objectives/stats.py",
          "objectives/step.py", "objectives/catalogue.py", "objectives/grammar.py", "losses/reduction.py"),
-        ("objectives/test_objectives.py", "objectives/test_grammar.py", "losses/test_token_stats.py",
-         "losses/test_token_loss.py", "objectives/test_step_ranks.py"),
+        ("objectives/test_objectives.py", "losses/test_reduction.py", "objectives/test_grammar.py",
+         "losses/test_token_stats.py", "losses/test_token_loss.py", "objectives/test_step_ranks.py"),
         900,
     ),
     "grading": Group(
@@ -59,8 +60,19 @@ GROUPS = {
     ),
 }  # fmt: skip
 
-# (module, line's text, what it became): changes that change no result, each with its reason.
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+# (module, before, after): changes that change no result that a test could see, each with its reason.
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("objectives/base.py", "power > -torch.finfo(power.dtype).eps / 4", "power >= -torch.finfo(power.dtype).eps / 4"):
+        "both branches round to the same value around -eps/4",
+    ("objectives/base.py", "-torch.finfo(power.dtype).eps / 4", "-torch.finfo(power.dtype).eps * 4"):
+        "the two branches differ by 2 eps at most below -4 eps",
+    ("objectives/base.py", "4", "5"): "both branches round to the same value from -eps/4 to -eps/5",
+    ("objectives/base.py", "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
+    ("objectives/base.py", "abs(value) < 1000000000000000.0", "abs(value) <= 1000000000000000.0"):
+        "1e15 is read back alike from both of its spellings",
+    ("objectives/base.py", "1000000000000000.0", "1000000000000001.0"):
+        "1e15 is read back alike from both of its spellings",
+}  # fmt: skip
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -182,13 +194,29 @@ class Finder:
         return importlib.util.spec_from_file_location(name, self.path, loader=Replaced(name, self.path, self.tree))
 
 
-def survives(mutant: Mutant | None, group: Group, output: str) -> bool:
+class Killers:
+    """The tests that killed a mutant last: they are tried first on the next one, which often is beside it."""
+
+    def __init__(self, most: int = 20):
+        self.most, self.tests = most, list[str]()
+
+    def add(self, output: str) -> None:
+        for test in re.findall(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", output, re.MULTILINE)[:1]:
+            self.tests = [test, *(other for other in self.tests if other != test)][: self.most]
+
+
+def survives(mutant: Mutant | None, group: Group, output: str, killers: Killers) -> bool:
     """Whether all tests pass with the mutant in place; None is the code as it is."""
-    return all(passes(mutant, name, group.cpu_seconds, f"{output}.{threading.get_ident()}") for name in group.tests)
+    output = f"{output}.{threading.get_ident()}"
+    for tests in [killers.tests, *([str(ROOT / "tests" / name)] for name in group.tests)]:
+        if tests and not passes(mutant, tests, group.cpu_seconds, output):
+            killers.add(Path(output).read_text(errors="replace"))
+            return False
+    return True
 
 
-def passes(mutant: Mutant | None, test: str, cpu_seconds: int, output: str) -> bool:
-    """One file of tests, in a fork."""
+def passes(mutant: Mutant | None, tests: list[str], cpu_seconds: int, output: str) -> bool:
+    """Files of tests, or single tests, in a fork."""
     child = os.fork()
     if child == 0:
         code = 99
@@ -202,7 +230,7 @@ def passes(mutant: Mutant | None, test: str, cpu_seconds: int, output: str) -> b
             import pytest
 
             options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line"]
-            code = int(pytest.main([*options, str(ROOT / "tests" / test)]))
+            code = int(pytest.main([*options, f"--rootdir={ROOT}", *tests]))
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -244,29 +272,34 @@ def main() -> int:
 
     start = time.time()
     output = str(Path.cwd() / "output.txt")
-    if not survives(None, group, output):
+    killers = Killers()
+    if not survives(None, group, output, killers):
         print(Path(f"{output}.{threading.get_ident()}").read_text()[-3000:], file=sys.stderr)
         print("the tests fail on the code as it is", file=sys.stderr)
         return 2
     survivors: list[Mutant] = []
+    equivalent = [m for m in mutants if (m.module, m.before, m.after) in EQUIVALENT]
+    mutants = [m for m in mutants if (m.module, m.before, m.after) not in EQUIVALENT]
     with ThreadPoolExecutor(args.jobs) as pool:  # a thread waits for its fork
-        verdicts = pool.map(lambda mutant: survives(mutant, group, output), mutants)
+        verdicts = pool.map(lambda mutant: survives(mutant, group, output, killers), mutants)
         for number, (mutant, survived) in enumerate(zip(mutants, verdicts), 1):
             print(f"[{number}/{len(mutants)}] {'SURVIVED' if survived else 'killed'} {mutant}", flush=True)
             if survived:
                 survivors.append(mutant)
     killed = len(mutants) - len(survivors)
-    print(f"{killed} of {len(mutants)} killed in {time.time() - start:.0f} s")
+    print(
+        f"{killed} of {len(mutants)} killed in {time.time() - start:.0f} s; {len(equivalent)} equivalent ones left out"
+    )
     for mutant in survivors:
         print(f"  survived: {mutant}")
     if out:
         from deftune.selftest.records import Record, write_records
 
         lines = [str(mutant) for mutant in survivors]
+        text = f"{args.group}: {killed} of {len(mutants)} mutants killed, {len(equivalent)} equivalent ones left out"
         record = Record.of(
             row=26, test=f"mutants of {args.group}", command=f"python benchmarks/mutation.py {args.group}",
-            figure=f"{args.group}: {killed} of {len(mutants)} mutants killed", passed=not survivors,
-            seconds=time.time() - start, details={"survivors": lines},
+            figure=text, passed=not survivors, seconds=time.time() - start, details={"survivors": lines},
         )  # fmt: skip
         write_records(out, [record])
     return 0 if not survivors else 1

@@ -56,7 +56,7 @@ HEAVY = {
     ),
 }
 # pytest, torch's compiler, Triton and OpenMP write these into the environment when they are first used
-LIBRARIES_OWN = ("PYTEST_CURRENT", "TORCHINDUCTOR", "TRITON", "KMP")
+LIBRARIES_OWN = ("PYTEST_CURRENT", "TORCHINDUCTOR", "_TORCHINDUCTOR", "TRITON", "KMP")
 NOT_FAST = ("heavy", "long", "slow", "reliability", "gpu")
 
 
