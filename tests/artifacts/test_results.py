@@ -128,16 +128,23 @@ def test_runs_tells_what_became_of_each(lora_run, tmp_path, capsys):
 
     from deftune.artifacts.folders import locked
 
-    for name in ("done", "killed", "busy", "broken"):
+    for name in ("done", "killed", "busy", "broken", "own", "empty"):
         shutil.copytree(lora_run.folder, tmp_path / name)
     for name in ("killed", "busy"):
         Run(tmp_path / name).set_status("running", step=2)
     (tmp_path / "broken" / "config.yaml").write_text("run: [")
+    (tmp_path / "empty" / "config.yaml").write_text("run: x")
+    own = tmp_path / "own" / "config.yaml"
+    own.write_text(own.read_text().replace("objective: deft", "objective: my_objective(2)"))
     with locked(tmp_path / "busy", "training"):
         assert main(["runs", str(tmp_path), "--json"]) == 0
         found = {Path(run["run"]).name: run for run in json.loads(capsys.readouterr().out)}
     states = {name: run["state"] for name, run in found.items()}
-    assert states == {"done": "finished", "killed": "interrupted", "busy": "running", "broken": "damaged"}
+    assert states == {
+        "done": "finished", "killed": "interrupted", "busy": "running", "broken": "damaged", "empty": "damaged",
+        "own": "finished",
+    }  # fmt: skip
+    assert found["own"]["objective"] == "my_objective(2)"  # of a file that was not imported
     assert found["done"]["objective"] == "deft" and found["done"]["step"] == 4 and found["done"]["nll"] > 0
     assert main(["runs", str(tmp_path)]) == 0
     assert "interrupted" in capsys.readouterr().out

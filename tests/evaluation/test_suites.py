@@ -152,6 +152,17 @@ def test_files_are_found_by_name_at_any_depth(tmp_path):
         find_data(TASKS["gsm8k"], tmp_path)
 
 
+def test_files_are_found_through_links(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "data"
+    elsewhere.mkdir()
+    folder.mkdir()
+    (elsewhere / "blob").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    (elsewhere / "test.jsonl").symlink_to(elsewhere / "blob")
+    (folder / "gsm8k").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(folder)  # leads back to where the search began
+    assert find_data(TASKS["gsm8k"], folder) == folder / "gsm8k" / "test.jsonl"
+
+
 def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(MissingData, match=r"aime24: not below .*looked for aime24\.jsonl, .*HuggingFaceH4/aime_2024"):
         find_data(TASKS["aime24"], tmp_path)

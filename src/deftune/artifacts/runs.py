@@ -129,6 +129,16 @@ def find_runs(root: Path) -> list[Run]:
     ]
 
 
+def names_in(run: Run) -> tuple[str, str]:
+    """The objective and the model in a run's config, also of an objective that this process does not know."""
+    content = parse_yaml(run.config.read_text(encoding="utf-8"))
+    match content:
+        case {"objective": str(objective), "model": {"name": str(model)}}:
+            return objective, model
+        case _:
+            raise ValueError(f"{run.config}: names no objective or no model")
+
+
 def summary(run: Run) -> dict[str, Any]:
     """One line of `deftune runs`. Nothing is written."""
     state = run.status()["state"]
@@ -140,9 +150,8 @@ def summary(run: Run) -> dict[str, Any]:
             state = "interrupted"
         last = next((record for record in reversed(run.read_metrics()) if "nll" in record), {})
         kept = len(checkpoints(run.checkpoints))
-        config = run.read_config()
-        objective, model = config.objective, config.model.name
-    except ValueError:
+        objective, model = names_in(run)
+    except (ValueError, RecursionError, yaml.YAMLError):
         state = "damaged"
     except OSError:
         state = "unreadable"

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from deftune.cli.output import notice, say
 from deftune.cli.progress import progress
-from deftune.cli.train import add_trust, need_training
+from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
 
 # arguments of the library whose flags have another name
 SHOWN = ("prompt", "text", "answer", "how", "gold")  # of a graded answer, by `eval show`
@@ -60,6 +60,7 @@ def add_to(commands: Any) -> None:
     heldout.add_argument("model", metavar="MODEL", help="a model, a run, or RUN:STEP")
     heldout.add_argument("--data", required=True, help="a file, a folder, a hub id, or generated:NAME")
     heldout.add_argument("--format", default="auto", help="of the rows (default: told by the first row)")
+    add_fields(heldout)
     heldout.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
     heldout.add_argument("--rows", type=int, metavar="N", help="the first rows only")
     heldout.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
@@ -213,9 +214,9 @@ def run_heldout(args: argparse.Namespace) -> int:
         from deftune.evaluation.heldout import evaluate_heldout
 
         outcome = evaluate_heldout(
-            args.model, args.data, format=args.format, split=args.split, rows=args.rows,
-            skip_bad_rows=args.skip_bad_rows, template=args.template, like=args.like, batch_size=args.batch_size,
-            trust_remote_code=args.trust_remote_code, out=args.out, display=working,
+            args.model, args.data, format=args.format, fields=parse_fields(args.fields), split=args.split,
+            rows=args.rows, skip_bad_rows=args.skip_bad_rows, template=args.template, like=args.like,
+            batch_size=args.batch_size, trust_remote_code=args.trust_remote_code, out=args.out, display=working,
         )  # fmt: skip
     if args.json:
         say(json.dumps(outcome.summary, indent=1))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ class HeldoutSettings:
     split: str | None = None
     rows: int | None = None
     encoding: dict[str, Any] = field(default_factory=dict[str, Any])
+    fields: dict[str, str] = field(default_factory=dict[str, str])
     suite: str = "heldout"
     tasks: dict[str, str] = field(default_factory=lambda: {"heldout": VERSION})
 
@@ -97,7 +98,9 @@ def read_data(settings: HeldoutSettings, bad: BadRows) -> list[Row]:
         if settings.format != "auto":
             raise OptionError("format", f"{settings.data} is generated and has none; leave it out")
     split = settings.split or ("test" if is_generated(settings.data) else None)
-    return read_rows(settings.data, format=settings.format, split=split, limit=settings.rows, bad=bad)
+    return read_rows(
+        settings.data, format=settings.format, split=split, limit=settings.rows, bad=bad, fields=settings.fields or None
+    )
 
 
 def fingerprint(example: Encoded) -> str:
@@ -241,7 +244,8 @@ def compare(base: Result, other: Result) -> list[Record]:
 
 
 def evaluate_heldout(
-    model: str, data: str, *, format: str = "auto", split: str | None = None, rows: int | None = None,
+    model: str, data: str, *, format: str = "auto", fields: Mapping[str, str] | None = None,
+    split: str | None = None, rows: int | None = None,
     skip_bad_rows: bool = False, template: str | None = None, like: str | Path | None = None,
     batch_size: int | None = None, trust_remote_code: bool = False, out: str | Path | None = None,
     display: Display = QUIET,
@@ -255,6 +259,7 @@ def evaluate_heldout(
         model: a run, a checkpoint (RUN:200), or a model that `deftune train` takes.
         data: a file, a folder, a hub id, or ``generated:NAME``.
         format: the format of the rows.
+        fields: the format's names of fields -> those of the data: ``{"prompt": "q", "completion": "a"}``.
         split: the split of the data.
         rows: the first rows only.
         skip_bad_rows: write rows that cannot be used to `bad_rows.jsonl` instead of raising an error.
@@ -267,7 +272,9 @@ def evaluate_heldout(
     """
     check_counts(rows=rows, batch_size=batch_size)
     encoding = encoding_for(model, template, like)
-    settings = HeldoutSettings(model=model, data=data, format=format, split=split, rows=rows, encoding=encoding)
+    settings = HeldoutSettings(
+        model=model, data=data, format=format, split=split, rows=rows, encoding=encoding, fields=dict(fields or {})
+    )
     bad = BadRows(skip=skip_bad_rows)
     display.show("reading the rows")
     found = read_data(settings, bad)

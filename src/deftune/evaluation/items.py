@@ -6,6 +6,7 @@ A prompt is one user message, which later passes through the chat template of tr
 from __future__ import annotations
 
 import hashlib
+import os
 import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -63,16 +64,29 @@ def _named_files(folder: Path, name: str) -> list[Path]:
     """Files below ``folder`` whose path ends in ``name`` and a known suffix, ignoring case and hidden files."""
     wanted = name.lower().split("/")
     found: list[Path] = []
-    for path in sorted(folder.rglob("*")):
+    for path in _files_below(folder):
         lower = path.name.lower()
         suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if lower.endswith(suffix)), None)
         if suffix is None or lower.removesuffix(suffix) != wanted[-1] or not path.is_file():
             continue
-        parents = [part.lower() for part in path.resolve().parent.parts]
+        parents = [part.lower() for part in path.absolute().parent.parts]
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not hidden and (len(wanted) == 1 or parents[-len(wanted) + 1 :] == wanted[:-1]):
             found.append(path)
     return found
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Files below ``folder``, also through links to folders; a folder that links lead back to is read once."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        found += [Path(place, name) for name in names]
+    return sorted(found)
 
 
 def locate_tasks(data_dir: str | Path | None = None) -> dict[str, str | MissingData]:

@@ -123,6 +123,8 @@ class Result:
         now = json.loads(json.dumps(dataclasses.asdict(settings)))
         recorded = before.pop("data", None) if "data" not in now else None  # `HeldoutSettings` has its own
         before.pop("deftune", None)
+        if "fields" in now:
+            before.setdefault("fields", {})  # older results name none
         if "engine" in now:
             # older results name none: an endpoint's has no encoding, and vLLM could not be asked for
             before.setdefault("engine", {"name": "transformers" if before.get("encoding") else "endpoint"})
