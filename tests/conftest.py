@@ -37,7 +37,7 @@ HEAVY = {
         "vllm_engine",
     ),
     "inspection": ("figures", "inspect_command", "inspect_page", "real", "style"),
-    "losses": ("triton_rows",),
+    "losses": ("triton_rows", "vocab_shards"),
     "objectives": ("step_ranks",),
     "paper": ("conflicts", "recipes", "theory"),
     "tokens": ("definitions",),
