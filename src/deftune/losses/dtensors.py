@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from deftune.losses.shards import VocabShard
+from deftune.losses.shards import VocabShard, chunks_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,7 +40,7 @@ def local_logits(
         raise ValueError("shard: the logits are a DTensor, which has its shard in its placements; drop one of them")
     at, placements = _sharded_dim("logits", logits, logits.dim() - 1)
     if at is not None:
-        shard = VocabShard.chunked(logits.shape[-1], logits.device_mesh.get_group(at))
+        shard = _shard(logits.device_mesh.get_group(at), logits.shape[-1], True)
     given = (_beside(name, other, logits, placements) for name, other in (("targets", targets), ("weights", weights)))
     return logits.to_local(), *given, shard
 
@@ -85,7 +86,7 @@ def local_head(
         if number != at and not column.is_replicate():
             raise ValueError(f"weight: {column} over mesh dimension {number}; only one dimension may share the classes")
     if at is not None:
-        shard = VocabShard.chunked(weight.shape[0], weight.device_mesh.get_group(at), reduce_hidden=False)
+        shard = _shard(weight.device_mesh.get_group(at), weight.shape[0], False)
     # where each rank has rows of its own, the gradient of the weight is to be summed
     summed = [Partial() if row.is_shard() else column for row, column in zip(rows, placements)]
     states = [Partial() if number == at else row for number, row in enumerate(rows)]
@@ -110,6 +111,12 @@ def _sharded_dim(name: str, tensor: DTensor, dim: int) -> tuple[int | None, tupl
     if len(found) > 1:
         raise ValueError(f"{name}: mesh dimensions {found} all divide dimension {dim}; only one may")
     return (found[0] if found else None), tuple(tensor.placements)
+
+
+def _shard(group: Any, vocab_size: int, reduce_hidden: bool) -> VocabShard:
+    """The shard of a DTensor, whose layout follows from its shape: no rank is asked."""
+    layout = chunks_of(vocab_size, dist.get_world_size(group))
+    return VocabShard(layout[dist.get_rank(group)][0], vocab_size, group, reduce_hidden, layout)
 
 
 def _beside(name: str, other: Any, tensor: DTensor, placements: Any) -> Any:

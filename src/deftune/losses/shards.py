@@ -41,7 +41,7 @@ class VocabShard:
     vocab_size: int
     group: Any = None
     reduce_hidden: bool = True
-    # (first, size) of each rank where that is known; else `checked` asks the ranks
+    # (first, size) of each rank where that is known to be so on all ranks; else `checked` asks them
     layout: tuple[tuple[int, int], ...] | None = field(default=None, repr=False)
     _found: dict[int, VocabShard] = field(default_factory=dict[int, Any], init=False, repr=False, compare=False)
 
@@ -49,14 +49,11 @@ class VocabShard:
     def chunked(cls, vocab_size: int, group: Any = None, *, reduce_hidden: bool = True) -> VocabShard:
         """The shard of this rank where a vocabulary is divided as by torch.chunk and by DTensor's ``Shard(0)``.
 
-        Every rank but the last has ceil(V / ranks) classes; the last ones have the rest, which may be nothing.
+        The first ranks have ceil(V / ranks) classes each, the last ones the rest, which may be nothing.
         """
         check_ranks()
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        size = -(-vocab_size // ranks)
-        firsts = [min(vocab_size, number * size) for number in range(ranks + 1)]
-        layout = tuple((first, then - first) for first, then in pairwise(firsts))
-        return cls(firsts[rank], vocab_size, group, reduce_hidden, layout)
+        first, _ = chunks_of(vocab_size, dist.get_world_size(group))[dist.get_rank(group)]
+        return cls(first, vocab_size, group, reduce_hidden)
 
     @property
     def largest(self) -> int:
@@ -99,14 +96,8 @@ class VocabShard:
             layout = tuple((first, size) for first, size, _ in told)
         else:
             layout = self.layout
-            if len(layout) != ranks:
-                raise ValueError(f"shard: is one of {len(layout)}, but its process group has {ranks} ranks")
-            check_layout(list(layout), [self.vocab_size] * ranks)
-            if layout[rank] != mine:
-                raise ValueError(
-                    f"{name}: has the {classes} classes from {self.first} on, but the shard of rank {rank} has the "
-                    f"{layout[rank][1]} from {layout[rank][0]} on"
-                )
+            if len(layout) != ranks or layout[rank] != mine:
+                raise ValueError(f"{name}: has {classes} classes from {self.first} on, which is not in {layout}")
         found = VocabShard(self.first, self.vocab_size, self.group, self.reduce_hidden, layout)
         found._found[classes] = self._found[classes] = found
         return found
@@ -129,6 +120,17 @@ class VocabShard:
         given = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(given, mine, group=self.group)
         return torch.cat(given, 1).topk(k, -1).values
+
+
+def chunks_of(vocab_size: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """(first, size) of each rank's part of a vocabulary, divided as by torch.chunk.
+
+    >>> chunks_of(9, 4)
+    ((0, 3), (3, 3), (6, 3), (9, 0))
+    """
+    size = -(-vocab_size // ranks)
+    firsts = [min(vocab_size, number * size) for number in range(ranks + 1)]
+    return tuple((first, then - first) for first, then in pairwise(firsts))
 
 
 def check_ranks() -> None:
