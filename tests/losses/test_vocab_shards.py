@@ -231,6 +231,8 @@ def check_twice(bounds: tuple[int, ...]) -> None:
     assert error(frozen, fused_hidden(hidden, weight, targets)) <= EXACT
     with torch.no_grad():
         assert error(linear_loss(hidden, weight[part], targets, "deft", shard=shard), loss.detach()) <= EXACT
+    compiled = torch.compile(lambda x, w: linear_loss(x, w, targets, "deft", shard=shard), backend="eager")
+    assert torch.equal(compiled(hidden, own).detach(), loss.detach())  # a graph break, not another loss
     nothing = torch.full_like(targets, IGNORE_INDEX)
     for value in (
         linear_loss(leaf, own, nothing, "deft", shard=shard),
@@ -432,6 +434,37 @@ def run_ranks(world: int, folder: Path, names: list[str], *arguments) -> None:
 )
 def test_ranks_that_share_a_vocabulary_are_one_rank(world, bounds, tmp_path):
     run_ranks(world, tmp_path, [check.__name__ for check in CHECKS], bounds)
+
+
+def check_on_a_gpu(bounds: tuple[int, ...]) -> None:
+    """Both ranks on one GPU, reduced by gloo: the Triton backend in bfloat16 against itself on a whole vocabulary."""
+    torch.cuda.set_device(0)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(700, 64, generator=generator), torch.randn(5001, 64, generator=generator) / 4
+    targets = torch.randint(0, 5001, (700,), generator=generator)
+    targets = torch.where(torch.arange(700) % 3 == 0, (hidden @ weight.T).argmax(-1), targets)
+    targets[::7] = IGNORE_INDEX
+    hidden, weight, targets = hidden.cuda().bfloat16(), weight.cuda().bfloat16(), targets.cuda()
+    shard = VocabShard.chunked(5001)
+    part = slice(shard.first, min(5001, shard.first + 2501))
+    for spec in ("nll", "deft", "eaft", "clip", "mile"):
+        results = []
+        for rows, given in ((weight, None), (weight[part], shard)):
+            leaves = [hidden.clone().requires_grad_(), rows.clone().requires_grad_()]
+            loss = linear_loss(*leaves, targets, spec, backend="triton", shard=given, chunk_rows=256)
+            results.append((loss.detach(), torch.autograd.grad(loss, leaves)))
+        (loss, (dx, dw)), (got, (own_dx, own_dw)) = results
+        assert abs(float(got - loss)) <= tolerance("fused loss") * max(1, abs(float(loss))), spec
+        for own, whole in ((own_dx, dx), (own_dw, dw[part])):
+            gap = float((own.double() - whole.double()).norm())
+            assert gap <= tolerance("bfloat16 gradient") * float(whole.double().norm()), spec
+    deftune.raise_pending()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+def test_two_ranks_on_a_gpu(tmp_path):
+    run_ranks(2, tmp_path, ["check_on_a_gpu"], (0, 2501, 5001))
 
 
 def test_the_battery_has_every_objective_and_modifier():
