@@ -101,6 +101,17 @@ def check_every_label(bounds: tuple[int, ...]) -> None:
     assert all(error(own, whole[part]) <= EXACT for own, whole in zip(parts[1:], grads[1:]))
 
 
+def check_chunks(bounds: tuple[int, ...]) -> None:
+    """A rank with one class beside one with 100,000: all ranks must take chunks of the same rows."""
+    generator, large, rank = torch.Generator().manual_seed(2), 100_001, dist.get_rank()
+    hidden, weight = torch.randn(130, 2, generator=generator), torch.randn(large, 2, generator=generator)
+    targets = torch.randint(0, large, (130,), generator=generator)
+    part = slice(0, 1) if rank == 0 else slice(1, large) if rank == 1 else slice(large, large)
+    loss = linear_loss(hidden, weight[part], targets, "deft", shard=VocabShard(part.start, large))
+    expected = linear_loss(hidden, weight, targets, "deft")
+    assert abs(float(loss - expected)) <= tolerance("fused loss") * max(1, float(expected))
+
+
 def check_head_options(bounds: tuple[int, ...]) -> None:
     """Scale and softcap, and classes that cannot be: all of a shard's."""
     hidden, weight, bias, targets = example()
@@ -405,7 +416,7 @@ def check_fsdp(bounds: tuple[int, ...]) -> None:
 
 
 CHECKS = [
-    check_every_objective, check_every_label, check_head_options, check_statistics, check_accumulation,
+    check_every_objective, check_every_label, check_chunks, check_head_options, check_statistics, check_accumulation,
     check_sequence_parallel, check_lower_precision, check_twice, check_refusals, check_dtensors, check_fsdp,
 ]  # fmt: skip
 

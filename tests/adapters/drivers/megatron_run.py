@@ -18,11 +18,23 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel import random as rng  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from deftune.adapters import megatron  # noqa: E402
 
 rng.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+
+
+def make_norm(cls, config, hidden_size, eps=1e-5, **_):
+    """torch's norm, also under sequence parallelism, for which Megatron asks for Apex or Transformer Engine."""
+    norm = torch.nn.LayerNorm(hidden_size, eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+WrappedTorchNorm.__new__ = staticmethod(make_norm)
 
 VOCAB, STEPS, BATCHES = 90, 6, 2
 
