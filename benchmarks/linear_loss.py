@@ -4,6 +4,7 @@
     python benchmarks/linear_loss.py --shapes 8192,576,49152 --json out.json --markdown out.md
     python benchmarks/linear_loss.py --hidden smollm2.safetensors  # real hidden states, head and labels
     python benchmarks/linear_loss.py --scaling 4096,8192,16384     # cost and memory against the number of tokens
+    python benchmarks/linear_loss.py --shards 8                    # one of 8 ranks that share the vocabulary
 
 Peers are used where they import: liger_kernel, cut_cross_entropy, trl, quack. Every row is forward + backward on the
 same inputs, 10% of the rows ignored.
@@ -15,6 +16,8 @@ same inputs, 10% of the rows ignored.
   which can be faster than the card's power limit would let many be
 - extra memory: peak - inputs - dX - dW in float32
 - error: gradients against float64 from the same inputs, ||g - g64|| / ||g64||
+- --shards: the work of rank 0, in one process whose reductions do nothing; times, without communication. The floor is
+  that of V / shards classes, and "whole" is a head of so many classes
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from contenders import Loss, contenders, ours
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import deftune
 from deftune.losses import graphs
+from deftune.losses.shards import chunks_of
 
 PAPER_SHAPES = [(8192, 576, 49152), (16384, 1536, 151936), (16384, 3584, 152064), (16384, 4096, 128256)]
 CPU_SHAPES = [(2048, 576, 49152)]
@@ -291,11 +296,63 @@ def run_scaling(
     return table, lines
 
 
+def run_shards(
+    shards: int, n: int, d: int, v: int, device: str, dtype: torch.dtype, rate: float, repeats: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The loss on the first of some shards of a vocabulary beside the loss of a vocabulary of that size."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+    hidden, weight, targets = synthetic(n, d, v, device, dtype)
+    layout = chunks_of(v, shards)
+    classes = layout[0][1]
+    rows = int((targets != deftune.IGNORE_INDEX).sum())
+    floor = 6 * rows * d * classes / rate * 1e3
+    part, ignored = weight[:classes].clone(), targets == deftune.IGNORE_INDEX
+    small = torch.where(ignored, targets, targets % classes)
+    table: dict[str, Any] = {}
+    made: dict[str, Contender] = {}
+    for spec in ("deft", "nll"):
+        for reduced in (True, False):
+            # the layout is given: ranks that do not exist cannot be asked for it
+            shard = deftune.VocabShard(0, v, None, reduced, layout)
+            name = f"{spec}, one of {shards} shards, dX {'reduced' if reduced else 'left to the caller'}"
+            made[name] = Contender(ours(spec, shard=shard, backend="triton,torch"), (hidden, part, targets))
+        made[f"{spec}, whole"] = Contender(ours(spec), (hidden, part, small))
+        made[f"{spec}, whole, no graphs"] = Contender(ours(spec, backend="triton,torch"), (hidden, part, small))
+    for name, contender in made.items():
+        table[name] = contender.measure(repeats)
+        table[name].pop("grads")
+    short = min(result["ms"] for result in table.values()) < SHORT
+    for _ in range(ROUNDS - 1 if short and device == "cuda" else 0):
+        for contender in made.values():
+            contender.run_round(repeats, warmup=4)
+    lines = [
+        f"\n### One of {shards} shards: N {n} ({rows} supervised), D {d}, {classes} of {v} classes; "
+        f"floor {floor:.2f} ms\n",
+        f"A step would reduce {rows * 3 * 8 / 2**20:.2f} MiB (MAX) and {rows * 4 * 8 / 2**20:.2f} MiB (SUM) of sums, "
+        f"and {n * d * 4 / 2**20:.0f} MiB of dX unless the caller does; none of this is in the times.\n",
+        "| | ms | x floor | spread | extra GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for name, contender in made.items():
+        result = table[name] = {**table[name], **contender.times()}
+        result["ratio"] = result["ms"] / floor
+        lines.append(
+            f"| {name} | {result['ms']:.2f} | {result['ratio']:.2f} | {result['spread']:.1%} "
+            f"| {result['extra_gib']:.2f} |"
+        )
+    print("\n".join(lines), flush=True)
+    dist.destroy_process_group()
+    return {"n": n, "supervised": rows, "d": d, "v": v, "shards": shards, "floor_ms": floor, "rows": table}, lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", help="N,D,V (default: the paper's on a GPU, one small shape on a CPU)")
     parser.add_argument("--hidden", type=Path, help="safetensors with hidden [N, D], weight [V, D] and targets [N]")
     parser.add_argument("--scaling", help="token counts, e.g. 4096,8192: cost and memory of deft at the first shape")
+    parser.add_argument("--shards", type=int, help="time one of so many vocabulary shards, in one process")
     parser.add_argument("--only", default="", help="only contenders whose name contains this")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -318,7 +375,12 @@ def main() -> None:
     shapes = [tuple(map(int, s.split(","))) for s in args.shapes or []]
     if args.shapes is None and not args.hidden and not args.scaling:
         shapes = PAPER_SHAPES if device == "cuda" else CPU_SHAPES
-    for shape in shapes if not args.scaling else []:
+    if args.shards:
+        for shape in shapes:
+            table, text = run_shards(args.shards, *shape, device, dtype, rate, args.repeats)  # pyright: ignore
+            results["shapes"].append(table)
+            lines += text
+    for shape in shapes if not args.scaling and not args.shards else []:
         table, text = run_shape(synthetic(*shape, device, dtype), rate, args.repeats, args.only, "")  # pyright: ignore
         results["shapes"].append(table)
         lines += text

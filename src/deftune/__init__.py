@@ -33,6 +33,7 @@ _HOMES = {
     # losses
     "Sparse": "losses",
     "SparseReport": "losses",
+    "VocabShard": "losses",
     "linear_loss": "losses",
     "linear_token_stats": "losses",
     "raise_pending": "losses",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from deftune.losses import (
         Sparse,
         SparseReport,
+        VocabShard,
         linear_loss,
         linear_token_stats,
         raise_pending,
@@ -106,6 +108,7 @@ __all__ = [
     "StepStatistic",
     "StepStats",
     "TokenStats",
+    "VocabShard",
     "Weight",
     "__version__",
     "compare",

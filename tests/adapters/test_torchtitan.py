@@ -15,9 +15,13 @@ import deftune
 pytest.importorskip("torchtitan", reason="torchtitan is not installed; see .ci/stacks.d/torchtitan.txt")
 
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torchtitan.components.loss as titan
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+from torchtitan.distributed.utils import set_spmd_backend
 
+import deftune.adapters.torchtitan as adapter
 from deftune.adapters.torchtitan import ObjectiveLoss
 from deftune.selftest import tiny
 
@@ -41,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def train(folder, *arguments, ranks=1):
-    """[(loss, gradient norm)] of each step, as printed: five and four digits after the point."""
+    """[(loss, gradient norm)] of each step, as rank 0 prints it: five and four digits after the point."""
     paths = [str(HERE), str(Path(deftune.__file__).parents[1])]
     environment = os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1", "TITAN_OUT": str(folder / "out")}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -50,9 +54,12 @@ def train(folder, *arguments, ranks=1):
     done = subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     printed = re.sub(r"\x1b\[[\d;]*m", "", done.stderr + done.stdout)
-    found = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss: +([\d.]+) +grad_norm: +([\d.]+)", printed)]
-    assert len(found) in (STEPS, STEPS * ranks), printed[-3000:]
-    return torch.tensor(found[:STEPS])
+    lines = re.findall(r"step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)", printed)
+    found = {int(step): (float(loss), float(norm)) for step, loss, norm in lines}  # ranks may print the same
+    assert sorted(found) == [*range(1, STEPS + 1)], printed[-3000:]
+    ours = "--loss.objective=nll" in arguments or arguments[0] in ("plain", "chunked")
+    assert ("verified from the logits" in printed) == ours, printed[-3000:]
+    return torch.tensor([found[step] for step in sorted(found)])
 
 
 def assert_same(actual, expected):
@@ -70,10 +77,21 @@ def test_plain_and_chunked_train_deft_by_its_equation(folder):
     assert_same(train(folder, "plain", "--loss.objective=nll"), nll)
 
 
-def test_two_ranks(folder):
+def test_fsdp_on_two_ranks(folder):
+    """torchtitan 0.3.0 cannot use FSDP2 of torch 2.13 with its default, spmd_backend=spmd_types."""
     backend = "--parallelism.spmd_backend=partial_dtensor"
     expected = train(folder, "written_out", backend, ranks=2)
     assert_same(train(folder, "chunked", backend, ranks=2), expected)
+
+
+def test_tensor_parallel_on_two_ranks(folder):
+    """Each rank has half of the vocabulary; the logits alone are a DTensor, or the labels too."""
+    degree, backend = "--parallelism.tensor_parallel_degree=2", "--parallelism.spmd_backend="
+    expected = train(folder, "written_out", degree, backend + "partial_dtensor", ranks=2)
+    assert_same(train(folder, "chunked", degree, backend + "partial_dtensor", ranks=2), expected)
+    assert_same(train(folder, "plain", degree, backend + "full_dtensor", ranks=2), expected)
+    nll = train(folder, "stock", degree, backend + "partial_dtensor", ranks=2)
+    assert (nll[:, 1] - expected[:, 1]).abs().max() > 0.01  # the comparison fails for NLL
 
 
 @pytest.mark.parametrize(
@@ -119,12 +137,54 @@ def test_refusals(objective, message):
         ObjectiveLoss.Config(objective=objective).build()
 
 
-def test_logits_divided_over_the_vocabulary_are_refused(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-        logits = distribute_tensor(torch.randn(1, 4, 6), mesh, [Shard(2)])
-        with pytest.raises(ValueError, match="torchtitan's logits are divided over the vocabulary"):
-            ObjectiveLoss.Config().build()(logits, torch.zeros(1, 4, dtype=torch.long))
-    finally:
-        dist.destroy_process_group()
+def shard_losses(rank, folder):
+    """ObjectiveLoss on local and on distributed logits of two ranks against one, uneven halves of 51 classes."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 8, 51, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 51, (2, 8), generator=generator).masked_fill(torch.arange(8) % 3 == 0, -100)
+    count, context = (labels != -100).sum(), deftune.Context(special_ids=(3, 4))
+    mine = slice(26 * rank, 26 + 26 * rank)
+    for objective in ("nll", "linear", "cayley", "deft", "deft | floor(0.2)", "eaft", "deft | eos(nll)"):
+        leaf = logits.clone().requires_grad_()
+        expected = deftune.token_loss(leaf, labels, objective, context=context)
+        (gradient,) = torch.autograd.grad(expected, leaf)
+        settings = ObjectiveLoss.Config(objective=objective, special_ids=(3, 4), global_vocab_size=51)
+        for backend in ("partial_dtensor", "spmd_types"):
+            set_spmd_backend(backend)
+            local = logits[..., mine].clone().requires_grad_()
+            if backend == "spmd_types":
+                with set_current_spmd_mesh(mesh):
+                    loss = settings.build()(local, labels, count)[0]
+            else:
+                pred = DTensor.from_local(local, mesh, [Shard(-1)], shape=logits.shape, stride=logits.stride())
+                loss = settings.build()(pred, labels, count)[0]
+            (own,) = torch.autograd.grad(loss, local)
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(own, gradient[..., mine], rtol=1e-12, atol=1e-14)
+    with set_current_spmd_mesh(mesh):
+        with pytest.raises(ValueError, match=r"set ObjectiveLoss.Config.global_vocab_size=decoder_vocab_size"):
+            ObjectiveLoss.Config().build()(logits[..., mine], labels, count)
+        for size in (52, 60):  # the shard of 52 classes fits rank 0, and rank 0 must not wait for rank 1
+            with pytest.raises(ValueError, match=r"shard: the shards (have 51 classes and vocab_size is|leave a gap)"):
+                ObjectiveLoss.Config(global_vocab_size=size).build()(logits[..., mine], labels, count)
+    dist.destroy_process_group()
+
+
+def test_local_and_distributed_shards(tmp_path):
+    mp.spawn(shard_losses, args=(str(tmp_path),), nprocs=2)
+
+
+@pytest.mark.parametrize("wrong", ["nll", "linear"])
+def test_the_first_loss_is_checked(monkeypatch, wrong):
+    """Another objective than the one asked for stops the training at its first loss."""
+    monkeypatch.setattr(
+        adapter, "token_loss", lambda pred, labels, objective, **more: deftune.token_loss(pred, labels, wrong, **more)
+    )
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(1, 6, 9, generator=generator), torch.arange(6)[None]
+    loss = ObjectiveLoss.Config(objective="deft").build()
+    loss(logits, torch.full_like(labels, -100))  # nothing to check yet
+    with pytest.raises(ValueError, match="`deft` is not what is trained: the loss is"):
+        loss(logits, labels)

@@ -52,17 +52,30 @@ def stand_in():
 
 
 if __name__ != "__main__":
+    import spmd_types as spmd
+    from torch.distributed.tensor import DTensor, Replicate
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
+    from torchtitan.distributed.utils import get_spmd_backend
     from torchtitan.hf_datasets.text_datasets import ChatDataLoader
     from torchtitan.models.common.config_utils import decoder_vocab_size
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
 
     from deftune.adapters.torchtitan import ObjectiveLoss
+
+    def whole(tensor):
+        """All classes on every rank, of logits that tensor parallel has divided."""
+        if isinstance(tensor, DTensor):
+            placements = [Replicate() if p.is_shard(2) or p.is_shard(-1) else p for p in tensor.placements]
+            return tensor.redistribute(placements=placements).to_local()
+        if tensor.is_floating_point() and get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
+            return spmd.redistribute(tensor, current_spmd_mesh().get_group("tp"), src=spmd.S(-1), dst=spmd.I)
+        return tensor
 
     class WrittenOut(BaseLoss):
         """DEFT by its equation, through autograd: a = sum P^2 detached, L = (1 - p^a) / a."""
@@ -76,6 +89,7 @@ if __name__ != "__main__":
 
         @staticmethod
         def summed(pred, labels):
+            pred, labels = whole(pred), whole(labels)
             kept = labels != -100
             log_probs = pred[kept].double().log_softmax(-1)
             a = log_probs.exp().square().sum(-1).detach()
@@ -104,11 +118,14 @@ if __name__ != "__main__":
     def written_out():
         return config(lambda spec: WrittenOut.Config())
 
+    def ours(spec):
+        return ObjectiveLoss.Config(global_vocab_size=decoder_vocab_size(spec))
+
     def plain():
-        return config(lambda spec: ObjectiveLoss.Config())
+        return config(ours)
 
     def chunked():
-        return config(lambda spec: ChunkedLossWrapper.Config(loss_fn=ObjectiveLoss.Config()))
+        return config(lambda spec: ChunkedLossWrapper.Config(loss_fn=ours(spec)))
 
 
 if __name__ == "__main__":

@@ -1030,7 +1030,8 @@ def test_a_sharded_weight_is_refused():
         arguments = {**GOOD, "bias": torch.zeros(5)}
         for name in ("weight", "bias", "hidden"):
             sharded = {**arguments, name: distribute_tensor(arguments[name], mesh, [Shard(0)])}
-            with pytest.raises(ValueError, match=rf"{name}: is a DTensor.*inside the forward of the module that FSDP"):
+            advice = "pass both as DTensors" if name == "hidden" else "inside the forward of the module that FSDP"
+            with pytest.raises(ValueError, match=rf"{name}: is a DTensor.*{advice}"):
                 linear_loss(**sharded)
             if name == "weight":
                 with pytest.raises(ValueError, match=r"weight: is a DTensor"):

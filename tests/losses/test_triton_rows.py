@@ -9,7 +9,7 @@ import pytest
 
 from interpreter import run_checks
 
-CHECKS = ("check_launches.py", "check_losses.py", "check_programs.py")
+CHECKS = ("check_launches.py", "check_losses.py", "check_programs.py", "check_shards.py")
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),

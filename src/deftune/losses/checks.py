@@ -33,10 +33,10 @@ def check_float(value: object, name: str) -> None:
         raise ValueError(f"{name}: must be floating point, got {value.dtype}; use {name}.float()")
 
 
-def check_logits(logits: object, targets: object) -> None:
+def check_logits(logits: object, targets: object, sharded: bool = False) -> None:
     check_float(logits, "logits")
     assert isinstance(logits, Tensor)
-    if logits.dim() < 1 or logits.shape[-1] < 1:
+    if logits.dim() < 1 or (logits.shape[-1] < 1 and not sharded):
         raise ValueError(f"logits: need a last dimension of V >= 1 classes, got shape {tuple(logits.shape)}")
     check_targets(targets, logits.shape[:-1], "logits")
 
@@ -109,10 +109,11 @@ def label_error(index: int, label: int, vocab_size: int) -> ValueError:
     return ValueError(f"targets: token {index} (flat index) has label {label}; {remedy}")
 
 
-def nan_error(index: int, name: str) -> ValueError:
+def nan_error(index: int, name: str, sharded: bool = False) -> ValueError:
+    ranks = ". Or the ranks that share the vocabulary were given different targets" if sharded else ""
     return ValueError(
         f"{name}: token {index} (flat index) has NaN or +inf logits (or nothing but -inf), so it has no distribution; "
-        f"do not use its gradients. Look at the inputs of that token, the learning rate and the weights for NaN"
+        f"do not use its gradients. Look at the inputs of that token, the learning rate and the weights for NaN{ranks}"
     )
 
 

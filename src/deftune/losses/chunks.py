@@ -33,7 +33,7 @@ class Supervised:
 
     hidden: Tensor  # [N, D]
     index: Tensor  # [M]
-    y: Tensor  # [M]
+    y: Tensor  # [M]: rows of the head's weight; below 0: of another rank's (`Head.columns`)
     facts: Tensor | None = None  # on the device: M, and a flag that is set if a log p is NaN
     known: bool = True  # False: index and y are [N], and the host does not know M yet
 
@@ -53,7 +53,8 @@ class Chunk:
 
     ``columns`` are log_p, entropy, log_collision, log_sum = log sum e^u and shift = max z, [5, C] in float64; ``e`` is
     E [C, V], or None where no gradient needs it; ``top`` [C, k] holds the largest log-probabilities, where they were
-    asked for, and ``top_entropy`` the entropy of their shares, where the same kernel has computed it.
+    asked for, and ``top_entropy`` the entropy of their shares, where the same kernel has computed it. Of a vocabulary
+    shard, E and ``y`` are this rank's, all else is of whole rows.
     """
 
     part: slice
@@ -65,6 +66,7 @@ class Chunk:
     e: Tensor | None
     top: Tensor | None
     top_entropy: Tensor | None = None
+    reference: Tensor | None = None  # of the torch backend: the logits that E is relative to
 
 
 class Backend(ABC):
@@ -128,7 +130,8 @@ class Backend(ABC):
     def new_pass(cls, request: Request) -> Self:
         rows = request.rows
         assert rows is not None
-        return cls(request.head, request.dtype, Supervised(request.hidden, rows.index, rows.labels, rows.facts))
+        columns = request.head.columns(rows.labels)
+        return cls(request.head, request.dtype, Supervised(request.hidden, rows.index, columns, rows.facts))
 
     @classmethod
     def run(cls, request: Request) -> Result:
@@ -162,7 +165,8 @@ class Backend(ABC):
             largest: list[Tensor | None] = []
             for chunk in backend.chunks(request, columns, any(wanted), request.top_k):
                 into = into or new_gradients(request, wanted, own_mass)  # allocated while the first GEMM runs
-                stats = stats_of(chunk.columns, chunk.top, chunk.y, request.head.vocab_size, chunk.top_entropy)
+                labels = request.rows.labels[chunk.part]
+                stats = stats_of(chunk.columns, chunk.top, labels, request.head.vocab_size, chunk.top_entropy)
                 gate, value = weighted(request, chunk.part, *objective.evaluate(stats, context))
                 losses.append(value)
                 if request.gates:
@@ -174,13 +178,14 @@ class Backend(ABC):
                 largest.append(chunk.top)
             into = into or new_gradients(request, wanted)
             backend.end(into)
+            sum_hidden(request, into)
             values = torch.cat(losses) if losses else columns.new_zeros(0)
             loss = values.sum() * scale if losses else columns.new_zeros(())
             if masses:
                 mass = torch.stack(masses).sum()
                 into.factor = torch.where(mass == 0, 0.0, count / mass)
                 loss = loss * into.factor
-            check_nan(columns[0], request.rows)
+            check_nan(columns[0], request)
             return Result(
                 loss.to(compute_dtype(request.dtype)), into, request_stats(request, columns, largest), request,
                 (torch.cat(gates) if gates else columns.new_zeros(0)) if request.gates else None, values,
@@ -204,6 +209,7 @@ class Backend(ABC):
             for chunk in backend.chunks(request, new_columns(request), True, 0):
                 backend.add(chunk, gate[chunk.part], 1.0, into)
             backend.end(into)
+            sum_hidden(request, into)
         return into
 
     def chunks(self, request: Request, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
@@ -221,7 +227,7 @@ class Backend(ABC):
         assert request.rows is not None
         columns = new_columns(request)
         tops = [chunk.top for chunk in self.chunks(request, columns, False, request.top_k)]
-        check_nan(columns[0], request.rows)
+        check_nan(columns[0], request)
         return request_stats(request, columns, tops)
 
 
@@ -238,8 +244,10 @@ def new_gradients(request: Request, wanted: Sequence[bool], rescaled: bool = Fal
     hidden, weight = request.hidden, request.head.weight
     full = compute_dtype(request.dtype)
     new = torch.zeros if len(request.rows.index) < hidden.shape[0] else torch.empty
-    # float16 would underflow before the upstream gradient, a loss scale, is multiplied in
-    kept = full if rescaled or hidden.dtype == torch.float16 else hidden.dtype
+    # float16 would underflow before the upstream gradient, a loss scale, is multiplied in; what is still to be summed
+    # over ranks is rounded afterwards
+    summed = request.head.shard is not None and request.head.shard.reduce_hidden
+    kept = full if rescaled or summed or hidden.dtype == torch.float16 else hidden.dtype
     return Gradients(
         new(hidden.shape, dtype=kept, device=hidden.device) if wanted[0] else None,
         torch.empty(weight.shape, dtype=full, device=weight.device) if wanted[1] else None,
@@ -266,12 +274,22 @@ def request_stats(request: Request, columns: Tensor, tops: Sequence[Tensor | Non
     return stats_of(columns, top, request.rows.labels, request.head.vocab_size)
 
 
-def check_nan(log_p: Tensor, rows: Rows) -> None:
+def sum_hidden(request: Request, gradients: Gradients) -> None:
+    """Sum dX over the ranks that share the vocabulary, unless the caller does."""
+    shard = request.head.shard
+    if shard is not None and shard.reduce_hidden and gradients.hidden is not None:
+        shard.total(gradients.hidden)
+
+
+def check_nan(log_p: Tensor, request: Request) -> None:
     """Name the first token without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
+    rows, sharded = request.rows, request.head.shard is not None
+    assert rows is not None
     if log_p.device.type == "cuda":
-        note_rows(log_p.isnan().sum() if rows.facts is None else rows.facts[1:], log_p, rows.index)
+        flag = log_p.isnan().sum() if rows.facts is None else rows.facts[1:]
+        note_rows(flag, log_p, rows.index, sharded)
     elif bool((bad := log_p.isnan()).any()):
-        raise nan_error(int(rows.index[bad.nonzero()[0, 0]]), "hidden x weight")
+        raise nan_error(int(rows.index[bad.nonzero()[0, 0]]), "hidden x weight", sharded)
 
 
 def balanced(total: int, limit: int, multiple: int = 1) -> int:

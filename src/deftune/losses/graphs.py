@@ -348,6 +348,8 @@ class GraphsBackend(TritonBackend):
         objective = request.objective
         if objective is None or not any(request.wanted):
             return "graphs are for a loss whose gradients are made in the same pass"
+        if request.head.shard is not None:
+            return "graphs are for a whole vocabulary on one device"
         if request.weights is not None or request.head.bias is not None or request.sparse is not None:
             return "graphs are for a head without bias, no external weights and no sparse mode"
         if objective.kind != "local" or request.context.step is not None or "progress" in objective.requires:
@@ -461,6 +463,6 @@ class Replay:
         elif into.weight is not None:
             into.weight.zero_()
         loss = record[5].sum() * scale if count else record.new_zeros(())
-        check_nan(record[0], rows_found)
+        check_nan(record[0], request)
         stats = stats_of(record[:5], top, rows_found.labels, head.vocab_size)
         return Result(loss.float(), into, stats, request, gate, record[5])

@@ -9,20 +9,40 @@ import torch
 from torch import Tensor
 
 from deftune.losses.checks import check_float
+from deftune.losses.shards import VocabShard
 
 
 @dataclass(frozen=True)
 class Head:
-    """z = softcap(scale (x W^T + bias)), softcap(a) = c tanh(a / c)."""
+    """z = softcap(scale (x W^T + bias)), softcap(a) = c tanh(a / c).
+
+    With a ``shard``, weight and bias are those of this rank's classes.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    shard: VocabShard | None = None
 
     @property
     def vocab_size(self) -> int:
+        """V, of all ranks."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def classes(self) -> int:
+        """The classes of this rank."""
         return self.weight.shape[0]
+
+    @property
+    def most_classes(self) -> int:
+        """The classes of the rank that has the most: the sizes of chunks must be the same on all ranks."""
+        return max(1, self.weight.shape[0] if self.shard is None else self.shard.largest)
+
+    def columns(self, labels: Tensor) -> Tensor:
+        """The rows of this weight that the labels name; below 0: another rank's."""
+        return labels if self.shard is None else self.shard.columns(labels, self.classes)
 
     @property
     def width(self) -> int:
@@ -80,7 +100,12 @@ def check_head(hidden: object, head: Head) -> None:
                 f"{name}: is a DTensor, of which this process holds a shard only. Call the loss inside the forward of "
                 f"the module that FSDP wraps, where the parameter is gathered and its gradient will be reduced"
             )
-    if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
+    if head.shard is not None and not isinstance(head.shard, VocabShard):  # pyright: ignore
+        raise ValueError(
+            f"shard: expected a deftune.VocabShard(first, vocab_size, group), got {type(head.shard).__name__}"
+        )
+    fewest = 1 if head.shard is None else 0
+    if weight.dim() != 2 or weight.shape[0] < fewest or weight.shape[1] < 1:
         raise ValueError(f"weight: the head's weight is [V, D], got shape {tuple(weight.shape)}")
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(

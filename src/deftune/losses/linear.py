@@ -13,6 +13,7 @@ from torch.autograd import Function
 from deftune.losses.backends import choose
 from deftune.losses.checks import second_derivative_error
 from deftune.losses.chunks import Backend, scaled_gradients
+from deftune.losses.dtensors import is_dtensor, local_head
 from deftune.losses.eager import eager
 from deftune.losses.head import Head
 from deftune.losses.request import (
@@ -24,6 +25,7 @@ from deftune.losses.request import (
     make_request,
     wanted_gradients,
 )
+from deftune.losses.shards import VocabShard
 from deftune.losses.sparse import Sparse
 from deftune.losses.statistics import wide
 from deftune.losses.torch_backend import TorchBackend
@@ -44,6 +46,7 @@ class _Options(TypedDict, total=False):
     backend: str
     chunk_rows: int | None
     sparse: Sparse | None
+    shard: VocabShard | None
 
 
 @overload
@@ -72,6 +75,7 @@ def linear_loss(
     backend: str = "auto",
     chunk_rows: int | None = None,
     sparse: Sparse | None = None,
+    shard: VocabShard | None = None,
     return_stats: bool = False,
 ) -> Tensor | tuple[Tensor, TokenStats]:
     """An objective's loss from hidden states and the head's weight, without the logits.
@@ -102,6 +106,8 @@ def linear_loss(
         chunk_rows: the most tokens to work on at a time (default: a quarter of them, from 1,024 to 4,096; more are
             faster, fewer take less memory; ``graphs`` rounds up to a multiple of 128).
         sparse: the opt-in approximation of the gradients, `Sparse`.
+        shard: weight and bias are those of this rank's classes, of a vocabulary that ranks share; the loss is that of
+            the whole vocabulary (`VocabShard`). Where hidden and weight are DTensors, their placements say so.
         return_stats: also return the statistics of the supervised tokens, which the same pass has measured.
 
     Returns:
@@ -118,8 +124,10 @@ def linear_loss(
     (0.545, tensor([[-0.1413,  0.1413],
             [-0.0704,  0.0704]]))
     """
-    head = Head(weight, bias, logit_scale, softcap)
-    if torch.compiler.is_compiling() and not return_stats and isinstance(objective, str) and reduction != "none":
+    head = Head(weight, bias, logit_scale, softcap, shard)
+    sharded = shard is not None or is_dtensor(weight) or is_dtensor(hidden)
+    whole = not (return_stats or sharded or reduction == "none")
+    if torch.compiler.is_compiling() and whole and isinstance(objective, str):
         # all that the signature of an operator can hold; the rest is a graph break
         if chunk_rows is None and sparse is None and (context is None or context.step is None):
             return _operator(hidden, head, targets, objective, reduction, num_items, weights, context, backend)
@@ -134,9 +142,20 @@ def linear_loss(
 def _loss_and_stats(
     hidden: Tensor, head: Head, targets: Tensor, objective: str | Objective, backend: str, **options: Any
 ) -> tuple[Tensor, TokenStats]:
+    hidden, head, targets, options["weights"] = _on_this_rank(hidden, head, targets, options["weights"])
     result = fused_loss(make_request(hidden, head, targets, parse_objective(objective), **options), backend)
     assert result.loss is not None
     return result.loss.view(targets.shape) if options["reduction"] == "none" else result.loss, result.stats
+
+
+def _on_this_rank(
+    hidden: Tensor, head: Head, targets: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Head, Tensor, Tensor | None]:
+    """The same with DTensors replaced by this rank's part of them."""
+    hidden, weight, bias, targets, weights, shard = local_head(
+        hidden, head.weight, head.bias, targets, weights, head.shard
+    )
+    return hidden, replace(head, weight=weight, bias=bias, shard=shard), targets, weights
 
 
 @eager
@@ -151,23 +170,26 @@ def linear_token_stats(
     top_k: int = 0,
     backend: str = "auto",
     chunk_rows: int | None = None,
+    shard: VocabShard | None = None,
 ) -> TokenStats:
     """The statistics of the supervised tokens from hidden states, without the logits.
 
     ``log_p`` and ``entropy`` are differentiable, for any upstream vector, in ``hidden``, ``weight`` and ``bias``; their
     backward recomputes the chunks. ``log_collision`` is detached (a focus is a stop-gradient quantity). ``top_k`` asks
     for that many of the largest log-probabilities (`TokenStats.top_log_p`). The other arguments (``targets``,
-    ``softcap``, ``logit_scale``, ``backend``, ``chunk_rows``), and the errors, are those of `linear_loss`.
+    ``softcap``, ``logit_scale``, ``backend``, ``chunk_rows``, ``shard``), and the errors, are those of `linear_loss`.
 
     >>> stats = linear_token_stats(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
     >>> stats.p, stats.concentration
     (tensor([0.2500], dtype=torch.float64), tensor([0.2500], dtype=torch.float64))
     """
-    head = Head(weight, bias, logit_scale, softcap)
+    head = Head(weight, bias, logit_scale, softcap, shard)
+    hidden, head, targets, _ = _on_this_rank(hidden, head, targets, None)
     request = make_request(hidden, head, targets, top_k=top_k, chunk_rows=chunk_rows)
     chosen, _ = choose(backend, request)
-    result = chosen.run(request.over(request.hidden, weight, bias))
-    log_p, entropy = _Statistics.apply(request.hidden, weight, bias, chosen, result)  # pyright: ignore
+    inputs = request.hidden, head.weight, head.bias
+    result = chosen.run(request.over(*inputs))
+    log_p, entropy = _Statistics.apply(*inputs, chosen, result)  # pyright: ignore
     return replace(result.stats, log_p=log_p, entropy=entropy)
 
 

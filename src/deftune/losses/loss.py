@@ -15,8 +15,10 @@ from deftune.losses.checks import (
     check_weights,
     second_derivative_error,
 )
+from deftune.losses.dtensors import local_logits
 from deftune.losses.eager import eager
 from deftune.losses.reduction import check_step, reduce_losses
+from deftune.losses.shards import VocabShard
 from deftune.losses.statistics import (
     Rows,
     block_rows,
@@ -41,6 +43,7 @@ def token_loss(
     num_items: Tensor | float | None = None,
     weights: Tensor | None = None,
     context: Context | None = None,
+    shard: VocabShard | None = None,
 ) -> Tensor:
     """An objective's loss on ``[..., V]`` logits; its gradient is gate x error and keeps no ``[N, V]`` probabilities.
 
@@ -51,18 +54,25 @@ def token_loss(
     the targets' shape, 0 at ignored tokens. ``weights`` are constants per token. ``context`` is what the objective
     needs beyond the tokens (progress, special ids, step statistics). The loss is float32, float64 for float64 logits.
 
+    With a ``shard`` the logits are those of this rank's classes, and so is their gradient; the loss is that of the
+    whole vocabulary, on every rank (`VocabShard`). A DTensor that is sharded on its last dimension says so itself.
+
     >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
     >>> token_loss(logits, torch.tensor([1]), "linear").backward()
     >>> logits.grad
     tensor([[ 0.0964, -0.1012,  0.0048]])
     """
     objective = parse_objective(objective)
-    check_logits(logits, targets)
+    logits, targets, weights, shard = local_logits(logits, targets, weights, shard)
+    check_logits(logits, targets, shard is not None)
     check_reduction(reduction, num_items)
     check_weights(weights, targets.shape)
     check_weight_values(weights, targets)
+    if shard is not None:
+        shard = shard.checked(logits.shape[-1], logits.device, "logits")
     flat = targets.reshape(-1)
-    losses: Tensor = _TokenLoss.apply(logits, flat, objective, context or NO_CONTEXT, num_items)[0]  # pyright: ignore
+    columns = _TokenLoss.apply(logits, flat, objective, context or NO_CONTEXT, num_items, shard)
+    losses: Tensor = columns[0]  # pyright: ignore
     losses = losses.to(compute_dtype(logits.dtype)) if reduction == "none" else losses
     if weights is not None:
         factor = torch.where(flat == IGNORE_INDEX, 0.0, weights.reshape(-1).to(losses.dtype))
@@ -78,9 +88,10 @@ class _TokenLoss(Function):
 
     @staticmethod
     def forward(
-        logits: Tensor, targets: Tensor, objective: Objective, context: Context, num_items: Tensor | float | None
-    ) -> tuple[Tensor, ...]:
-        stats, index, sums, log_sum = logits_stats(logits, targets)
+        logits: Tensor, targets: Tensor, objective: Objective, context: Context, num_items: Tensor | float | None,
+        shard: VocabShard | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        stats, index, sums, log_sum = logits_stats(logits, targets, shard)
         check_step(objective, context, num_items, len(index))
         gate, loss = objective.evaluate(stats, context)
         columns = (
@@ -95,6 +106,7 @@ class _TokenLoss(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         logits, targets = inputs[:2]
+        ctx.shard = inputs[-1]
         _, *rows = output
         ctx.mark_non_differentiable(*rows)
         ctx.save_for_backward(logits, targets, *rows)
@@ -104,28 +116,39 @@ class _TokenLoss(Function):
         logits, targets, gate, shift, log_sum, error = ctx.saved_tensors
         # a gate of 0 gives 0 for any upstream: 0 * inf must not reach the logits
         scale = torch.where(gate == 0, 0.0, grad * gate)
-        return _GateTimesError.apply(logits, targets, scale, shift, log_sum, error), None, None, None, None
+        if ctx.shard is not None:
+            columns = ctx.shard.columns(targets, logits.shape[-1]).clamp(min=-1)  # and none is IGNORE_INDEX
+            targets = torch.where(targets == IGNORE_INDEX, targets, columns)
+        grad = _GateTimesError.apply(logits, targets, scale, shift, log_sum, error, ctx.shard is not None)
+        return grad, *(None,) * 5  # pyright: ignore
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        logits, targets, objective, context, _ = inputs
+        logits, targets, objective, context, _, shard = inputs
+        if shard is not None:
+            raise ValueError("shard: a loss over ranks cannot be mapped by torch.func.vmap; pass a batch of rows")
         if objective.kind != "local" and context.step is None:
             raise ValueError(f"`{objective}` depends on the whole optimizer step and cannot be mapped over its parts")
         logits = _batch_first(logits, in_dims[0], info.batch_size)
         targets = _batch_first(targets, in_dims[1], info.batch_size)
-        out = _TokenLoss.apply(logits, targets.flatten(), objective, context, None)
+        out = _TokenLoss.apply(logits, targets.flatten(), objective, context, None, None)
         return tuple(column.view(info.batch_size, -1) for column in out), (0,) * len(out)  # pyright: ignore
 
 
 class _GateTimesError(Function):
-    """scale * (softmax - onehot), rows of 0 at ignored tokens: the whole backward of every objective."""
+    """scale * (softmax - onehot), rows of 0 at ignored tokens: the whole backward of every objective.
+
+    ``partial``: the columns are a shard's; a target below 0 is on another rank, and its row has no onehot.
+    """
 
     @staticmethod
     def forward(
-        logits: Tensor, targets: Tensor, scale: Tensor, shift: Tensor, log_sum: Tensor, error: Tensor
+        logits: Tensor, targets: Tensor, scale: Tensor, shift: Tensor, log_sum: Tensor, error: Tensor, partial: bool
     ) -> Tensor:
         index = supervised_index(targets)
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if not grad.shape[-1]:
+            return grad
         if len(index) < targets.numel():
             grad.zero_()
         flat = grad.view(-1, grad.shape[-1])
@@ -140,7 +163,11 @@ class _GateTimesError(Function):
                 block = flat[part] if dense and flat.dtype == dtype else e[: len(z)]
                 widened_difference(z, shift[rows, None], block)
                 block.exp_().mul_((scale[rows] * inverse_sum[rows])[:, None].to(dtype))
-                block.scatter_(-1, targets[rows, None], (-scale[rows] * error[rows])[:, None].to(dtype))
+                y, at_target = targets[rows, None], (-scale[rows] * error[rows])[:, None].to(dtype)
+                if partial:
+                    y, own = y.clamp(min=0), y >= 0
+                    at_target = torch.where(own, at_target, block.gather(-1, y))
+                block.scatter_(-1, y, at_target)
                 if block.data_ptr() != flat[part].data_ptr():
                     flat.index_copy_(0, rows, block.to(flat.dtype))
         return grad
@@ -154,9 +181,9 @@ class _GateTimesError(Function):
         raise second_derivative_error()
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> tuple[Tensor, int]:
-        first, *rest = (_batch_first(x, dim, info.batch_size) for x, dim in zip(inputs, in_dims))
-        return _GateTimesError.apply(first, *(x.flatten() for x in rest)), 0  # pyright: ignore
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        first, *rest = (_batch_first(x, dim, info.batch_size) for x, dim in zip(inputs[:-1], in_dims))
+        return _GateTimesError.apply(first, *(x.flatten() for x in rest), inputs[-1]), 0  # pyright: ignore
 
 
 def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:

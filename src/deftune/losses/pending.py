@@ -17,16 +17,17 @@ class Note(NamedTuple):
     log_p: Tensor
     places: Tensor
     stream: torch.cuda.Stream
+    sharded: bool = False
 
 
 _notes: list[Note] = []
 MOST = 64  # unread notes; beyond that, the oldest is waited for
 
 
-def note_rows(flag: Tensor, log_p: Tensor, places: Tensor) -> None:
+def note_rows(flag: Tensor, log_p: Tensor, places: Tensor, sharded: bool = False) -> None:
     """Remember to read a flag later, without waiting for the device."""
     if log_p.numel():
-        _notes.append(Note(flag, log_p, places, torch.cuda.current_stream(log_p.device)))
+        _notes.append(Note(flag, log_p, places, torch.cuda.current_stream(log_p.device), sharded))
         if len(_notes) > MOST:
             answer(_notes[0], look(_notes[0]))
 
@@ -54,7 +55,7 @@ def answer(note: Note, flag: int) -> None:
     """Drop a note whose flag was read; raise its error if the flag is set."""
     _notes[:] = [] if flag else [other for other in _notes if other is not note]
     if flag:
-        raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight")
+        raise nan_error(int(note.places[note.log_p.isnan().nonzero()[0, 0]]), "hidden x weight", note.sharded)
 
 
 def raise_pending(*, wait: bool = True) -> None:

@@ -151,6 +151,8 @@ def make_request(
     if sparse is not None:
         check_sparse(sparse, head, reduction)
     check_weight_values(weights, targets)
+    if head.shard is not None:
+        head = replace(head, shard=head.shard.checked(head.classes, hidden.device, "weight"))
     hidden_gradient, weight_gradient, bias_gradient = wanted_gradients(hidden, head) if wanted is None else wanted
     in_this_pass = objective is not None and reduction != "none"
     if targets.dim() != 1:
@@ -168,6 +170,8 @@ def check_sparse(sparse: object, head: Head, reduction: str) -> None:
     """Refuse what the sparse mode would compute wrongly, or ignore."""
     if not isinstance(sparse, Sparse):
         raise ValueError(f"sparse: expected a deftune.Sparse(share=...), got {type(sparse).__name__}")
+    if head.shard is not None:
+        raise ValueError("sparse: cannot be combined with a shard, whose rank knows the mass of its own classes only")
     if head.softcap is not None:
         raise ValueError("sparse: cannot be combined with a softcap, whose slope differs among the left-out classes")
     if reduction == "none":

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from deftune.losses.checks import check_logits, label_error, nan_error
+from deftune.losses.dtensors import local_logits
 from deftune.losses.eager import eager
+from deftune.losses.shards import VocabShard
 from deftune.objectives.stats import IGNORE_INDEX, TokenStats, columns_of
 
 # a block that fits a core's share of the cache is three times faster; a GPU needs fewer, larger blocks
@@ -35,22 +37,42 @@ class RowSums(NamedTuple):
     moment: Tensor
 
 
+def rescaled(sums: RowSums, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(rest, squares, moment) about another shift, at least as large."""
+    lower = sums.shift - shift
+    factor = lower.exp()
+    # sum (u + d) e^{u + d}, with 0 * -inf = 0 for a shard of nothing but -inf
+    moment = torch.where(factor == 0, 0.0, (sums.moment + lower * sums.rest) * factor)
+    return sums.rest * factor, sums.squares * factor**2, moment
+
+
 def merge_sums(shards: Sequence[RowSums]) -> RowSums:
     """The sums of whole rows from those of vocabulary shards: the maximum, then the sums rescaled to it.
 
-    A shard without the target has ``target`` = -inf and leaves nothing out. Over ranks this is an all-reduce of the
-    maximum, then one of four numbers a row.
+    A shard without the target has ``target`` = -inf and leaves nothing out. `merge_ranks` does the same over ranks.
     """
     shift = torch.stack([shard.shift for shard in shards]).amax(0)
     rest, squares, moment = (torch.zeros_like(shift) for _ in range(3))
     for shard in shards:
-        lower = shard.shift - shift
-        factor = lower.exp()
-        rest += shard.rest * factor
-        squares += shard.squares * factor**2
-        # sum (u + d) e^{u + d}, with 0 * -inf = 0 for a shard of nothing but -inf
-        moment += torch.where(factor == 0, 0.0, (shard.moment + lower * shard.rest) * factor)
+        for total, part in zip((rest, squares, moment), rescaled(shard, shift)):
+            total += part
     return RowSums(shift, torch.stack([shard.target for shard in shards]).amax(0), rest, squares, moment)
+
+
+def merge_ranks(sums: RowSums, y: Tensor, shard: VocabShard, *, known: bool = False) -> RowSums:
+    """The sums of whole rows from those of this rank's classes: a MAX of three numbers a row, then a SUM of four.
+
+    ``y`` are the targets' columns (`VocabShard.columns`); ``known``: all ranks have the targets' logits already. A row
+    whose target differs among the ranks becomes NaN, on all of them.
+    """
+    sums, labels = RowSums(*(wide(column) for column in sums)), wide(shard.labels(y))
+    shift, most, least = shard.maximum(torch.stack([sums.shift, labels, -labels]))
+    parts = [*rescaled(sums, shift)]
+    if not known:
+        parts.append(torch.where(y >= 0, sums.target, 0.0))
+    rest, squares, moment, *target = shard.total(torch.stack(parts))
+    target = torch.where(most == -least, sums.target if known else target[0], torch.nan)
+    return RowSums(shift, target, rest, squares, moment)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -81,7 +103,7 @@ def stats_columns(sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def block_rows(vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of one working block."""
     limit = BLOCK_BYTES.get(device.type, BLOCK_BYTES_ELSEWHERE)
-    return max(1, limit // (vocab_size * dtype.itemsize))
+    return max(1, limit // (max(1, vocab_size) * dtype.itemsize))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -113,26 +135,35 @@ class Rows:
                 yield part, self.flat.index_select(0, self.index[part])
 
 
-def row_sums(logits: Tensor, index: Tensor, targets: Tensor) -> RowSums:
-    """The sums of the rows of ``[..., V]`` logits that ``index`` names; ``targets`` has one id per such row."""
+def row_sums(logits: Tensor, index: Tensor, columns: Tensor, partial: bool = False) -> RowSums:
+    """The sums of the rows of ``index``; ``columns`` are their targets', below 0 (``partial``) if another rank's."""
     dtype = compute_dtype(logits.dtype)
     sums = torch.empty(5, len(index), dtype=dtype, device=logits.device)
     size = min(block_rows(logits.shape[-1], dtype, logits.device), max(1, len(index)))
     e = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
     u = torch.empty_like(e)
     for part, z in Rows(logits, index, size).blocks():
-        block_sums(z, targets[part], u[: len(z)], e[: len(z)], sums[:, part])
+        block_sums(z, columns[part], u[: len(z)], e[: len(z)], sums[:, part], partial)
     return RowSums(*sums)
 
 
-def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor) -> None:
-    """The sums of one block into ``out`` [5, rows]; ``u`` and ``e`` are buffers."""
-    y = y[:, None]
+def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor, partial: bool = False) -> None:
+    """The sums of one block into ``out`` [5, rows]; ``u`` and ``e`` are buffers.
+
+    ``partial``: the columns are those of a shard, where a target may be missing (y < 0), all may be -inf, or none
+    may be there.
+    """
+    if partial and not z.shape[1]:
+        out[0], out[1:] = -torch.inf, 0.0
+        return
+    own, y = y[:, None] >= 0, y[:, None].clamp(min=0) if partial else y[:, None]
     shift = z.amax(-1, keepdim=True)
     out[0], out[1] = shift[:, 0], z.gather(-1, y)[:, 0]
+    if partial:  # -inf - -inf is NaN
+        shift = shift.clamp(min=torch.finfo(shift.dtype).min)
     widened_difference(z, shift, u)
     torch.exp(u, out=e)
-    e.scatter_(-1, y, 0)
+    e.scatter_(-1, y, torch.where(own, 0.0, e.gather(-1, y))) if partial else e.scatter_(-1, y, 0)
     torch.sum(e, -1, out=out[2])
     out[3] = torch.linalg.vecdot(e, e)
     out[4] = torch.linalg.vecdot(u, e)
@@ -198,40 +229,48 @@ def supervised_rows(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return index, labels
 
 
-def top_source(logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor) -> Callable[[int], Tensor]:
-    """The likeliest tokens of these rows, taken from the logits when first asked for."""
+def top_source(
+    logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor, shard: VocabShard | None = None
+) -> Callable[[int], Tensor]:
+    """The likeliest tokens of these rows, taken from the logits when first asked for; of a shard, on every rank."""
     taken: dict[int, Tensor] = {}
 
     def take(k: int) -> Tensor:
-        k = min(k, logits.shape[-1])
+        k = min(k, logits.shape[-1] if shard is None else shard.vocab_size)
         if k not in taken:
             dtype = compute_dtype(logits.dtype)
-            top = torch.empty(len(index), k, dtype=dtype, device=logits.device)
+            top = torch.empty(len(index), min(k, logits.shape[-1]), dtype=dtype, device=logits.device)
             with torch.no_grad():
                 for part, z in Rows(logits, index, block_rows(logits.shape[-1], dtype, logits.device)).blocks():
-                    top[part] = z.topk(k, -1).values.to(dtype)
+                    top[part] = z.topk(top.shape[1], -1).values.to(dtype)
+                top = top if shard is None else shard.likeliest(top, k)
             taken[k] = wide(top) - (wide(sums.shift) + log_sum)[:, None]
         return taken[k]
 
     return take
 
 
-def logits_stats(logits: Tensor, targets: Tensor) -> tuple[TokenStats, Tensor, RowSums, Tensor]:
+def logits_stats(
+    logits: Tensor, targets: Tensor, shard: VocabShard | None = None
+) -> tuple[TokenStats, Tensor, RowSums, Tensor]:
     """(statistics, supervised index, sums, log_sum) of flat targets; bad labels and NaN rows are errors at once."""
-    index, targets = supervised_rows(targets, logits.shape[-1])
+    vocab_size = logits.shape[-1] if shard is None else shard.vocab_size
+    index, targets = supervised_rows(targets, vocab_size)
     with plain(logits.device):
-        sums = row_sums(logits, index, targets)
+        if shard is None:
+            sums = row_sums(logits, index, targets)
+        else:
+            columns = shard.columns(targets, logits.shape[-1])
+            sums = merge_ranks(row_sums(logits, index, columns, partial=True), columns, shard)
         log_p, entropy, log_collision, log_sum = stats_columns(sums)
     if bool((bad := log_p.isnan()).any()):
-        raise nan_error(int(index[bad.nonzero()[0, 0]]), "logits")
-    stats = TokenStats(
-        log_p, entropy, log_collision, targets, logits.shape[-1], top_source(logits, index, sums, log_sum)
-    )
-    return stats, index, sums, log_sum
+        raise nan_error(int(index[bad.nonzero()[0, 0]]), "logits", shard is not None)
+    source = top_source(logits, index, sums, log_sum, shard)
+    return TokenStats(log_p, entropy, log_collision, targets, vocab_size, source), index, sums, log_sum
 
 
 @eager
-def token_stats(logits: Tensor, targets: Tensor) -> TokenStats:
+def token_stats(logits: Tensor, targets: Tensor, *, shard: VocabShard | None = None) -> TokenStats:
     """The statistics of the supervised tokens of ``[..., V]`` logits: log p, entropy and log sum P^2.
 
         u = z - max z;  log_p = u_y - log sum e^u;  log_collision = log sum e^{2u} - 2 log sum e^u
@@ -240,10 +279,16 @@ def token_stats(logits: Tensor, targets: Tensor) -> TokenStats:
     are read once, in blocks, without a copy of the logits; the record keeps a reference to the logits for
     `TokenStats.top_log_p`. No gradient flows: for a loss use `token_loss`.
 
+    With a ``shard`` (or a DTensor that is sharded on its last dimension) the logits are those of this rank's classes;
+    every rank gets the statistics of whole rows. All ranks have to ask for `TokenStats.top_log_p`, or none.
+
     >>> stats = token_stats(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([1, -100]))
     >>> stats.p, stats.concentration
     (tensor([0.5000], dtype=torch.float64), tensor([0.5000], dtype=torch.float64))
     """
-    check_logits(logits, targets)
     with torch.no_grad():
-        return logits_stats(logits.detach(), targets.reshape(-1))[0]
+        logits, targets, _, shard = local_logits(logits, targets, None, shard)
+        check_logits(logits, targets, shard is not None)
+        if shard is not None:
+            shard = shard.checked(logits.shape[-1], logits.device, "logits")
+        return logits_stats(logits.detach(), targets.reshape(-1), shard)[0]

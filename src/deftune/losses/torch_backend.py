@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded, new_columns, new_gradients
+from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded, new_columns, new_gradients, sum_hidden
 from deftune.losses.head import Head
 from deftune.losses.request import Gradients, Request
 from deftune.losses.sparse import Products, Sparse, add_products
@@ -17,6 +17,7 @@ from deftune.losses.statistics import (
     block_sums,
     compute_dtype,
     log_p_of,
+    merge_ranks,
     plain,
     stats_columns,
     wide,
@@ -55,7 +56,7 @@ class TorchBackend(Backend):
         limit = (512 << 20) if self.device.type == "cuda" else (48 << 20)
         if self.sparse is not None and self.device.type != "cuda":
             limit *= 4  # the weights of the kept classes are gathered for every chunk
-        return bounded(balanced(total, limit // (self.head.vocab_size * self.dtype.itemsize)), bound)
+        return bounded(balanced(total, limit // (self.head.most_classes * self.dtype.itemsize)), bound)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b in float32 or better."""
@@ -92,27 +93,39 @@ class TorchBackend(Backend):
         for start in range(0, len(x), size):
             some = slice(start, start + size)
             self.exponentiate(z[some], y[some], buffer[: len(z[some])], sums[:, some])
-        columns[0], columns[1], columns[2], columns[3] = stats_columns(RowSums(*sums))
-        columns[4] = sums[0]
+        whole, shard = RowSums(*sums), self.head.shard
+        if shard is not None:
+            whole = merge_ranks(whole, y, shard)
+            largest = None if largest is None else shard.likeliest(largest, top)
+        columns[0], columns[1], columns[2], columns[3] = stats_columns(whole)
+        columns[4] = whole.shift
         top_log_p = None if largest is None else log_p_of(largest, columns)
-        return Chunk(part, x, y, index, columns, sums[1], z if keep else None, top_log_p)
+        return Chunk(part, x, y, index, columns, whole.target, z if keep else None, top_log_p, reference=sums[0])
 
     def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
         """Turn z into E relative to its maximum, 0 at the target, times the softcap's slope; the sums go to ``out``."""
         slope = None if self.head.softcap is None else self.head.slope(z)
-        block_sums(z, y, u, z, out)
+        block_sums(z, y, u, z, out, partial=self.head.shard is not None)
         if slope is not None:
             z *= slope
+
+    def log_factor(self, chunk: Chunk) -> Tensor:
+        """log (P / E): E is relative to the maximum of this rank's classes."""
+        log_sum, shift = chunk.columns[3:]
+        if self.head.shard is None:
+            return -log_sum
+        assert chunk.reference is not None
+        return wide(chunk.reference) - shift - log_sum
 
     def target_slope(self, chunk: Chunk) -> Tensor:
         """The softcap's slope at the target."""
         return wide(self.head.slope(chunk.target))
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
-        log_p, _, _, log_sum, _ = chunk.columns
+        log_p = chunk.columns[0]
         gate = gate * scale
-        # E is relative to the shift: P = E / sum e^u. A gate of 0 gives 0, also times inf
-        v = torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum))
+        # a gate of 0 gives 0, also times inf
+        v = torch.where(gate == 0, 0.0, gate * torch.exp(self.log_factor(chunk)))
         t = torch.where(gate == 0, 0.0, gate * -torch.expm1(log_p) * self.target_slope(chunk))
         self.add_rows(chunk, v, t, to)
         chunk.e = None  # freed before the next chunk's E is made
@@ -124,12 +137,14 @@ class TorchBackend(Backend):
         v, t = ((factor * self.head.scale).to(self.dtype)[:, None] for factor in (v, t))
         if self.low:
             e = e.to(self.weight.dtype)
-        sparse = self.sparse
+        sparse, at_target = self.sparse, True
+        if self.head.shard is not None:  # the targets of other ranks' classes have no part in this rank's gradients
+            t, y, at_target = torch.where(y[:, None] >= 0, t, 0.0), y.clamp(min=0), self.head.classes > 0
         if sparse is not None:
             sparse.choose(e, v[:, 0], t[:, 0], column_sums(e, v[:, 0].abs()))
         if to.hidden is not None:
             u = self.over_classes(e) if sparse is None else sparse.over_classes(e, v[:, 0], t[:, 0], y)
-            rows = u * v - t * self.weight[y]
+            rows = u * v - t * self.weight[y] if at_target else u
             to.hidden.index_copy_(0, chunk.index, rows.to(to.hidden.dtype))
         if to.weight is not None:
             scaled = chunk.x.to(self.dtype) * v
@@ -144,11 +159,12 @@ class TorchBackend(Backend):
                 to.weight.addmm_(e.T, scaled)
             else:
                 torch.mm(e.T, scaled, out=to.weight)
-            # accumulate=True sorts the rows by target: no atomics
-            to.weight.index_put_((y,), -t * chunk.x, accumulate=True)
+            if at_target:  # accumulate=True sorts the rows by target: no atomics
+                to.weight.index_put_((y,), -t * chunk.x, accumulate=True)
         if to.bias is not None:
             to.bias += column_sums(e, v[:, 0])
-            to.bias.index_put_((y,), -t[:, 0], accumulate=True)
+            if at_target:
+                to.bias.index_put_((y,), -t[:, 0], accumulate=True)
         self.started = True
 
     def end(self, to: Gradients) -> None:
@@ -170,20 +186,24 @@ class TorchBackend(Backend):
             for chunk in backend.chunks(request, new_columns(request), True, 0):
                 backend.add_entropy(chunk, gate[chunk.part], grad_entropy[chunk.part], into)
             backend.end(into)
+            sum_hidden(request, into)
         return into
 
     def add_entropy(self, chunk: Chunk, gate: Tensor, h: Tensor, to: Gradients) -> None:
         """dz_i = P_i (gate - h H - h log P_i), and at the target P_y (...) - gate, each times the softcap's slope."""
         log_p, entropy, _, log_sum, shift = chunk.columns
-        e = chunk.e
+        e, log_factor = chunk.e, self.log_factor(chunk)
         assert e is not None
         # E has the slope as a factor already, which log P must not have
-        u = e.log() if self.head.softcap is None else self.logits(chunk.x) - shift[:, None].to(e.dtype)
-        log_probs = torch.where(e == 0, 0.0, u - log_sum[:, None].to(e.dtype))
+        if self.head.softcap is None:
+            log_probs = e.log() + log_factor[:, None].to(e.dtype)
+        else:
+            log_probs = self.logits(chunk.x) - shift[:, None].to(e.dtype) - log_sum[:, None].to(e.dtype)
+        log_probs = torch.where(e == 0, 0.0, log_probs)
         e *= (gate - h * entropy)[:, None].to(e.dtype) - h[:, None].to(e.dtype) * log_probs
         p_term = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * (log_p + entropy))
         at_target = gate * torch.expm1(log_p) - h * p_term
-        self.add_rows(chunk, torch.exp(-log_sum), -at_target * self.target_slope(chunk), to)
+        self.add_rows(chunk, torch.exp(log_factor), -at_target * self.target_slope(chunk), to)
 
     @staticmethod
     def finish(grads: list[Tensor], factor: Tensor, dtypes: list[torch.dtype]) -> list[Tensor]:

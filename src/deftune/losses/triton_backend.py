@@ -16,7 +16,9 @@ from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded
 from deftune.losses.head import Head, Slices
 from deftune.losses.pending import answer, latest_note
 from deftune.losses.request import Gradients, Request, Rows
+from deftune.losses.shards import VocabShard
 from deftune.losses.sparse import Products, Sparse
+from deftune.losses.statistics import RowSums, merge_ranks, stats_columns
 from deftune.objectives.stats import IGNORE_INDEX
 
 
@@ -62,7 +64,7 @@ class TritonBackend(Backend):
         from deftune.losses import triton_rows
 
         self.kernels = triton_rows
-        self.head = Head(head.weight.contiguous(), head.bias, head.scale, head.softcap)
+        self.head = replace(head, weight=head.weight.contiguous())
         self.weights = Slices(self.head.weight, dtype)
         self.dtype = dtype
         device = rows.hidden.device
@@ -70,7 +72,7 @@ class TritonBackend(Backend):
         self.number, self.nan = facts[:1], facts[1:]
         self.all = replace(rows, hidden=rows.hidden.to(dtype).contiguous())
         # rows of E start on 128 bytes whatever V is
-        self.stride = -(-head.vocab_size // 64) * 64
+        self.stride = -(-head.classes // 64) * 64
         self.e = self.u = self.scaled = torch.empty(0, dtype=dtype, device=device)
         self.first: tuple[Tensor, Tensor | None, Tensor] | None = None
         self.multiplied = False  # whether u of the current chunk is E W already
@@ -92,6 +94,8 @@ class TritonBackend(Backend):
             return f"a row of the weight, {head.width} of {dtype}, is no multiple of 16 bytes"
         if request.top_k and head.softcap is not None:
             return "the likeliest tokens under a softcap are found by torch only"
+        if head.shard is not None and not head.shard.smallest:
+            return "a rank has no class of the vocabulary"
         return ""
 
     @staticmethod
@@ -112,7 +116,8 @@ class TritonBackend(Backend):
         # the first pass of a step objective is for its statistic, without gradients
         statistic_first = objective is not None and objective.kind == "step" and request.context.step is None
         with Survey(request) as survey:
-            backend = cls(head, request.dtype, survey.launch())
+            found = survey.launch()
+            backend = cls(head, request.dtype, replace(found, y=head.columns(found.y)))
             backend.begin(size, any(request.wanted) and not statistic_first, request.top_k)
             rows = survey.wait()
             backend.settle(len(rows.index))
@@ -133,8 +138,9 @@ class TritonBackend(Backend):
     @classmethod
     def first_rows(cls, head: Head, dtype: torch.dtype, tokens: int, bound: int | None) -> int:
         """Rows of the first chunk, chosen before the number of supervised tokens is known; no chunk has more."""
-        e = -(-head.vocab_size // 64) * 64 * dtype.itemsize
-        row = e + head.vocab_size // 16 + 2 * head.width * (dtype.itemsize + 2)  # the sums of its tiles; x, v X and E W
+        e = -(-head.most_classes // 64) * 64 * dtype.itemsize
+        # E, the sums of its tiles, x, v X and E W
+        row = e + head.most_classes // 16 + 2 * head.width * (dtype.itemsize + 2)
         limit = min(cls.max_rows, cls.max_e_bytes // e, cls.max_bytes // row)
         if bound is None:
             limit = min(limit, max(cls.min_rows, int(cls.max_share * tokens)))
@@ -183,16 +189,29 @@ class TritonBackend(Backend):
         x, e, tiles = x[:rows], None if e is None else e[:rows], tiles[:, :, :rows]
         y, index = self.all.y[part], self.all.index[part]
         z_y, reference, _, _ = self.vectors[:, part].unbind()
-        u = self.u if self.multiplied else None
-        kernels.reduce_tiles(tiles, z_y, columns, x, y, reference, head, e, u, self.nan, self.number, part.start)
+        u, shard = self.u if self.multiplied else None, head.shard
+        out = columns if shard is None else self.kernels.aligned(4, rows, columns.dtype, columns.device)
+        kernels.reduce_tiles(tiles, z_y, out, x, y, reference, head, e, u, self.nan, self.number, part.start)
+        if shard is not None:
+            self.merge(RowSums(out[0], z_y, *out[1:]), y, shard, columns)
         found = None, None
         if e is not None and top:
             into = self.likeliest
             if into is None:
-                into = columns.new_empty(rows, min(top, head.vocab_size))
+                into = columns.new_empty(rows, min(top, head.classes))
             found = into, columns.new_empty(rows)
-            kernels.likeliest(x, z_y, reference, tiles, e, head, columns, self.number, part.start, *found)
-        return Chunk(part, x, y, index, columns, z_y, None if e is None else e[:, : head.vocab_size], *found)
+            target = z_y if shard is None else torch.where(y >= 0, z_y, -torch.inf)
+            kernels.likeliest(x, target, reference, tiles, e, head, columns, self.number, part.start, *found)
+            if shard is not None:
+                found = shard.likeliest(into, top), None
+        return Chunk(part, x, y, index, columns, z_y, None if e is None else e[:, : head.classes], *found)
+
+    def merge(self, sums: RowSums, y: Tensor, shard: VocabShard, columns: Tensor) -> None:
+        """The statistics of whole rows into ``columns``, from the sums of this rank's classes."""
+        whole = merge_ranks(sums, y, shard, known=True)
+        columns[0], columns[1], columns[2], columns[3] = stats_columns(whole)
+        columns[4] = whole.shift
+        torch.maximum(self.nan, columns[0].isnan().any().to(self.nan.dtype), out=self.nan)
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):
@@ -237,8 +256,11 @@ class TritonBackend(Backend):
             if to.weight is not None:
                 to.weight.zero_()
             return
-        rows, t = self.all, self.vectors[3]
-        runs = self.kernels.sort_targets(rows.y, self.head.vocab_size)
+        rows, y, t = self.all, self.all.y, self.vectors[3]
+        if self.head.shard is not None:  # 0 for other ranks' targets, and not all of these at one class
+            elsewhere = torch.arange(len(y), device=y.device) % self.head.classes
+            y, t = torch.where(y >= 0, y, elsewhere), torch.where(y >= 0, t[: len(y)], 0.0)
+        runs = self.kernels.sort_targets(y, self.head.classes)
         if to.weight is not None:
             self.kernels.subtract_targets(rows.hidden, rows.index, runs, t, to.weight)
         if to.bias is not None:

@@ -92,12 +92,12 @@ def _finish(
     t = tl.where(gate == 0, 0.0, target).to(tl.float32)
     tl.store(v_ptr + row, v)
     tl.store(t_ptr, t)
-    y = tl.load(y_ptr + row).to(tl.int64)
+    y = tl.load(y_ptr + row).to(tl.int64)  # below 0: another rank's
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         if WANT_HIDDEN:
             u = tl.load(u_ptr + row * D + d, mask=d < D, other=0.0)
-            w = tl.load(w_ptr + y * D + d, mask=d < D, other=0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+            w = tl.load(w_ptr + y * D + d, mask=(d < D) & (y >= 0), other=0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
             tl.store(out_ptr + to * D + d, (v * u - t * w).to(out_ptr.dtype.element_ty), mask=d < D)
         if WANT_SCALED:
             x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0).to(tl.float32)

@@ -151,6 +151,9 @@ def target_logits(
         x, head.weight, head.bias, index, y, z, ref, count, len(y), head.width, *_head_numbers(head), HEADROOM,
         **_head_options(head), BLOCK_R=rows, BLOCK_D=128,
     )  # fmt: skip
+    if head.shard is not None:  # one rank has the logit of a target, and all need it
+        head.shard.total(z)
+        ref.copy_(torch.ceil(z * math.log2(math.e)) + HEADROOM)
     return vectors
 
 
@@ -165,11 +168,11 @@ def exponentials(
     """
     exact = x.dtype == torch.float32
     block_m, block_k = (BLOCK_M_FLOAT32, BLOCK_K_FLOAT32) if exact else (BLOCK_M, BLOCK_K)
-    tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.vocab_size, BLOCK_N)
+    tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.classes, BLOCK_N)
     tiles = aligned(4 * tiles_n, len(x), torch.float32, x.device).unflatten(0, (4, tiles_n))
     rising, factor, _, _ = units(head)
     rows = TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k])
-    to = rows if e is None else TensorDescriptor(e, [len(x), head.vocab_size], e.stride(), [block_m, BLOCK_N])
+    to = rows if e is None else TensorDescriptor(e, [len(x), head.classes], e.stride(), [block_m, BLOCK_N])
     for number, (begin, weight) in enumerate(weights.each()):
         programs = min(tiles_m * triton.cdiv(len(weight), BLOCK_N), processors(x.device))
         exponentials_kernel[(programs,)](
@@ -197,15 +200,16 @@ def reduce_tiles(
 
     Rows of ``e``, and of ``u`` = E W, that left its range are recomputed about their maximum; ``ref`` then says so. A
     NaN sets ``nan``.
-    ``number`` and ``first`` are `exponentials`' count and first.
+    ``number`` and ``first`` are `exponentials`' count and first. Of a vocabulary shard, ``out`` [4, C] gets the shift,
+    rest, squares and moment of this rank's classes instead (`statistics.RowSums`), and ``nan`` stays as it is.
     """
     _, count, rows = tiles.shape
     block = 16
     reduce_tiles_kernel[(triton.cdiv(rows, block),)](
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, x if u is None else u, nan, number,
-        tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.vocab_size, head.width,
+        tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.classes, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), *units(head)[2:], OVERFLOW,
-        **_head_options(head), STORED=e is not None, MULTIPLIED=u is not None,
+        **_head_options(head), STORED=e is not None, MULTIPLIED=u is not None, PARTIAL=head.shard is not None,
         BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
 
@@ -277,7 +281,7 @@ def likeliest(
     pairs = e.dtype == torch.bfloat16
     likeliest_kernel[(len(x),)](
         tiles, e, e.view(torch.int32) if pairs else e, ref, z_y, x, head.weight, head.bias, columns, leaders, log_p,
-        entropy, number, tiles.stride(1), head.vocab_size, head.width, tiles_n, e.stride(0), columns.stride(0), first,
+        entropy, number, tiles.stride(1), head.classes, head.width, tiles_n, e.stride(0), columns.stride(0), first,
         head.scale, units(head).unit, k, **_head_options(head), PAIRS=pairs, SPARE=SPARE, SLOTS=slots, GROUP=8,
         BLOCK_T=max(32, triton.next_power_of_2(tiles_n)), BLOCK_N=BLOCK_N, BLOCK_D=512, num_warps=1,
     )  # fmt: skip

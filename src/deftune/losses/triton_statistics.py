@@ -120,14 +120,15 @@ def target_logits_kernel(
     live = rows < tl.minimum(C, tl.load(count_ptr))
     y = tl.load(y_ptr + rows, mask=live, other=0)
     place = tl.load(index_ptr + rows, mask=live, other=0).to(tl.int64)
+    here = live & (y >= 0)  # else another rank's
     total = tl.zeros((BLOCK_R,), dtype=tl.float32)
     for start in range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
-        mask = live[:, None] & (d < D)[None, :]
+        mask = here[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + place[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + y.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
         total += tl.sum(x * w.to(x_ptr.dtype.element_ty).to(tl.float32), axis=1)
-    bias = tl.load(bias_ptr + y, mask=live, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    bias = tl.load(bias_ptr + y, mask=here, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
     z = _logit(total, bias, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(z_ptr + rows, z, mask=live)
     tl.store(ref_ptr + rows, tl.ceil(z * LOG2E) + headroom, mask=live)
@@ -227,7 +228,7 @@ def reduce_tiles_kernel(
     tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, u_ptr, nan_ptr, count_ptr,
     plane, pitch, C, first, TILES, plane_out, V, D, stride_e, scale, softcap, unit, unit_low, overflow,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTIAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = rows < tl.minimum(C, tl.load(count_ptr) - first)
@@ -261,22 +262,28 @@ def reduce_tiles_kernel(
         squares += tl.sum(s2 * share * share, axis=0)
         moment += tl.sum((ue + lower * s) * share, axis=0)
 
-    # the statistics, as `statistics.stats_columns` has them, in float64
-    u_y = z_y - shifted
-    e_y = tl.exp(u_y)
-    log_sum = _log1p((e_y - 1) + rest.to(tl.float64))
-    collision = _log1p((e_y * e_y - 1) + squares.to(tl.float64)) - 2 * log_sum
-    own = tl.where(e_y == 0, 0.0, u_y * e_y)  # 0 * -inf = 0
-    entropy = log_sum - (own + moment.to(tl.float64) * unit) / tl.exp(log_sum)
     out = out_ptr + rows
-    log_p = u_y - log_sum
-    if tl.sum((live & (log_p != log_p)).to(tl.int32), axis=0) > 0:
-        tl.store(nan_ptr, 1)
-    tl.store(out, log_p, mask=live)
-    tl.store(out + plane_out, tl.where(entropy < 0, 0.0, entropy), mask=live)
-    tl.store(out + 2 * plane_out, tl.where(collision > 0, 0.0, collision), mask=live)
-    tl.store(out + 3 * plane_out, log_sum, mask=live)
-    tl.store(out + 4 * plane_out, shifted, mask=live)
+    if PARTIAL:  # of this rank's classes: `statistics.merge_ranks` makes the rows' sums of them
+        tl.store(out, shifted, mask=live)
+        tl.store(out + plane_out, rest.to(tl.float64), mask=live)
+        tl.store(out + 2 * plane_out, squares.to(tl.float64), mask=live)
+        tl.store(out + 3 * plane_out, moment.to(tl.float64) * unit, mask=live)
+    else:
+        # the statistics, as `statistics.stats_columns` has them, in float64
+        u_y = z_y - shifted
+        e_y = tl.exp(u_y)
+        log_sum = _log1p((e_y - 1) + rest.to(tl.float64))
+        collision = _log1p((e_y * e_y - 1) + squares.to(tl.float64)) - 2 * log_sum
+        own = tl.where(e_y == 0, 0.0, u_y * e_y)  # 0 * -inf = 0
+        entropy = log_sum - (own + moment.to(tl.float64) * unit) / tl.exp(log_sum)
+        log_p = u_y - log_sum
+        if tl.sum((live & (log_p != log_p)).to(tl.int32), axis=0) > 0:
+            tl.store(nan_ptr, 1)
+        tl.store(out, log_p, mask=live)
+        tl.store(out + plane_out, tl.where(entropy < 0, 0.0, entropy), mask=live)
+        tl.store(out + 2 * plane_out, tl.where(collision > 0, 0.0, collision), mask=live)
+        tl.store(out + 3 * plane_out, log_sum, mask=live)
+        tl.store(out + 4 * plane_out, shifted, mask=live)
 
     if STORED:
         ref = tl.load(ref_ptr + rows, mask=live, other=0.0)

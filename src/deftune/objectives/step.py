@@ -33,7 +33,8 @@ def step_stats(
         objective: a spec or an `Objective`.
         batches: the token statistics of this rank's micro-batches; they may hold no supervised token.
         context: progress and special ids, for modifiers that need them.
-        group: the process group of the ranks; default: all ranks.
+        group: the process group of the ranks that hold the step's tokens; default: all ranks. Ranks that share a
+            vocabulary (tensor parallel) have the same tokens: pass the data-parallel group, or ``local=True``.
         local: the batches are the whole step; no other rank is asked.
 
     Returns:
