@@ -18,7 +18,7 @@ from deftune.losses import raise_pending
 from deftune.losses.statistics import logits_stats, supervised_index, wide
 from deftune.objectives import IGNORE_INDEX, Context, Focus, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.modifiers import Modifier
+from deftune.objectives.base import Modifier
 from deftune.objectives.stats import from_columns
 from deftune.tokens.head import (
     HeadOptions,
