@@ -12,6 +12,10 @@ from deftune.losses.head import Head
 from deftune.losses.request import Gradients, Request
 from deftune.losses.sparse import Products, Sparse, add_products
 from deftune.losses.statistics import (
+    ENTROPY,
+    LOG_P,
+    LOG_SUM,
+    SHIFT,
     RowSums,
     block_rows,
     block_sums,
@@ -86,16 +90,16 @@ class TorchBackend(Backend):
         x, y, index = self.all.take(part)
         z = self.logits(x)
         largest = z.topk(min(top, z.shape[1]), -1).values if top else None
-        sums = torch.empty(5, len(x), dtype=self.dtype, device=self.device)
+        sums = torch.empty(len(RowSums._fields), len(x), dtype=self.dtype, device=self.device)
         size = min(block_rows(z.shape[1], self.dtype, self.device), max(1, len(x)))
         buffer = torch.empty(size, z.shape[1], dtype=self.dtype, device=self.device)
         for start in range(0, len(x), size):
             some = slice(start, start + size)
             self.exponentiate(z[some], y[some], buffer[: len(z[some])], sums[:, some])
-        columns[0], columns[1], columns[2], columns[3] = stats_columns(RowSums(*sums))
-        columns[4] = sums[0]
+        for column, values in zip(columns, stats_columns(RowSums(*sums))):
+            column.copy_(values)
         top_log_p = None if largest is None else log_p_of(largest, columns)
-        return Chunk(part, x, y, index, columns, sums[1], z if keep else None, top_log_p)
+        return Chunk(part, x, y, index, columns, RowSums(*sums).target, z if keep else None, top_log_p)
 
     def exponentiate(self, z: Tensor, y: Tensor, u: Tensor, out: Tensor) -> None:
         """Turn z into E relative to its maximum, 0 at the target, times the softcap's slope; the sums go to ``out``."""
@@ -109,7 +113,7 @@ class TorchBackend(Backend):
         return wide(self.head.slope(chunk.target))
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
-        log_p, _, _, log_sum, _ = chunk.columns
+        log_p, log_sum = chunk.columns[LOG_P], chunk.columns[LOG_SUM]
         gate = gate * scale
         # E is relative to the shift: P = E / sum e^u. A gate of 0 gives 0, also times inf
         v = torch.where(gate == 0, 0.0, gate * torch.exp(-log_sum))
@@ -174,7 +178,7 @@ class TorchBackend(Backend):
 
     def add_entropy(self, chunk: Chunk, gate: Tensor, h: Tensor, to: Gradients) -> None:
         """dz_i = P_i (gate - h H - h log P_i), and at the target P_y (...) - gate, each times the softcap's slope."""
-        log_p, entropy, _, log_sum, shift = chunk.columns
+        log_p, entropy, log_sum, shift = (chunk.columns[i] for i in (LOG_P, ENTROPY, LOG_SUM, SHIFT))
         e = chunk.e
         assert e is not None
         # E has the slope as a factor already, which log P must not have
