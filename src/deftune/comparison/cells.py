@@ -404,20 +404,6 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
     return outcome
 
 
-def run_here(cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-    """Cells in this process, one after the other."""
-    for cell in cells:
-        if not begin(cell):
-            continue
-        try:
-            state = run_cell(cell)
-        except Exception:
-            state = "failed"  # recorded
-        yield cell, state
-        if state == "stopped":
-            return
-
-
 WATCH_SECONDS = 5.0
 
 

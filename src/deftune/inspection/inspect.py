@@ -126,10 +126,6 @@ class Inspection:
         """The token that contributes most to the score that ranks the row."""
         return int(self.causes[by][row])
 
-    def ranked_tokens(self) -> np.ndarray:
-        """Tokens by conflict, equals by margin; end and format tokens, which tell of no label, come after."""
-        return np.lexsort((-self.tokens["margin"], -self.tokens["conflict"], self.tokens["is_format"]))
-
     @property
     def default_ranking(self) -> str:
         """``answer`` where rows state one, else ``conflict``."""

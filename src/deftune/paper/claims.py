@@ -237,14 +237,6 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
-def claim_named(name: str) -> Claim:
-    """The claim of this name."""
-    for claim in CLAIMS:
-        if claim.name == name:
-            return claim
-    raise ValueError(f"unknown claim {name!r}. Known: {', '.join(claim.name for claim in CLAIMS)}")
-
-
 def claim_records(ours: Board | None = None) -> list[dict[str, str]]:
     """The ledger, with our verdict where a comparison has one: "" is not measured."""
     paper = PaperBoard()
