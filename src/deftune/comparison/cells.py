@@ -25,20 +25,19 @@ from typing import Any
 from rich.console import Console
 
 from deftune.artifacts.display import quiet
-from deftune.artifacts.encodings import encoder_options, prompt_options
 from deftune.artifacts.folders import locked
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
-from deftune.artifacts.results import load_result
+from deftune.artifacts.results import encoder_options, load_result, prompt_options
 from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation, load_comparison, open_comparison
 from deftune.comparison.summary import summarize_comparison
 from deftune.data.encoding import Encoder
 from deftune.data.rows import BadRows
 from deftune.evaluation.evaluate import Result, Settings, ask, write_summary
-from deftune.evaluation.generation import TransformersSampler
 from deftune.evaluation.in_training import task_scorer
 from deftune.evaluation.items import Item
+from deftune.evaluation.local import TransformersSampler
 from deftune.evaluation.questions import Questions, load_items
 from deftune.evaluation.statistics import half_of
 from deftune.evaluation.suites import Task

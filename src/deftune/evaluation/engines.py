@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from deftune.artifacts.display import QUIET, Display
-from deftune.artifacts.encodings import prompt_options
 from deftune.artifacts.options import OptionError, check_counts
-from deftune.evaluation.calls import encoding_for
+from deftune.artifacts.results import encoding_for, prompt_options
 from deftune.evaluation.endpoint import EndpointSampler, parse_address
 from deftune.evaluation.sampler import Sampler
 

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
@@ -49,6 +49,25 @@ HELDOUT_SUMMARY = {
 
 
 # --- the questions ----------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """A finished evaluation: the folder of its result, and the content of `summary.json`.
+
+    ``failed``: every answer is an error, or the errors of an earlier call could not be asked again.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    failed: bool = False
+
+
+def result_folder(out: str | Path | None, model: str, suite: str, *, among_others: bool = False) -> Path:
+    """``out``, by default results/MODEL-SUITE; among other suites OUT/SUITE, by default results/MODEL/SUITE."""
+    name = Path(model).name
+    if among_others:
+        return Path(out or Path("results") / name) / suite
+    return Path(out or Path("results") / f"{name}-{suite}")
 
 
 def question_hash(item: str, prompt: str, gold: str) -> str:
