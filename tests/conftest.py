@@ -72,12 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def state() -> dict[str, object]:
-    """What one test could change under another; torch's compiler leaves its own variables in the environment."""
+    """What one test could change under another; torch's compiler and CUDA leave their own variables."""
     return {
         **{
             f"${name}": os.environ[name]
             for name in os.environ
-            if "PYTEST_CURRENT" not in name and "INDUCTOR" not in name
+            if not any(part in name for part in ("PYTEST_CURRENT", "INDUCTOR", "CUDA_MODULE_LOADING"))
         },
         "working directory": os.getcwd(),
         "default dtype": torch.get_default_dtype(),

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from deftune.comparison.cells import Begin, Cell, run_cell
+from deftune.comparison.cells import run_cell
+from deftune.comparison.grid import Cell
+from deftune.comparison.schedule import Begin
 
 
 def run_here(cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:

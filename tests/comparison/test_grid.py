@@ -17,8 +17,8 @@ from deftune.artifacts.config import ConfigError
 from deftune.artifacts.folders import FolderError
 from deftune.artifacts.runs import Run
 from deftune.cli import main
-from deftune.comparison.cells import run_grid
 from deftune.comparison.grid import STARTER, Comparison, load_comparison, open_comparison, slug
+from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import (
     BEST,
     Option,

@@ -9,9 +9,9 @@ from tiny_comparison import comparison_at, content, save_model, write
 
 import tiny
 from deftune.cli import main
-from deftune.comparison.cells import Failures, run_grid
 from deftune.comparison.grid import Comparison, load_comparison
 from deftune.comparison.report import cautions
+from deftune.comparison.schedule import Failures, run_grid
 from deftune.comparison.summary import summarize_comparison
 from deftune.objectives import Context
 from deftune.tokens.table import read_token_table, table_objectives
@@ -152,7 +152,7 @@ def test_the_real_command_stops_too(tmp_path, model, capsys):
 
 def test_an_objective_without_end_tokens_fails_in_its_own_cell_only(tmp_path, capsys, monkeypatch):
     """Where the end tokens are not known, base and NLL are measured without the columns of `deft | eos(nll)`."""
-    for module in ("tokens.passes", "tokens.table", "comparison.cells"):
+    for module in ("tokens.passes", "tokens.table", "comparison.schedule"):
         monkeypatch.setattr(f"deftune.{module}.token_context", lambda encoder: Context())
     for module in ("trainer", "train"):
         monkeypatch.setattr(f"deftune.training.{module}.end_tokens_of", lambda *args, **options: {})

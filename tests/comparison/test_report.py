@@ -11,10 +11,10 @@ from tiny_comparison import comparison_at, content, save_model, write
 
 from deftune.cli import main
 from deftune.comparison import report_figures as report_figures_module
-from deftune.comparison.cells import run_grid
 from deftune.comparison.grid import Comparison, load_comparison, open_comparison
 from deftune.comparison.report import cautions, render_report, verdicts
 from deftune.comparison.report_figures import first_tables, gradient_figures, report_figures, score_lines
+from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import summarize_comparison
 from serial import run_here
 from waiting import HANG_SECONDS
