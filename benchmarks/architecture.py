@@ -4,7 +4,8 @@
 
 The script parses the imports of every module below src/deftune. It writes docs/images/rooms.svg, prints a table of
 lines by room, and updates docs/architecture.md: the table between the `<!-- rooms -->` marks, and the counts between
-the `<!-- walk -->` marks. A walk's counts are those of the modules that its text names.
+the `<!-- walk -->` marks. A walk's counts are those of the modules that its text names, before and after its
+`<!-- beside -->` mark.
 """
 
 from __future__ import annotations
@@ -143,14 +144,19 @@ def render_table(modules: dict[str, int], lines: dict[str, int], imports: dict[s
 def count_walks(page: str) -> str:
     """The page with the modules and lines of each walk; a walk is the text from its mark to the next heading."""
 
-    def counted(found: re.Match[str]) -> str:
-        section = page[found.end() :].partition("\n## ")[0]
-        walked = sorted(set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", section)))
-        missing = [name for name in walked if not (PACKAGE / name).is_file()]
+    def modules_in(text: str) -> set[str]:
+        found = set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text))
+        missing = sorted(name for name in found if not (PACKAGE / name).is_file())
         if missing:
             raise SystemExit(f"{PAGE}: the walk names modules that do not exist: {', '.join(missing)}")
+        return found
+
+    def counted(found: re.Match[str]) -> str:
+        path, _, beside = page[found.end() :].partition("\n## ")[0].partition("<!-- beside -->")
+        walked = modules_in(path)
         lines = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in walked)
-        return f"{found[1]}{len(walked)} modules, {lines:,} lines{found[2]}"
+        others = len(modules_in(beside) - walked)
+        return f"{found[1]}{len(walked)} modules, {lines:,} lines; {others} modules beside the path{found[2]}"
 
     return re.sub(r"(<!-- walk \w+ -->)[^<]*(<!-- /walk -->)", counted, page)
 
