@@ -1,6 +1,7 @@
 """Draw the rooms of deftune and their imports, and count their lines.
 
     python benchmarks/architecture.py
+    python benchmarks/architecture.py --since v0.1.0    # also print the lines by room at that commit
 
 The script parses the imports of every module below src/deftune. It writes docs/images/rooms.svg, prints a table of
 lines by room, and updates docs/architecture.md: the table between the `<!-- rooms -->` marks, and the counts between
@@ -10,9 +11,12 @@ the `<!-- walk -->` marks. A walk's counts are those of the modules that its tex
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -161,7 +165,30 @@ def count_walks(page: str) -> str:
     return re.sub(r"(<!-- walk \w+ -->)[^<]*(<!-- /walk -->)", counted, page)
 
 
+def lines_at(revision: str) -> Counter[str]:
+    """Lines by room at a commit; folders that are no room now are left as they were called."""
+    command = ["git", "grep", "-c", "", revision, "--", "src/deftune/*.py"]
+    counts: Counter[str] = Counter()
+    for line in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+        path, _, number = line.partition("src/deftune/")[2].rpartition(":")
+        if "/" in path:
+            counts[path.partition("/")[0]] += int(number)
+    return counts
+
+
+def print_change(revision: str, lines: dict[str, int]) -> None:
+    """Print a Markdown table of the lines by room at a commit and now."""
+    before = lines_at(revision)
+    print(f"\n| room | lines at {revision} | now |\n|---|---:|---:|")
+    for room in [*reversed(ROOMS), *sorted(before.keys() - ROOMS.keys())]:
+        print(f"| `{room}` | {before[room]:,} | {lines.get(room, 0):,} |")
+    print(f"| all | {before.total():,} | {sum(lines.values()):,} |")
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the rooms and count their lines.")
+    parser.add_argument("--since", metavar="REV", help="also print the lines by room at this commit")
+    since = parser.parse_args().since
     modules, lines, imports = read_rooms()
     upwards = [(a, b) for a in ROOMS for b in imports[a] if list(ROOMS).index(b) > list(ROOMS).index(a)]
     if upwards:
@@ -175,6 +202,8 @@ def main() -> int:
     page = marks.sub(lambda found: found[1] + table + found[2], page)
     PAGE.write_text(count_walks(page), encoding="utf-8")
     print(table)
+    if since:
+        print_change(since, lines)
     return 0
 
 

@@ -152,7 +152,7 @@ def test_the_real_command_stops_too(tmp_path, model, capsys):
 
 def test_an_objective_without_end_tokens_fails_in_its_own_cell_only(tmp_path, capsys, monkeypatch):
     """Where the end tokens are not known, base and NLL are measured without the columns of `deft | eos(nll)`."""
-    for module in ("tokens.passes", "tokens.table", "comparison.schedule"):
+    for module in ("tokens.passes", "tokens.table", "comparison.cells"):
         monkeypatch.setattr(f"deftune.{module}.token_context", lambda encoder: Context())
     for module in ("trainer", "train"):
         monkeypatch.setattr(f"deftune.training.{module}.end_tokens_of", lambda *args, **options: {})

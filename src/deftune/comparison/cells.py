@@ -41,7 +41,7 @@ PARTS = ("prepare", "train", "save")  # of a run, in `Outcome.seconds`
 
 
 def run_cell(cell: Cell, console: Console | None = None) -> str:
-    """Train and measure a cell, or go on with it; its state at the end, which `cell.json` has too."""
+    """Train and measure a cell, or resume it; returns its state, which is also in `cell.json`."""
     console = console or Console(stderr=True)
     say, begin, stage, outcome = line_printer(console), time.perf_counter(), "train", None
     with locked(cell.folder, "running this cell"):
@@ -77,7 +77,7 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
 
 
 def remove_measurements(cell: Cell, say: Say) -> None:
-    """Remove what was measured of weights that are lost: the next ones may differ, on a GPU in the last digits."""
+    """Remove the measurements of weights that were not kept: training again may give other weights on a GPU."""
     names = ["tokens.parquet", "bad_rows.jsonl", *(f"eval-{evaluation.title}" for evaluation in cell.section.evaluate)]
     found = [cell.folder / name for name in names if (cell.folder / name).exists()]
     for path in found:
@@ -120,7 +120,7 @@ def training_cost(cell: Cell) -> dict[str, float]:
 
 
 def measure_cell(cell: Cell, say: Say, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
-    """Token statistics and answers of a cell's model; what is there already is not made again.
+    """Measure token statistics and answers of a cell's model; finished measurements are kept.
 
     Args:
         cell: the cell.
@@ -161,7 +161,7 @@ def measure_cell(cell: Cell, say: Say, model: Any = None, tokenizer: Any = None)
 
 
 def read_left_out(cell: Cell) -> list[str]:
-    """What the cell's token table lacks, as the table says it."""
+    """The objectives that the cell's token table has no gate of, as recorded in the table."""
     path = cell.folder / "tokens.parquet"
     return list(token_table_facts(path).get("left_out", [])) if path.is_file() else []
 
@@ -205,7 +205,7 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
 
 
 def cell_title(cell: Cell) -> str:
-    """What a cell's model is called where its tokens are shown."""
+    """The name of a cell's model on the pages that show its tokens."""
     base = shown_model(cell.config.model.name)
     return base if cell.objective == BASE else f"{cell.name}, tuned from {base}"
 
@@ -219,7 +219,7 @@ def data_fact(cell: Cell) -> dict[str, str]:
 
 
 def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:
-    """A `deftune eval` result in the cell; answers that are there are not asked for again."""
+    """Evaluate a cell's model as `deftune eval` does; recorded answers are kept."""
     tasks, missing = evaluation_items(evaluation)
     encoding = prompt_options(encoder_options(cell.config.data))
     settings = Settings(

@@ -37,7 +37,7 @@ class GridOutcome:
     failed: dict[str, str] = field(default_factory=dict[str, str])
     not_started: list[str] = field(default_factory=list[str])  # after failures that they would have repeated
     stopped: bool = False
-    signal: int = signal.SIGTERM  # that stopped it
+    signal: int = signal.SIGTERM  # the signal that stopped the call
 
     @property
     def exit_code(self) -> int:
@@ -63,7 +63,7 @@ class Failures:
             self.succeeded.add(cell.regime)
 
     def add(self, cell: Cell, error: str) -> bool:
-        """Whether the cell failed as one before it did."""
+        """Record a failure; whether an earlier cell failed with the same error."""
         error = error.replace(str(cell.folder), "CELL").replace(cell.name, "CELL")
         alike = [other for other, text in self.failed if text == error]
         self.failed.append((cell, error))
@@ -77,7 +77,7 @@ class Failures:
 
 
 def check_comparison(comparison: Comparison, say: Say) -> None:
-    """What only the data can tell: that there are items, and enough of them where something is chosen on a half."""
+    """Check the data: every task has items, and items in both halves where a setting is chosen on one half."""
     for name, regime in comparison.regimes.items():
         for evaluation in regime.evaluate:
             tasks, missing = evaluation_items(evaluation)
@@ -93,9 +93,9 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
                     )
 
 
-Begin = Callable[[Cell], bool]  # before a cell starts: whether it is to be started at all
+Begin = Callable[[Cell], bool]  # called before a cell starts; False: do not start it
 Runner = Callable[[Sequence[Cell], Begin], Iterator[tuple[Cell, str]]]  # runs cells; each with its state, as they end
-Watch = Callable[[Sequence[Cell]], None]  # hears now and then which cells are running
+Watch = Callable[[Sequence[Cell]], None]  # called every few seconds with the running cells
 
 
 def compare(
@@ -238,7 +238,7 @@ class Child:
         self.process.send_signal(signal.SIGTERM)
 
     def is_over(self) -> bool:
-        """Whether the cell's process is over; whatever it left running is then ended with it.
+        """Whether the cell's process has ended; its remaining child processes are then ended too.
 
         Helpers of a process that was killed would go on for seconds, and hold the cell's lock.
         """
@@ -253,7 +253,7 @@ class Child:
         return True
 
     def end(self, *, told: bool) -> str:
-        """The state of the cell whose process is over; ``told``: it was asked to stop."""
+        """The state of a cell whose process has ended; ``told``: the process was asked to stop."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         code, about = self.process.returncode, self.cell.state()
@@ -270,7 +270,7 @@ class Child:
 
 
 def cell_progress(cell: Cell) -> str:
-    """Where a cell stands, from what it has written so far: its step, or how many answers it has."""
+    """The progress of a cell from its files: the training step, or the number of answers."""
     if cell.state().get("stage") == "measure":
         samples = cell.folder.glob("eval-*/samples.jsonl")
         answers = sum(path.read_bytes().count(b"\n") for path in samples)
@@ -280,7 +280,7 @@ def cell_progress(cell: Cell) -> str:
 
 
 def follow_starter() -> None:
-    """In a cell's process: stop, as on SIGTERM, when the one that started it is gone."""
+    """In a cell's process: stop as on SIGTERM when the process that started the cell is gone."""
     if not os.environ.get(FOLLOW_STDIN):
         return
 
@@ -305,7 +305,7 @@ class Estimated:
 
 
 def estimate_regime(comparison: Comparison, name: str, say: Say) -> Estimated:
-    """From the data itself: read, masked and packed, the model's weights untouched."""
+    """The cost of a regime from its data, read, masked and packed; no weights are loaded."""
     cell = next(cell for cell in comparison.cells() if cell.regime == name and cell.objective != BASE)
     with quiet():
         prepared = prepare(cell.config, say)
@@ -327,7 +327,7 @@ def trained_tokens(prepared: Prepared) -> int:
 
 
 def dry_run_grid(comparison: Comparison, say: Say) -> None:
-    """The cells, what became of them so far, and what each would take."""
+    """Print the cells, their states, and what each would cost."""
     check_comparison(comparison, say)
     found = {name: estimate_regime(comparison, name, say) for name in comparison.regimes}
     cells = comparison.cells()

@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Engine(ABC):
-    """Generates answers. A wrong option is an `OptionError` when the engine is constructed."""
+    """Generates answers. The constructor raises an `OptionError` for a wrong option."""
 
     local: ClassVar[bool] = True  # the model is loaded in this process, and the prompts are encoded here
 

@@ -191,7 +191,9 @@ def read_olympiad(row: Fields) -> Question:
     answers = cast("list[Any]", answers) if isinstance(answers, list) else [answers]
     if not answers or not all(isinstance(answer, str) and answer.strip(" $") for answer in answers):
         raise Fault("no gold answer", "'final_answer' holds no text")
-    gold = ", ".join(answers).replace("$", "").strip()  # they stand around each answer, around all, or around half
+    gold = (
+        ", ".join(answers).replace("$", "").strip()
+    )  # dollar signs are around each answer, around all of them, or around one side
     error, unit, several = row.get("error") or 0, row.get("unit") or "", row.get("is_multiple_answer") is True
     try:
         rule = Rule(absolute=OLYMPIAD_SLACK * float(error), unit=str(unit), several=several)

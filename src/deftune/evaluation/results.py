@@ -25,7 +25,7 @@ from deftune.evaluation.suites import Task
 
 Record = dict[str, Any]
 Tasks = dict[str, tuple[Task, list[Item]]]
-Key = tuple[str, str, float, int]  # task, item, temperature, sample: what names an answer
+Key = tuple[str, str, float, int]  # (task, item, temperature, sample) of an answer
 
 EVALUATION = Kind("evaluation", "settings.json", "--out")
 AGAIN = "run the same `deftune eval run` again, it grades the recorded answers without asking for them"
@@ -145,7 +145,7 @@ class Result:
         if "engine" in now:
             # older results name none: an endpoint's has no encoding, and vLLM could not be asked for
             before.setdefault("engine", {"name": "transformers" if before.get("encoding") else "endpoint"})
-            for content in (before, now):  # recorded as deftune's own is: an upgrade goes on
+            for content in (before, now):  # recorded, like deftune's own version; a newer version resumes the result
                 content["engine"].pop("version", None)
             self._check_url(before["engine"], now["engine"], change_endpoint)
         EVALUATION.refuse_changes(self.folder, before, now)
@@ -271,7 +271,7 @@ class Result:
         )
 
     def latest_samples(self) -> dict[Key, Record]:
-        """The last record of each answer: a retry stands after the error that it replaces."""
+        """The last record of each answer: a retry comes after the error that it replaces."""
         return {(r["task"], r["id"], r["temperature"], r["sample"]): r for r in self.read_samples()}
 
     def read_graded(self, *fields: str) -> list[Record]:

@@ -98,7 +98,7 @@ class Objective:
         return self.gate(stats, context), self.loss(stats, context)
 
     def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        """What a token adds to the step's denominator: 1, but for mass objectives."""
+        """What a token adds to the denominator of the step's loss: 1, except in mass objectives."""
         return torch.ones_like(stats.log_p)
 
     @property
@@ -121,7 +121,7 @@ class Objective:
         return frozenset()
 
     def step_value(self, statistic: StepStatistic, stats: TokenStats, context: Context) -> Tensor:
-        """A step statistic: from the context, or, where it has none, of ``stats`` taken as the whole step."""
+        """A step statistic from the context; without one there, ``stats`` is taken as the whole step."""
         if context.step == "deferred":
             raise ValueError(
                 f"`{self}` needs {statistic.key!r} of the whole step before the backward; a deferred mass "
@@ -204,7 +204,7 @@ class Modifier(Objective):
         for part in self.parts:
             if isinstance(part, Modifier) and part.must_be_last:
                 raise ValueError(
-                    f"{self.name}: {part.name} must come last, it stands inside of it here; write it at the end"
+                    f"{self.name}: {part.name} must come last, not inside another modifier; write it at the end"
                 )
 
     @property

@@ -1,4 +1,4 @@
-"""Specs: `deft`, `alpha(0.5)`, `cayley(kappa=1)`, `deft | eos(nll) | mean_one`. A grammar, never a substring.
+"""Specs: `deft`, `alpha(0.5)`, `cayley(kappa=1)`, `deft | eos(nll) | mean_one`. Parsed by a grammar.
 
 spec  := term ("|" term)*            the first term is an objective, the others are modifiers
 term  := NAME [ "(" [arg ("," arg)*] ")" ]
@@ -211,7 +211,7 @@ def objective(spec: str | Objective) -> Objective:
         return spec
     if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"an objective is a spec such as 'deft' or an Objective, got {type(spec).__name__}")
-    # a training loop asks for the same spec at every step; what users add to the catalogue makes a spec mean another
+    # parsed specs are cached, for a training loop parses one at every step; a change of the catalogue empties the cache
     global _catalogue
     catalogue = _catalogue
     if catalogue.objectives != OBJECTIVES or catalogue.modifiers != MODIFIERS:
@@ -221,7 +221,7 @@ def objective(spec: str | Objective) -> Objective:
 
 @dataclass(frozen=True, eq=False)
 class _Catalogue:
-    """What specs were read with; each one is another key of the specs remembered."""
+    """The catalogue that specs were parsed with; a part of the key of the cache of specs."""
 
     objectives: dict[str, Callable[..., Objective]]
     modifiers: dict[str, Callable[..., Objective]]

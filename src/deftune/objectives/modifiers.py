@@ -40,7 +40,7 @@ def mix(first: Tensor, second: Tensor, share: float) -> Tensor:
 )
 @dataclass(frozen=True)
 class Floor(Modifier):
-    """Gate max(gate, g); value + sg[max(0, g - gate)] * NLL: no token's voice falls below g."""
+    """Gate max(gate, g); value + sg[max(0, g - gate)] * NLL: no token's gate is below g."""
 
     g: float
 

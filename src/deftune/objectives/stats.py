@@ -39,7 +39,7 @@ class TokenStats:
     targets: Tensor
     vocab_size: int
     _top_source: Callable[[int], Tensor] | None = field(default=None, repr=False, compare=False)
-    # for one k: what `top_entropy` says, measured where the likeliest tokens were
+    # (k, `top_entropy(k)`), where a kernel has computed it with the likeliest tokens
     _top_entropy: tuple[int, Tensor] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -204,7 +204,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Context:
-    """What a token's own statistics do not tell.
+    """What an objective may need beside the statistics of a token.
 
     - ``progress``: the share of training done, 0 to 1 (`warmup`)
     - ``special_ids``: ids of end and format tokens (`eos`)

@@ -66,7 +66,7 @@ def can_shard() -> bool:
 
 
 def check_config(config: RunConfig) -> None:
-    """What is wrong with a config that only the machine can tell."""
+    """Refuse a config that this machine cannot run."""
     train, ranks = config.train, world_size()
     if train.batch_size % (train.micro_batch_size * ranks):
         raise ConfigError(
