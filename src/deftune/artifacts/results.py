@@ -5,7 +5,6 @@ The model's encoding, the arguments of an `Encoder`, is that of its training run
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from deftune.artifacts.checkpoints import PREFIX, checkpoints, step_of
 from deftune.artifacts.config import Data
 from deftune.artifacts.folders import MANIFEST, FolderError, verify
-from deftune.artifacts.models import cannot_load, check_loaded, first_line, load_model, load_tokenizer, resolve_model
+from deftune.artifacts.models import cannot_load, check_loaded, load_model, load_tokenizer, read_object, resolve_model
 from deftune.artifacts.options import OptionError
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import set_template
@@ -49,14 +48,8 @@ def check_adapter(path: Path) -> None:
     """Refuse a LoRA config that `deftune train` does not write: peft imports the module that some of its keys name."""
     from peft import LoraConfig
 
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({first_line(error)})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: is not a JSON object")
     usual: dict[str, Any] = LoraConfig().to_dict()
-    for key, value in content.items():  # pyright: ignore[reportUnknownVariableType]
+    for key, value in read_object(path).items():
         if key not in ADAPTER_KEYS and value != usual.get(key) and value not in (None, False, {}, []):
             raise ValueError(f"{path}: {key}: {value!r} is not what `deftune train` writes; the adapter is not loaded")
 
