@@ -114,7 +114,7 @@ def test_little_is_called_little(finished):
     assert any(line.startswith("2 seeds: intervals") for line in lines)
     assert "Sets with few items, too few to rank by: weak, tasks: 6." in lines
     (_, decided, sentence), *_ = verdicts(summarize_comparison(finished))
-    assert not decided and "deft is not told apart from nll" in sentence
+    assert not decided and "deft is not distinguishable from nll" in sentence
 
 
 def test_a_decided_difference_names_its_direction(finished):

@@ -35,7 +35,7 @@ from deftune.paper.checks import (
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper and what becomes of it."""
+    """A sentence of the paper, and the check that decides whether its numbers support it."""
 
     name: str
     where: str

@@ -143,7 +143,7 @@ def paper_tables() -> dict[int, PaperTable]:
 
 
 def recomputed(table: PaperTable, average: Cell) -> float:
-    """The mean of the cells that an average cell is said to average."""
+    """The mean of the cells that a printed average is over."""
     over = table.averages[average.column]
     cells = [table.cell(average.method, column, model=average.model, epochs=average.epochs) for column in over]
     return math.fsum(cell.value for cell in cells) / len(cells)
