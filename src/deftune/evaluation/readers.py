@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from deftune.data.fields import Fields, read_field, read_medmcqa_options, read_pubmedqa_question, read_text
 from deftune.data.rows import Fault, Record, RowError
+from deftune.evaluation.answers import EQUAL, Rule
 from deftune.evaluation.extraction import extract_boxed
-from deftune.evaluation.grading import EQUAL, Rule
 
 Reader = Callable[[Iterable[Record]], Iterator["Question"]]
 MINERVA_TOLERANCE = 1e-4  # of the released evaluation; Minerva's own listing has 1e-5 for most numbers, 1e-2 for some
