@@ -1,17 +1,22 @@
 """Draw the rooms of deftune and their imports, and count their lines.
 
     python benchmarks/architecture.py
+    python benchmarks/architecture.py --since v0.1.0    # also print the lines by room at that commit
 
 The script parses the imports of every module below src/deftune. It writes docs/images/rooms.svg, prints a table of
 lines by room, and updates docs/architecture.md: the table between the `<!-- rooms -->` marks, and the counts between
-the `<!-- walk -->` marks. A walk's counts are those of the modules that its text names.
+the `<!-- walk -->` marks. A walk's counts are those of the modules that its text names, before and after its
+`<!-- beside -->` mark.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -143,19 +148,47 @@ def render_table(modules: dict[str, int], lines: dict[str, int], imports: dict[s
 def count_walks(page: str) -> str:
     """The page with the modules and lines of each walk; a walk is the text from its mark to the next heading."""
 
-    def counted(found: re.Match[str]) -> str:
-        section = page[found.end() :].partition("\n## ")[0]
-        walked = sorted(set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", section)))
-        missing = [name for name in walked if not (PACKAGE / name).is_file()]
+    def modules_in(text: str) -> set[str]:
+        found = set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text))
+        missing = sorted(name for name in found if not (PACKAGE / name).is_file())
         if missing:
             raise SystemExit(f"{PAGE}: the walk names modules that do not exist: {', '.join(missing)}")
+        return found
+
+    def counted(found: re.Match[str]) -> str:
+        path, _, beside = page[found.end() :].partition("\n## ")[0].partition("<!-- beside -->")
+        walked = modules_in(path)
         lines = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in walked)
-        return f"{found[1]}{len(walked)} modules, {lines:,} lines{found[2]}"
+        others = len(modules_in(beside) - walked)
+        return f"{found[1]}{len(walked)} modules, {lines:,} lines; {others} modules beside the path{found[2]}"
 
     return re.sub(r"(<!-- walk \w+ -->)[^<]*(<!-- /walk -->)", counted, page)
 
 
+def lines_at(revision: str) -> Counter[str]:
+    """Lines by room at a commit; folders that are no room now are left as they were called."""
+    command = ["git", "grep", "-c", "", revision, "--", "src/deftune/*.py"]
+    counts: Counter[str] = Counter()
+    for line in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines():
+        path, _, number = line.partition("src/deftune/")[2].rpartition(":")
+        if "/" in path:
+            counts[path.partition("/")[0]] += int(number)
+    return counts
+
+
+def print_change(revision: str, lines: dict[str, int]) -> None:
+    """Print a Markdown table of the lines by room at a commit and now."""
+    before = lines_at(revision)
+    print(f"\n| room | lines at {revision} | now |\n|---|---:|---:|")
+    for room in [*reversed(ROOMS), *sorted(before.keys() - ROOMS.keys())]:
+        print(f"| `{room}` | {before[room]:,} | {lines.get(room, 0):,} |")
+    print(f"| all | {before.total():,} | {sum(lines.values()):,} |")
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw the rooms and count their lines.")
+    parser.add_argument("--since", metavar="REV", help="also print the lines by room at this commit")
+    since = parser.parse_args().since
     modules, lines, imports = read_rooms()
     upwards = [(a, b) for a in ROOMS for b in imports[a] if list(ROOMS).index(b) > list(ROOMS).index(a)]
     if upwards:
@@ -169,6 +202,8 @@ def main() -> int:
     page = marks.sub(lambda found: found[1] + table + found[2], page)
     PAGE.write_text(count_walks(page), encoding="utf-8")
     print(table)
+    if since:
+        print_change(since, lines)
     return 0
 
 

@@ -37,16 +37,17 @@ from typing import Any
 
 import torch
 
-from deftune.evaluation.generation import Prompt, Settings, TransformersSampler
+from deftune.evaluation.local import TransformersSampler
+from deftune.evaluation.sampler import Prompt, Settings
 
 WARMUP_TOKENS = 4
-QUESTIONS: Path | None = None  # set by --questions
+questions_file: Path | None = None  # set by --questions
 
 
 def gsm_prompts(number: int) -> list[Prompt]:
-    """Questions of grade-school mathematics: QUESTIONS' rows again and again, or reasoning_gym's."""
-    if QUESTIONS is not None:
-        rows = [row["question"] for row in map(json.loads, gzip.open(QUESTIONS, "rt"))]
+    """Questions of grade-school mathematics: the rows of --questions again and again, or reasoning_gym's."""
+    if questions_file is not None:
+        rows = [row["question"] for row in map(json.loads, gzip.open(questions_file, "rt"))]
         return [Prompt(f"gsm8k/{i}", [{"role": "user", "content": rows[i % len(rows)]}]) for i in range(number)]
     import reasoning_gym
 
@@ -322,8 +323,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    global QUESTIONS
-    QUESTIONS = args.questions
+    global questions_file
+    questions_file = args.questions
     if args.quick:
         args.sequences, args.new_tokens, args.rounds = "4", 8, 1
     numbers = [int(part) for part in args.sequences.split(",")]

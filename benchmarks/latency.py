@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.data.generated import GENERATORS, generate
-from deftune.evaluation.grading import normalize_answer
+from deftune.evaluation.answers import normalize_answer
 from deftune.inspection.page import write_page
 
 TABLES = Path(__file__).resolve().parents[1] / "tests" / "analysis"

@@ -54,7 +54,8 @@ GROUPS = {
         900,
     ),
     "grading": Group(
-        ("evaluation/extraction.py", "evaluation/grading.py", "evaluation/grading_worker.py"),
+        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/answers.py", "evaluation/grading.py",
+         "evaluation/grading_worker.py"),
         ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
         1800,
     ),

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from corruptions import CORRUPTIONS, Corruption, ranking_quality, resamples
 
 from deftune.artifacts.display import quiet
 from deftune.artifacts.results import load_result
 from deftune.data.encoding import Encoder
 from deftune.data.sources import read_fields, read_rows
 from deftune.inspection.inspect import Inspection, inspect_table
-from deftune.inspection.noise import CORRUPTIONS, Corruption, ranking_quality, resamples
 from deftune.tokens.conflict import CONFIDENT
 from deftune.tokens.table import write_token_table
 

@@ -4,6 +4,7 @@ Tests run in any order (pytest-randomly draws one and prints its seed): each beg
 leaves the process as it found it.
 """
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -18,6 +19,11 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
     Path(tempfile.gettempdir(), f"deftune-inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}")
 )
 torch.set_num_threads(1)  # the tests are many and small, and run beside each other
+with contextlib.suppress(ImportError):  # the environments of other stacks lack it
+    from hypothesis import settings
+
+    settings.register_profile("any machine", deadline=None)  # on a loaded machine an example may take long
+    settings.load_profile("any machine")
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
@@ -56,7 +62,7 @@ HEAVY = {
     ),
 }
 # pytest, torch's compiler, Triton and OpenMP write these into the environment when they are first used
-LIBRARIES_OWN = ("PYTEST_CURRENT", "TORCHINDUCTOR", "_TORCHINDUCTOR", "TRITON", "KMP")
+LIBRARIES_OWN = ("PYTEST_CURRENT", "TORCHINDUCTOR", "_TORCHINDUCTOR", "TRITON", "KMP", "CUDA_MODULE_LOADING")
 NOT_FAST = ("heavy", "long", "slow", "reliability", "gpu")
 
 

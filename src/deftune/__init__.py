@@ -41,14 +41,14 @@ _HOMES = {
     "token_stats": "losses",
     # training, evaluation, inspection
     "DeftSFTTrainer": "training.trainer",
-    "compare": "comparison.cells",
+    "compare": "comparison.schedule",
     "hf_loss": "training.hf",
     "inspect_rows": "inspection.inspect",
     "score_rows": "tokens.passes",
 }
 
 if TYPE_CHECKING:
-    from deftune.comparison.cells import compare
+    from deftune.comparison.schedule import compare
     from deftune.inspection.inspect import inspect_rows
     from deftune.losses import (
         Sparse,

@@ -78,7 +78,7 @@ def test_compare_says_where_its_cells_stand(monkeypatch, tmp_path):
     """The text is what the cells have written; the 20 seconds are the clock's."""
     now, lines = [0.0], list[str]()
     shown = Lines(lines.append, lambda: now[0])
-    monkeypatch.setattr("deftune.comparison.cells.cell_progress", lambda cell: f"{cell}: training, step {now[0]:g}")
+    monkeypatch.setattr("deftune.comparison.schedule.cell_progress", lambda cell: f"{cell}: training, step {now[0]:g}")
     for second in range(0, 101, 5):
         now[0] = float(second)
         show_cells(shown, None, ["a", "b"])

@@ -17,8 +17,8 @@ from deftune.artifacts.config import ConfigError
 from deftune.artifacts.folders import FolderError
 from deftune.artifacts.runs import Run
 from deftune.cli import main
-from deftune.comparison.cells import run_grid, run_here
 from deftune.comparison.grid import STARTER, Comparison, load_comparison, open_comparison, slug
+from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import (
     BEST,
     Option,
@@ -32,6 +32,7 @@ from deftune.comparison.tables import render_markdown
 from deftune.evaluation.statistics import half_of
 from deftune.paper.beside import paper_model, tables_beside_paper
 from deftune.paper.board import ComparisonBoard
+from serial import run_here
 from waiting import HANG_SECONDS, wait_for
 
 

@@ -9,12 +9,13 @@ from tiny_comparison import comparison_at, content, save_model, write
 
 import tiny
 from deftune.cli import main
-from deftune.comparison.cells import Failures, run_grid, run_here
 from deftune.comparison.grid import Comparison, load_comparison
 from deftune.comparison.report import cautions
+from deftune.comparison.schedule import Failures, run_grid
 from deftune.comparison.summary import summarize_comparison
 from deftune.objectives import Context
 from deftune.tokens.table import read_token_table, table_objectives
+from serial import run_here
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from tiny_comparison import content, save_model, write
 
 from deftune.artifacts.runs import Run
-from deftune.comparison.cells import WATCH_SECONDS, Child, Children, cell_progress
 from deftune.comparison.grid import Cell, load_comparison
+from deftune.comparison.schedule import WATCH_SECONDS, Child, Children, cell_progress
 
 HANG_SECONDS = 1200  # a machine that is loaded may be slow; one that hangs ends the test
 
@@ -153,7 +153,7 @@ def stand_in(tmp_path, model, monkeypatch):
         comparison = load_comparison(write(tmp_path / "c.yaml", content(model, tmp_path / "grid") | changes))
         real = subprocess.Popen
         monkeypatch.setattr(
-            "deftune.comparison.cells.subprocess.Popen",
+            "deftune.comparison.schedule.subprocess.Popen",
             lambda command, **more: real([sys.executable, "-c", code, *command[5:]], **more),
         )
         return comparison.cells()

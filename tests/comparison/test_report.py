@@ -11,11 +11,12 @@ from tiny_comparison import comparison_at, content, save_model, write
 
 from deftune.cli import main
 from deftune.comparison import report_figures as report_figures_module
-from deftune.comparison.cells import run_grid, run_here
 from deftune.comparison.grid import Comparison, load_comparison, open_comparison
 from deftune.comparison.report import cautions, render_report, verdicts
 from deftune.comparison.report_figures import first_tables, gradient_figures, report_figures, score_lines
+from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import summarize_comparison
+from serial import run_here
 from waiting import HANG_SECONDS
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -113,7 +114,7 @@ def test_little_is_called_little(finished):
     assert any(line.startswith("2 seeds: intervals") for line in lines)
     assert "Sets with few items, too few to rank by: weak, tasks: 6." in lines
     (_, decided, sentence), *_ = verdicts(summarize_comparison(finished))
-    assert not decided and "deft is not told apart from nll" in sentence
+    assert not decided and "deft is not distinguishable from nll" in sentence
 
 
 def test_a_decided_difference_names_its_direction(finished):

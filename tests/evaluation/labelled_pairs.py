@@ -17,7 +17,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from pathlib import Path
 
-from deftune.evaluation.grading import Rule
+from deftune.evaluation.answers import Rule
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 

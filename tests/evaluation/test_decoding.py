@@ -12,7 +12,8 @@ import transformers
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.evaluation import slots
 from deftune.evaluation.decoding import Answer, LanguageModel
-from deftune.evaluation.generation import Prompt, SamplerError, Settings, TransformersSampler
+from deftune.evaluation.local import TransformersSampler
+from deftune.evaluation.sampler import Prompt, SamplerError, Settings
 from deftune.evaluation.slot_decoding import SlotDecoder
 from interpreter import run_checks
 

@@ -10,7 +10,8 @@ import transformers
 from deftune.evaluation import slots
 from deftune.evaluation.chance import derive_key, draw, exponentials
 from deftune.evaluation.decoding import Answer, LanguageModel
-from deftune.evaluation.generation import Prompt, SamplerError, Settings, TransformersSampler
+from deftune.evaluation.local import TransformersSampler
+from deftune.evaluation.sampler import Prompt, SamplerError, Settings
 from deftune.evaluation.slot_decoding import SlotDecoder
 
 pytestmark = [

@@ -5,8 +5,9 @@ import threading
 import pytest
 from chat_server import Server, completion
 
-from deftune.evaluation.endpoint import FAILURES_IN_A_ROW, parse_address
-from deftune.evaluation.generation import EndpointSampler, Output, Prompt, SamplerError, derive_key
+from deftune.evaluation.chance import derive_key
+from deftune.evaluation.endpoint import FAILURES_IN_A_ROW, EndpointSampler, parse_address
+from deftune.evaluation.sampler import Output, Prompt, SamplerError
 from waiting import HANG_SECONDS
 
 

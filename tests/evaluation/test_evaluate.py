@@ -11,11 +11,11 @@ from deftune.cli.eval_tables import render_summary
 from deftune.evaluation.comparison import compare
 from deftune.evaluation.engines import Endpoint, Transformers, Vllm
 from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, evaluate, grade, summarize
-from deftune.evaluation.generation import Output, SamplerError
 from deftune.evaluation.heldout import evaluate_heldout
 from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers
 from deftune.evaluation.questions import load_items
+from deftune.evaluation.sampler import Output, SamplerError
 from deftune.evaluation.suites import SUITES, task_named
 from deftune.evaluation.task_files import load_task_file
 

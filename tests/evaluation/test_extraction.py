@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from deftune.evaluation.choices import extract_choice
 from deftune.evaluation.extraction import (
     Extraction,
     count_answers,
     extract_boxed,
-    extract_choice,
     extract_final,
     jaro_winkler,
     normalize_text,

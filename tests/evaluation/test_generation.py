@@ -12,13 +12,10 @@ import torch
 import transformers
 
 from deftune.evaluation import slots
-from deftune.evaluation.generation import (
-    EndpointSampler,
-    Output,
-    Prompt,
-    TransformersSampler,
-    VllmSampler,
-)
+from deftune.evaluation.endpoint import EndpointSampler
+from deftune.evaluation.local import TransformersSampler
+from deftune.evaluation.sampler import Output, Prompt
+from deftune.evaluation.vllm_engine import VllmSampler
 
 
 def prompts(number: int) -> list[Prompt]:

@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deftune.evaluation import grading_worker
-from deftune.evaluation.grading import Grader, Rule, Verdict, normalize_answer
+from deftune.evaluation.answers import Rule, Verdict, normalize_answer
+from deftune.evaluation.grading import Grader
 from growth import assert_linear
 from waiting import HANG_SECONDS, wait_for
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from deftune.cli import main
-from deftune.evaluation.grading import Rule
+from deftune.evaluation.answers import Rule
 from deftune.evaluation.harness import export_tasks, process_results
 from deftune.evaluation.items import Item
 from deftune.evaluation.suites import SUITES, TASKS

@@ -9,9 +9,9 @@ from result_holder import hold
 
 from deftune.evaluation.comparison import compare
 from deftune.evaluation.evaluate import FIRST_ERRORS, Settings, answered, ask, describe_errors, grade, summarize
-from deftune.evaluation.generation import Output, SamplerError
 from deftune.evaluation.items import Item
 from deftune.evaluation.results import Result, describe_data, misfit
+from deftune.evaluation.sampler import Output, SamplerError
 from deftune.evaluation.suites import task_named
 from waiting import wait_for
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from deftune.data.rows import RowError
-from deftune.evaluation.grading import Grader, Rule, Verdict, drop_unit
+from deftune.evaluation.answers import Rule, Verdict, drop_unit
+from deftune.evaluation.grading import Grader
 from deftune.evaluation.items import Item, read_task, with_data
 from deftune.evaluation.kinds import score_answers
 from deftune.evaluation.suites import TASKS

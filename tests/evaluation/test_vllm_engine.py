@@ -12,7 +12,9 @@ from deftune.artifacts.results import load_result
 from deftune.cli import main
 from deftune.evaluation import vllm_engine
 from deftune.evaluation.chance import derive_key
-from deftune.evaluation.generation import Prompt, SamplerError, TransformersSampler, VllmSampler
+from deftune.evaluation.local import TransformersSampler
+from deftune.evaluation.sampler import Prompt, SamplerError
+from deftune.evaluation.vllm_engine import VllmSampler
 
 ENDS = list(range(3, 300, 7))  # the generation config's: answers end at unequal lengths
 

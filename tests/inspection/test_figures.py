@@ -204,7 +204,7 @@ def test_histograms_print_both_ends(tmp_path, capsys, tables):
         (["gradients", "a=x.parquet"], "x.parquet: no such file; `deftune analyze tokens` writes it"),
         (["gradients", "--table", "none.csv"], "none.csv: no such file"),
         (["gradients", "--table", "none.csv", "--objectives", "nll"], "--objectives: has no effect on a table"),
-        (["histograms", "x.parquet"], "x.parquet: say whose it is, as in deft=x.parquet"),
+        (["histograms", "x.parquet"], "x.parquet: name its model or objective, as in deft=x.parquet"),
         (["histograms", "a=x.parquet", "a=y.parquet"], "a=y.parquet: a is given twice"),
         (["histograms", "strong/a="], "write it as NAME=PATH"),
         (["progress", "strong=nowhere"], "nowhere: is no run"),

@@ -96,12 +96,6 @@ def test_rankings():
         inspection.ranked_rows("loss")
 
 
-def test_ranked_tokens_put_the_end_last_however_surprising():
-    end = ("<|im_end|>", 1e-6, " and", 0.999)
-    inspection = make_inspection([[("a", 0.5, "b", 0.4), ("c", 0.001, "d", 0.99), end]])
-    assert [inspection.texts[inspection.text[t]] for t in inspection.ranked_tokens()] == ["c", "a", "<|im_end|>"]
-
-
 def check_causes(inspection):
     """The token beside a score is where the score comes from, for every row and score."""
     p, q = np.exp(inspection.tokens["log_p"], dtype=float), np.exp(inspection.tokens["other_log_p"], dtype=float)

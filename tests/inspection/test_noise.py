@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from random import Random
 
@@ -10,8 +11,10 @@ import pytest
 
 from deftune.data.formats import FORMATS
 from deftune.data.sources import read_fields
-from deftune.inspection.noise import CORRUPTIONS, corrupt_final, corrupt_key, corrupt_result, ranking_quality, resamples
-from deftune.inspection.noise import wrong_number as wrong
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from corruptions import CORRUPTIONS, corrupt_final, corrupt_key, corrupt_result, ranking_quality, resamples
+from corruptions import wrong_number as wrong
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 FILES = {"gsm8k": "gsm8k/train.jsonl.gz", "medmcqa": "medical_eval/medmcqa_validation.jsonl.gz"}

@@ -395,7 +395,7 @@ def test_sums_merge_over_vocabulary_shards(cuts):
         e = u.exp().masked_fill(at, 0.0)
         target = z.masked_fill(~at, -torch.inf).amax(-1)
         shards.append(RowSums(shift, target, e.sum(-1), e.square().sum(-1), (u * e).sum(-1)))
-    log_p, entropy, log_collision, _ = stats_columns(merge_sums(shards))
+    log_p, entropy, log_collision, *_ = stats_columns(merge_sums(shards))
     whole = token_stats(logits, targets)
     assert_near(log_p, whole.log_p, "split")
     assert_near(entropy, whole.entropy, "split")

@@ -253,10 +253,12 @@ def test_the_canonical_form_of_the_longest_specs_parses_too():
 @pytest.fixture
 def registered():
     """A place for one's own objectives; the catalogue is as before afterwards."""
-    before = dict(OBJECTIVES)
+    tables = OBJECTIVES, MODIFIERS, catalogue.ABOUT
+    before = [dict(table) for table in tables]
     yield OBJECTIVES
-    OBJECTIVES.clear()
-    OBJECTIVES.update(before)
+    for table, entries in zip(tables, before):
+        table.clear()
+        table.update(entries)
 
 
 def test_own_objective_by_name(registered):
@@ -272,9 +274,7 @@ def test_own_objective_by_name(registered):
         objective("half_deft")
 
 
-def test_register_tells_objectives_from_modifiers_and_refuses_a_taken_name(registered, monkeypatch):
-    monkeypatch.setattr(catalogue, "MODIFIERS", dict(MODIFIERS))
-
+def test_register_tells_objectives_from_modifiers_and_refuses_a_taken_name(registered):
     @dataclass(frozen=True)
     class Doubled(deftune.Modifier):
         name: ClassVar[str] = "doubled"
@@ -286,7 +286,7 @@ def test_register_tells_objectives_from_modifiers_and_refuses_a_taken_name(regis
             return 2 * self.inner.loss(stats, context)
 
     assert deftune.register("halfdeft")(HalfDeft) is HalfDeft and OBJECTIVES["halfdeft"] is HalfDeft
-    assert deftune.register("doubled")(Doubled) is Doubled and catalogue.MODIFIERS["doubled"] is Doubled
+    assert deftune.register("doubled")(Doubled) is Doubled and MODIFIERS["doubled"] is Doubled
     assert "doubled" not in OBJECTIVES
 
     @deftune.register("quarter-deft")

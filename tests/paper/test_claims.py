@@ -8,9 +8,10 @@ import pytest
 
 from deftune.paper.board import SETTINGS, Difference, PaperBoard
 from deftune.paper.checks import best_overall, comparable, consistently, mostly
-from deftune.paper.claims import CLAIMS, claim_named
+from deftune.paper.claims import CLAIMS
 
 PAPER = PaperBoard()
+BY_NAME = {claim.name: claim for claim in CLAIMS}
 
 VERDICTS = {
     "all-regimes": "fails",
@@ -65,7 +66,7 @@ def test_every_claim_has_its_verdict():
     ],
 )
 def test_the_reason_gives_the_numbers(name, words):
-    finding = claim_named(name).verdict(PAPER)
+    finding = BY_NAME[name].verdict(PAPER)
     assert finding is not None
     for word in words:
         assert word in finding.because
@@ -168,17 +169,12 @@ def test_what_is_not_measured_has_no_verdict():
 
 
 def test_focus_of_our_own_runs():
-    claim = claim_named("focus-trajectory")
+    claim = BY_NAME["focus-trajectory"]
     rising = Scores({}, focus={"strong": (0.6, 0.65, 0.8), "weak": (0.1, 0.1, 0.4)})
     falling = Scores({}, focus={"strong": (0.6, 0.55, 0.8), "weak": (0.1, 0.1, 0.4)})
     assert claim.verdict(rising).verdict == "holds"
     assert claim.verdict(falling).verdict == "fails"
     assert claim.verdict(Scores({}, focus={"strong": (0.6, 0.65, 0.8)})) is None
-
-
-def test_an_unknown_claim_is_named():
-    with pytest.raises(ValueError, match="unknown claim 'oood'"):
-        claim_named("oood")
 
 
 def test_the_ledger_and_the_printed_tables_need_no_torch():

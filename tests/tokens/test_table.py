@@ -11,8 +11,7 @@ import torch
 from transformers import Gemma2ForCausalLM
 
 from deftune import objective, token_stats
-from deftune.artifacts.encodings import encoding_of
-from deftune.artifacts.results import load_result
+from deftune.artifacts.results import encoding_of, load_result
 from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.objectives import Context

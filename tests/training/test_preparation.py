@@ -12,7 +12,7 @@ import transformers
 import yaml
 
 import tiny
-from deftune.artifacts.encodings import encoder_options
+from deftune.artifacts.results import encoder_options
 from deftune.cli import main
 from deftune.data import parallel
 from deftune.data.encoding import Encoder, encode_rows

@@ -144,12 +144,8 @@ class ObjectiveLoss:
 
     def _on_logits(self, logits: Tensor, targets: Tensor, phase: str, data: Any) -> dict[str, Tensor]:
         if phase == "measure":
-            stats, top_k = token_stats(logits, targets), self.objective.top_k
-            top = stats.top_log_p(top_k) if top_k else None
-            columns = stats.log_p, stats.entropy, stats.log_collision  # without the logits, which the record keeps
-            self.measured.append(
-                from_columns(*columns, vocab_size=stats.vocab_size, targets=stats.targets, top_log_p=top)
-            )
+            # map: without the logits, which the record of token_stats keeps
+            self.measured.append(token_stats(logits, targets).map(lambda vector: vector, self.objective.top_k))
             return {}
         losses = token_loss(logits, targets, self.objective, reduction="none", context=self._context(data))
         if phase != "check":

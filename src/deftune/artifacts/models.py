@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import FolderError, UnreadableError, disk_error, sealed_folder, sha256, verify
@@ -104,15 +104,20 @@ def _check_folder(path: Path) -> None:
         raise ValueError(f"model: {path}: has no .safetensors file{hint}")
 
 
-def _check_model_config(path: Path) -> None:
-    """Refuse a config.json for which transformers' own error would be misleading."""
+def read_object(path: Path, before: str = "", after: str = "") -> dict[str, Any]:
+    """The JSON object in a file; ``before`` and ``after`` are the beginning and the end of an error's text."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"model: {path}: is not JSON ({first_line(error)})") from error
+        raise ValueError(f"{before}{path}: is not JSON ({first_line(error)}){after}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"model: {path}: is not a JSON object; download or convert the model again")
-    quantized: Any = content.get("quantization_config")  # pyright: ignore[reportUnknownMemberType]
+        raise ValueError(f"{before}{path}: is not a JSON object{after}")
+    return cast("dict[str, Any]", content)
+
+
+def _check_model_config(path: Path) -> None:
+    """Refuse a config.json for which transformers' own error would be misleading."""
+    quantized: Any = read_object(path, "model: ", "; download or convert the model again").get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise ValueError(

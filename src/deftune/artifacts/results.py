@@ -1,16 +1,20 @@
-"""Load the model of a finished run, of one of its checkpoints, or of anything that `deftune train` takes as a model."""
+"""Load the model of a finished run, of a checkpoint, or of anything that `deftune train` takes as a model.
+
+The model's encoding, the arguments of an `Encoder`, is that of its training run.
+"""
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deftune.artifacts.checkpoints import PREFIX, checkpoints, step_of
+from deftune.artifacts.config import Data
 from deftune.artifacts.folders import MANIFEST, FolderError, verify
-from deftune.artifacts.models import cannot_load, check_loaded, first_line, load_model, load_tokenizer, resolve_model
+from deftune.artifacts.models import cannot_load, check_loaded, load_model, load_tokenizer, read_object, resolve_model
+from deftune.artifacts.options import OptionError
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import set_template
 
@@ -44,14 +48,8 @@ def check_adapter(path: Path) -> None:
     """Refuse a LoRA config that `deftune train` does not write: peft imports the module that some of its keys name."""
     from peft import LoraConfig
 
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON ({first_line(error)})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: is not a JSON object")
     usual: dict[str, Any] = LoraConfig().to_dict()
-    for key, value in content.items():  # pyright: ignore[reportUnknownVariableType]
+    for key, value in read_object(path).items():
         if key not in ADAPTER_KEYS and value != usual.get(key) and value not in (None, False, {}, []):
             raise ValueError(f"{path}: {key}: {value!r} is not what `deftune train` writes; the adapter is not loaded")
 
@@ -196,3 +194,56 @@ def verify_folder(folder: Path, say: Callable[[str], None] = lambda _: None) -> 
 
 def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
+
+
+# --- how a model's rows and prompts become tokens ---------------------------------------------------------------------
+
+ENCODER_OPTIONS = (
+    "template",
+    "template_options",
+    "end_tokens",
+    "bos",
+    "mask",
+    "max_length",
+    "overlong",
+)  # of an Encoder
+
+
+def encoder_options(data: Data) -> dict[str, Any]:
+    """The arguments of `Encoder` in a config's `data` section."""
+    return {name: getattr(data, name) for name in ENCODER_OPTIONS}
+
+
+def encoding_of(model: str | Run, **given: Any) -> dict[str, Any]:
+    """The arguments of `Encoder` for a model: those of its training where ``model`` is a run, else the defaults.
+
+    >>> encoding_of("smollm2", max_length=512, template=None)["max_length"]
+    512
+
+    Args:
+        model: a `Run`, a run's folder, ``RUN:STEP``, or any other name of a model.
+        given: arguments that replace those of the run or the defaults; None replaces nothing.
+    """
+    run = model if isinstance(model, Run) else parse_result(model)[0]
+    data = Data.model_construct() if run is None else run.read_config().data
+    return encoder_options(data) | {name: value for name, value in given.items() if value is not None}
+
+
+def prompt_options(encoding: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `Encoder` that the tokens of a prompt depend on."""
+    return {name: encoding[name] for name in ENCODER_OPTIONS[:4]}
+
+
+def encoding_for(model: str, template: str | None = None, like: str | Path | None = None) -> dict[str, Any]:
+    """The arguments of `Encoder` in an evaluation: those of the run that is evaluated, or of ``like``, or the defaults.
+
+    Raises:
+        OptionError: ``template`` or ``like`` beside a run, whose own options are used.
+    """
+    own, other = parse_result(model)[0], None if like is None else Run(Path(like))
+    run = own or other
+    if run is not None and template is not None:
+        raise OptionError("template", f"{run.folder} was trained with its own (data.template); leave it out")
+    if own is not None and other is not None:
+        raise OptionError("like", f"{own.folder} is a run and is encoded as it was trained; leave it out")
+    return encoding_of(other or model, template=template)

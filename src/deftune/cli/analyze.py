@@ -152,7 +152,7 @@ def parse_named(text: str, *, need_name: bool = False) -> tuple[str, str, str]:
     """
     name, equals, path = text.rpartition("=")
     if need_name and not name:
-        raise ValueError(f"{text}: say whose it is, as in deft={text}")
+        raise ValueError(f"{text}: name its model or objective, as in deft={text}")
     if not path or (equals and not name):
         raise ValueError(f"{text}: write it as NAME=PATH")
     regime, _, last = name.rpartition("/")

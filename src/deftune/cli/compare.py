@@ -83,8 +83,9 @@ def run_run(args: argparse.Namespace) -> int:
 
 
 def run_one(args: argparse.Namespace) -> int:
-    from deftune.comparison.cells import follow_starter, run_cell
+    from deftune.comparison.cells import run_cell
     from deftune.comparison.grid import load_comparison, open_comparison
+    from deftune.comparison.schedule import follow_starter
 
     comparison = load_comparison(args.config, args.set)
     check_trust(args, comparison)
@@ -94,8 +95,8 @@ def run_one(args: argparse.Namespace) -> int:
 
 
 def run_all(args: argparse.Namespace, shown: Progress) -> int:
-    from deftune.comparison.cells import Children, dry_run_grid, run_grid
     from deftune.comparison.grid import load_comparison
+    from deftune.comparison.schedule import Children, dry_run_grid, run_grid
     from deftune.comparison.summary import summarize_comparison
 
     comparison = load_comparison(args.config, args.set)
@@ -133,7 +134,7 @@ def check_trust(args: argparse.Namespace, comparison: Any) -> None:
 
 def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None:
     """A bar over the cells in a terminal; in a log where each running cell stands."""
-    from deftune.comparison.cells import cell_progress
+    from deftune.comparison.schedule import cell_progress
 
     if sys.stderr.isatty():
         cells = comparison.cells()

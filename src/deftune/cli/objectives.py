@@ -66,8 +66,8 @@ def run_show(args: argparse.Namespace) -> int:
     from deftune.inspection.gates import STATES, state_logits
     from deftune.losses import token_stats
     from deftune.objectives import Context, objective
+    from deftune.objectives.base import Modifier
     from deftune.objectives.catalogue import ABOUT, MODIFIERS
-    from deftune.objectives.modifiers import Modifier
 
     if args.spec in MODIFIERS:
         for title, field in COLUMNS.items():

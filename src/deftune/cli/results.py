@@ -57,8 +57,7 @@ def run_chat(args: argparse.Namespace) -> int:
     if args.temperature < 0:
         raise ValueError(f"--temperature: {args.temperature:g} is below 0")
     from deftune.artifacts.display import quiet
-    from deftune.artifacts.encodings import encoding_of
-    from deftune.artifacts.results import load_result
+    from deftune.artifacts.results import encoding_of, load_result
     from deftune.artifacts.terminal import printable
     from deftune.training.results import reply
 

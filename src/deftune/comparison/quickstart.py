@@ -58,7 +58,7 @@ def quickstart_config(folder: Path, objective: str) -> RunConfig:
 
 
 def precision_for(folder: Path) -> str:
-    """What an earlier call began with; else the faster of the two on this machine: not every CPU gains by bfloat16."""
+    """The precision of an earlier call, else the faster one on this machine: not every CPU gains by bfloat16."""
     for objective in OBJECTIVES:
         run = Run(folder / objective)
         if run.config.is_file():
@@ -78,7 +78,7 @@ def product_seconds(dtype: torch.dtype) -> float:
 
 
 def quickstart(folder: Path, console: Console) -> None:
-    """Train, compare, draw, and say what to do next; a second call goes on where the first was stopped."""
+    """Train, compare, draw, and say what to do next; a second call resumes the first."""
     say: Callable[[str], None] = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
     check_disk(folder)
     say(escape(f"{takes(folder)}; `deftune quickstart --out {folder} --clean` removes all of it"))

@@ -56,7 +56,7 @@ def verdicts(summary: Record) -> list[tuple[str, bool, str]]:
                 how = (
                     f"{'above' if points > 0 else 'below'} {reference}"
                     if decided
-                    else f"not told apart from {reference}"
+                    else f"not distinguishable from {reference}"
                 )
                 where = f"{regime}, {evaluation['title']}, {view_title(view['name'])}"
                 found.append((where, decided, (

@@ -1,4 +1,4 @@
-"""What a comparison says: scores with intervals, paired differences, token statistics, cost.
+"""The summary of a comparison: scores with intervals, paired differences, token statistics, cost.
 
 **Choosing without flattering.** Items are split in two halves by a hash of their names. An objective's learning rate
 (and, in the view "best", its temperature) is the one with the best average on one half; the other half's items are
@@ -76,7 +76,7 @@ class Scores:
         return list(dict.fromkeys(seed for seed, _ in self.values))
 
     def options(self, seeds: Sequence[int | None], temperature: float | None) -> list[Option]:
-        """What all these seeds have, at one temperature or at any; lowest first."""
+        """The options that all of these seeds have, at one temperature or at any; lowest first."""
         found = dict.fromkeys(option for _, option in self.values)
         return sorted(
             (o for o in found if temperature in (None, o.temperature) and all((s, o) in self.values for s in seeds)),
@@ -206,7 +206,7 @@ def summarize_evaluation(comparison: Comparison, regime: str, evaluation: Evalua
 
 @contextmanager
 def readable(path: Path, cell: Cell) -> Generator[None]:
-    """A file of another shape than the one that was written is named, with what makes it anew."""
+    """Refuse a damaged file; the error names the file and the command that writes it again."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
@@ -379,7 +379,7 @@ def digest_of(summary: Record) -> str:
 
 
 def read_summary(path: Path) -> Record | None:
-    """The summary that was kept; None where there is none, or one that something else has changed."""
+    """The stored summary; None where there is none, or where its file was changed."""
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
         digest = summary.pop("sha256")

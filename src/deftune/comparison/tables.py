@@ -75,7 +75,7 @@ class ResultTable:
         return found
 
     def footnotes(self) -> list[str]:
-        """How to read it, and where a cell of the paper is another set's."""
+        """Notes on how to read the table, and on cells whose set differs from the paper's."""
         base = "the untuned model is ranked too" if self.rank_base else "the untuned model is not ranked"
         lines = [f"Best bold, second underlined, ties alike; {base}."]
         if any(score.interval for row in self.rows.values() for score in row.values()):
@@ -90,7 +90,7 @@ class ResultTable:
 
 
 def best_and_second(scores: dict[str, float]) -> tuple[set[str], set[str]]:
-    """Whoever shares the highest score, and whoever shares the next one; nobody where all are equal.
+    """The names with the highest score and those with the second highest; none where all scores are equal.
 
     >>> best_and_second({"a": 2.0, "b": 1.0, "c": 2.0}) == ({"a", "c"}, {"b"})
     True
@@ -128,7 +128,7 @@ def _cells(table: ResultTable, escape: Style, bold: Style, underline: Style, sma
         cells.append("-".join(map(str, dict.fromkeys([seeds[0], seeds[-1]]))) if seeds else "")
         body.append(cells)
     header = ["", *map(escape, table.columns), "seeds"]
-    if all(row[-1] in ("1", "") for row in body):  # printed tables, single runs: no news
+    if all(row[-1] in ("1", "") for row in body):  # the number of seeds is left out where it is always 1
         return header[:-1], [row[:-1] for row in body]
     return header, body
 

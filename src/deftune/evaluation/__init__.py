@@ -1,1 +1,1 @@
-"""Answers, scored: extraction, grading in workers that can be killed, and the statistics of a score."""
+"""Sample answers, extract and grade them, and compute scores with intervals."""

@@ -67,7 +67,7 @@ class LanguageModel:
             tokens, close, finite = (torch.cat(column) for column in zip(*parts))
             return tokens, close, finite
         logits = logits.float()
-        finite = logits.amax(-1).isfinite()  # NaN comes through; -inf below the best is a token never said
+        finite = logits.amax(-1).isfinite()  # NaN stays; a token with logit -inf is never chosen
         logits = logits.where(finite[:, None], 0.0)
         noise = exponentials(keys, steps, logits.shape[-1]) if settings.temperature > 0 else None
         tokens, close = draw(logits, noise, settings.temperature, settings.top_p, self.tie_margin)

@@ -31,7 +31,7 @@ class Direct:
 
     @staticmethod
     def takes(model: Any) -> bool:
-        """Whether it is such a model, whole: no windows, and nothing hooked into or put in place of its modules."""
+        """Whether the model is of such a class, without sliding windows, hooks or replaced modules."""
         if type(model) not in (LlamaForCausalLM, Qwen2ForCausalLM) or model.config.hidden_act != "silu":
             return False
         attention = [layer.self_attn for layer in model.model.layers]
@@ -78,7 +78,7 @@ class Direct:
     def _forward(self, x: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """The last norm of hidden states [tokens, D]; ``attend`` takes and returns [tokens, heads, width]."""
         add_norm, silu_times = self.kernels.add_norm, self.kernels.silu_times
-        more: Tensor | None = None  # what the layer before has to add
+        more: Tensor | None = None  # the output of the layer before, not added yet
         for i, layer in enumerate(self.body.layers):
             attention, mlp = layer.self_attn, layer.mlp
             x, h = add_norm(x, more, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)

@@ -73,7 +73,7 @@ def parse_address(text: str) -> Address:
 
 
 class _Retry(Exception):
-    """A failure that another attempt may not have."""
+    """A failure that may pass: the request is tried again."""
 
 
 class _Unreachable(_Retry):

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from deftune.artifacts.display import QUIET, Display
-from deftune.artifacts.encodings import prompt_options
 from deftune.artifacts.options import OptionError, check_counts
-from deftune.evaluation.calls import encoding_for
+from deftune.artifacts.results import encoding_for, prompt_options
 from deftune.evaluation.endpoint import EndpointSampler, parse_address
 from deftune.evaluation.sampler import Sampler
 
@@ -23,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Engine(ABC):
-    """Generates answers. A wrong option is an `OptionError` when the engine is constructed."""
+    """Generates answers. The constructor raises an `OptionError` for a wrong option."""
 
     local: ClassVar[bool] = True  # the model is loaded in this process, and the prompts are encoded here
 

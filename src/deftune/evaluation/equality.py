@@ -338,7 +338,7 @@ def _values_differ(gold: Any, answer: Any) -> bool:
             if abs(one - other) > allowed * max(abs(one), abs(other)):
                 return True
     except Exception:
-        return False  # sympy could not evaluate one side; math-verify's verdict stands
+        return False  # sympy could not evaluate one side; math-verify's verdict is kept
     return False
 
 

@@ -19,12 +19,11 @@ from typing import Any
 from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.options import OptionError, check_counts
-from deftune.evaluation.calls import Outcome, result_folder
 from deftune.evaluation.engines import Engine, Transformers
 from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers
 from deftune.evaluation.questions import Questions, load_questions
-from deftune.evaluation.results import Key, Record, Result, Tasks, describe_data, drop_cut_line
+from deftune.evaluation.results import Key, Outcome, Record, Result, Tasks, describe_data, drop_cut_line, result_folder
 from deftune.evaluation.sampler import Prompt, Sampler, SamplerError, check_chance
 from deftune.evaluation.statistics import (
     Estimate,

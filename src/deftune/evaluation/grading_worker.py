@@ -120,10 +120,10 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
         from math_verify import LatexExtractionConfig, parse, verify
 
         equality = _load_equality()
-        logging.disable(logging.CRITICAL)  # it logs what it parses
+        logging.disable(logging.CRITICAL)  # math-verify logs what it parses
 
-        # The whole box, as LaTeX, or nothing: by default it goes on to pick numbers out of what it cannot read.
-        # Units are split off before: it would take the last variable of 6m for one.
+        # The whole box, as LaTeX, or nothing: by default math-verify picks numbers out of text that it cannot parse.
+        # Units are split off before: math-verify would take the m of 6m for a unit.
         normalization = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
         whole = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)]
 
@@ -147,7 +147,11 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
                 return "different"
             return {equality.EQUAL: "equal", equality.CLOSE: "close"}.get(found, "different")
 
-        for text in (r"\boxed{\frac{\sqrt{2}}{2}x^2}", r"\boxed{\{1, 2\}}", r"\boxed{(1, 2]}"):  # loads what is lazy
+        for text in (
+            r"\boxed{\frac{\sqrt{2}}{2}x^2}",
+            r"\boxed{\{1, 2\}}",
+            r"\boxed{(1, 2]}",
+        ):  # load lazy modules before the first answer
             judge(read(text), read(text + "+0"), 0.0, 0.0, "")
             same(read(text), read(text + "+0"))
     except Exception as problem:

@@ -18,7 +18,8 @@ from typing import Any
 import yaml
 
 from deftune.artifacts.files import write_atomic
-from deftune.evaluation.grading import Grader, Rule
+from deftune.evaluation.answers import Rule
+from deftune.evaluation.grading import Grader
 from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers
 from deftune.evaluation.suites import Suite, Task

@@ -33,12 +33,12 @@ from torch import Tensor
 from deftune.artifacts.display import QUIET, Display, quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.options import OptionError, check_counts
+from deftune.artifacts.results import encoding_for
 from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
-from deftune.evaluation.calls import Outcome, encoding_for, result_folder
 from deftune.evaluation.clustered import Value, swap_p_value
-from deftune.evaluation.results import NUMBER, Record, Result, drop_cut_line, read_lines
+from deftune.evaluation.results import NUMBER, Outcome, Record, Result, drop_cut_line, read_lines, result_folder
 from deftune.evaluation.statistics import (
     Interval,
     equal_differences_interval,

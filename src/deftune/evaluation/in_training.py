@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from deftune.artifacts.config import RunConfig, TaskSource
-from deftune.artifacts.encodings import encoder_options, prompt_options
-from deftune.evaluation.generation import Prompt, TransformersSampler
+from deftune.artifacts.results import encoder_options, prompt_options
 from deftune.evaluation.items import Item, read_task
 from deftune.evaluation.kinds import score_answers
+from deftune.evaluation.local import TransformersSampler
+from deftune.evaluation.sampler import Prompt
 from deftune.evaluation.suites import Task, task_named
 
 

@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from deftune.data.fields import Fields, read_field
-from deftune.evaluation.extraction import (
-    Rule,
-    count_answers,
-    extract_choice,
-    extract_final,
-    jaro_winkler,
-    normalize_text,
-)
+from deftune.evaluation.choices import Rule, extract_choice
+from deftune.evaluation.extraction import count_answers, extract_final, jaro_winkler, normalize_text
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.readers import Item, letter_of, number_text, options_of
 

@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from deftune.data.fields import Fields, read_field, read_medmcqa_options, read_pubmedqa_question, read_text
 from deftune.data.rows import Fault, Record, RowError
+from deftune.evaluation.answers import EQUAL, Rule
 from deftune.evaluation.extraction import extract_boxed
-from deftune.evaluation.grading import EQUAL, Rule
 
 Reader = Callable[[Iterable[Record]], Iterator["Question"]]
 MINERVA_TOLERANCE = 1e-4  # of the released evaluation; Minerva's own listing has 1e-5 for most numbers, 1e-2 for some
@@ -191,7 +191,9 @@ def read_olympiad(row: Fields) -> Question:
     answers = cast("list[Any]", answers) if isinstance(answers, list) else [answers]
     if not answers or not all(isinstance(answer, str) and answer.strip(" $") for answer in answers):
         raise Fault("no gold answer", "'final_answer' holds no text")
-    gold = ", ".join(answers).replace("$", "").strip()  # they stand around each answer, around all, or around half
+    gold = (
+        ", ".join(answers).replace("$", "").strip()
+    )  # dollar signs are around each answer, around all of them, or around one side
     error, unit, several = row.get("error") or 0, row.get("unit") or "", row.get("is_multiple_answer") is True
     try:
         rule = Rule(absolute=OLYMPIAD_SLACK * float(error), unit=str(unit), several=several)

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
@@ -25,7 +25,7 @@ from deftune.evaluation.suites import Task
 
 Record = dict[str, Any]
 Tasks = dict[str, tuple[Task, list[Item]]]
-Key = tuple[str, str, float, int]  # task, item, temperature, sample: what names an answer
+Key = tuple[str, str, float, int]  # (task, item, temperature, sample) of an answer
 
 EVALUATION = Kind("evaluation", "settings.json", "--out")
 AGAIN = "run the same `deftune eval run` again, it grades the recorded answers without asking for them"
@@ -49,6 +49,25 @@ HELDOUT_SUMMARY = {
 
 
 # --- the questions ----------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """A finished evaluation: the folder of its result, and the content of `summary.json`.
+
+    ``failed``: every answer is an error, or the errors of an earlier call could not be asked again.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    failed: bool = False
+
+
+def result_folder(out: str | Path | None, model: str, suite: str, *, among_others: bool = False) -> Path:
+    """``out``, by default results/MODEL-SUITE; among other suites OUT/SUITE, by default results/MODEL/SUITE."""
+    name = Path(model).name
+    if among_others:
+        return Path(out or Path("results") / name) / suite
+    return Path(out or Path("results") / f"{name}-{suite}")
 
 
 def question_hash(item: str, prompt: str, gold: str) -> str:
@@ -128,7 +147,7 @@ class Result:
         if "engine" in now:
             # older results name none: an endpoint's has no encoding, and vLLM could not be asked for
             before.setdefault("engine", {"name": "transformers" if before.get("encoding") else "endpoint"})
-            for content in (before, now):  # recorded as deftune's own is: an upgrade goes on
+            for content in (before, now):  # recorded, like deftune's own version; a newer version resumes the result
                 content["engine"].pop("version", None)
             self._check_url(before["engine"], now["engine"], change_endpoint)
         EVALUATION.refuse_changes(self.folder, before, now)
@@ -254,7 +273,7 @@ class Result:
         )
 
     def latest_samples(self) -> dict[Key, Record]:
-        """The last record of each answer: a retry stands after the error that it replaces."""
+        """The last record of each answer: a retry comes after the error that it replaces."""
         return {(r["task"], r["id"], r["temperature"], r["sample"]): r for r in self.read_samples()}
 
     def read_graded(self, *fields: str) -> list[Record]:

@@ -32,7 +32,7 @@ class VllmSampler(TokenSampler):
         if isinstance(engine, str):
             try:
                 engine = self._vllm.LLM(model=engine, **engine_options)
-            except Exception as error:  # vLLM's errors have no common class, and are told at length above this line
+            except Exception as error:  # vLLM's errors have no common class, and vLLM prints them above this line
                 raise ValueError(f"vLLM cannot load {engine}: {_first_line(error)}") from error
         elif engine_options:
             raise ValueError(f"{', '.join(engine_options)}: options of an engine that is made already")

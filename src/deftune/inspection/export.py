@@ -27,7 +27,7 @@ class Exported(NamedTuple):
 
 
 def finding(inspection: Inspection, row: int, rank: int, by: str) -> dict[str, Any]:
-    """What is known against a row, as JSON has it: its place in the ranking ``by``, and the reason for that first."""
+    """Why a row is suspicious, for JSON: its rank in the ranking ``by``, that score's reason first."""
     scores = {name: float(values[row]) for name, values in inspection.scores.items()}
     return {
         "where": inspection.rows[row]["where"],
@@ -79,7 +79,7 @@ def write_line(sink: BinaryIO, fields: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def jsonl_file(path: Path) -> Generator[BinaryIO]:
-    """A file to write lines into, there when it is complete."""
+    """A file to write lines into; it appears under its name when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as sink:
         yield sink

@@ -43,7 +43,7 @@ its figure has 0.05 for the weak start."""
 
 
 def p_edges(per_decade: int) -> np.ndarray:
-    """Bins of p: even in log p from 1e-8 to 1, but that 1/2 takes the place of the edge nearest to it.
+    """Bins of p: even in log p from 1e-8 to 1; the edge nearest to 1/2 is moved to 1/2.
 
     >>> p_edges(3)[-5:]
     array([0.04641589, 0.1       , 0.21544347, 0.5       , 1.        ])
@@ -54,7 +54,7 @@ def p_edges(per_decade: int) -> np.ndarray:
 
 
 def bin_of(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Which (low, high] a value falls into; what lies outside goes to the first or the last."""
+    """Which (low, high] a value falls into; values outside the edges count in the first or last bin."""
     return np.clip(np.searchsorted(edges, values, side="left") - 1, 0, len(edges) - 2)
 
 

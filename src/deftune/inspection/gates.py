@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT = ("nll", "linear", "hellinger", "cayley", "deft", "eaft")
-"""What is drawn where nothing is asked for: the paper's objectives and the middle of the family."""
+"""The default curves: the paper's objectives and the middle of the family."""
 
 STATES = {
     "spread": "the rest spread evenly over the vocabulary",

@@ -48,7 +48,7 @@ SHORT_ANSWER = 12  # tokens: an answer of one short line is all answer
 
 
 class Score(NamedTuple):
-    """A number per row: its name, how a reader is told of it, and what it means."""
+    """A score of a row: its name, its label in the output, and its meaning."""
 
     name: str
     label: str
@@ -125,10 +125,6 @@ class Inspection:
     def token_of(self, row: int, by: str) -> int:
         """The token that contributes most to the score that ranks the row."""
         return int(self.causes[by][row])
-
-    def ranked_tokens(self) -> np.ndarray:
-        """Tokens by conflict, equals by margin; end and format tokens, which tell of no label, come after."""
-        return np.lexsort((-self.tokens["margin"], -self.tokens["conflict"], self.tokens["is_format"]))
 
     @property
     def default_ranking(self) -> str:
@@ -342,7 +338,7 @@ def reason(inspection: Inspection, row: int, by: str) -> str:
 
 
 def expectation(inspection: Inspection, token: int) -> str:
-    """What the model expects at a token, and what stands there: ``'6' (0.98), not '7' (0.001)``."""
+    """What the model expects at a token, and what the data has: ``'6' (0.98), not '7' (0.001)``."""
     tokens = inspection.tokens
     target = f"{_short(inspection.texts[inspection.text[token]])} ({np.exp(tokens['log_p'][token]):.2g})"
     if tokens["margin"][token] <= 0:
@@ -365,7 +361,7 @@ class Habit(NamedTuple):
 
 
 def habits(inspection: Inspection, top: int) -> list[Habit]:
-    """The tokens that are most often confident conflicts: what the data does otherwise as a habit, not by mistake."""
+    """The tokens that are most often confident conflicts: habits of the data rather than label errors."""
     confident = inspection.confident
     size = len(inspection.texts)
     conflicts = np.bincount(inspection.text[confident], minlength=size)

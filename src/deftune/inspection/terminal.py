@@ -13,7 +13,7 @@ from deftune.artifacts.terminal import visible
 from deftune.inspection.inspect import ROW_SCORES, Inspection, habits, reasons, summary
 from deftune.tokens.conflict import CONFIDENT
 
-MARKS = ("⟦", "⟧")  # around a confident conflict where there is no colour to tell it
+MARKS = ("⟦", "⟧")  # around a confident conflict, where colours are off
 NEAR = 20  # tokens of context to either side, as far as there is room
 HABITS = 8  # tokens listed that are conflicts again and again
 WIDE = 100  # characters of a row from which on its gates are listed, where there is room for them
@@ -145,7 +145,7 @@ def shade(value: float) -> Style:
 
 
 def tail(where: str, width: int) -> str:
-    """The end of a row's place, which tells rows apart.
+    """The end of a row's place, which distinguishes rows.
 
     >>> tail("data/gsm8k/train.jsonl.gz:96", 28)
     'train.jsonl.gz:96'

@@ -22,7 +22,7 @@ from deftune.losses.head import Head
 from deftune.losses.pending import note_rows, raise_pending
 from deftune.losses.request import Gradients, Request, Result, Rows
 from deftune.losses.sparse import Products, Sparse
-from deftune.losses.statistics import compute_dtype, plain, stats_of, supervised_rows, wide_dtype
+from deftune.losses.statistics import COLUMNS, LOG_P, compute_dtype, plain, stats_of, supervised_rows, wide_dtype
 from deftune.objectives import TokenStats
 from deftune.objectives.step import step_stats
 
@@ -51,10 +51,10 @@ class Supervised:
 class Chunk:
     """A chunk of C rows after the forward GEMM.
 
-    ``columns`` are log_p, entropy, log_collision, log_sum = log sum e^u and shift = max z, [5, C] in float64; ``e`` is
-    E [C, V], or None where no gradient needs it; ``top`` [C, k] holds the largest log-probabilities, where they were
-    asked for, and ``top_entropy`` the entropy of their shares, where the same kernel has computed it. Of a vocabulary
-    shard, E and ``y`` are this rank's, all else is of whole rows.
+    ``columns`` [5, C] are the `COLUMNS` of the rows in float64; ``e`` is E [C, V], or None where no gradient needs it;
+    ``top`` [C, k] holds the largest log-probabilities, where they were asked for, and ``top_entropy`` the entropy of
+    their shares, where the same kernel has computed it. Of a vocabulary shard, E and ``y`` are this rank's, all else is
+    of whole rows.
     """
 
     part: slice
@@ -185,7 +185,7 @@ class Backend(ABC):
                 mass = torch.stack(masses).sum()
                 into.factor = torch.where(mass == 0, 0.0, count / mass)
                 loss = loss * into.factor
-            check_nan(columns[0], request)
+            check_nan(columns[LOG_P], request)
             return Result(
                 loss.to(compute_dtype(request.dtype)), into, request_stats(request, columns, largest), request,
                 (torch.cat(gates) if gates else columns.new_zeros(0)) if request.gates else None, values,
@@ -227,7 +227,7 @@ class Backend(ABC):
         assert request.rows is not None
         columns = new_columns(request)
         tops = [chunk.top for chunk in self.chunks(request, columns, False, request.top_k)]
-        check_nan(columns[0], request)
+        check_nan(columns[LOG_P], request)
         return request_stats(request, columns, tops)
 
 
@@ -235,7 +235,7 @@ def new_columns(request: Request) -> Tensor:
     """[5, M]; each column starts on 128 bytes, so that Triton does not compile for other alignments."""
     assert request.rows is not None
     device, count = request.hidden.device, len(request.rows.index)
-    return torch.empty(5, -(-count // 16) * 16, dtype=wide_dtype(device), device=device)[:, :count]
+    return torch.empty(len(COLUMNS), -(-count // 16) * 16, dtype=wide_dtype(device), device=device)[:, :count]
 
 
 def new_gradients(request: Request, wanted: Sequence[bool], rescaled: bool = False) -> Gradients:

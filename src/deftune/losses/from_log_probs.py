@@ -13,7 +13,7 @@ from deftune.losses.reduction import check_step
 from deftune.losses.statistics import wide
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.stats import NO_CONTEXT, from_columns
+from deftune.objectives.stats import NO_CONTEXT, STATISTICS, from_columns
 
 
 def loss_from_log_probs(
@@ -63,8 +63,9 @@ def loss_from_log_probs(
     read = columns_read(objective)
     if "top_log_p" in read:
         raise ValueError(f"`{objective}` reads the likeliest tokens of each row; use deftune.token_loss on the logits")
-    for name, column in (("entropy", entropy), ("log_collision", log_collision)):
-        if name in read and column is None:
+    given = {"entropy": entropy, "log_collision": log_collision}
+    for name in sorted(read):
+        if given.get(name) is None:
             raise ValueError(f"`{objective}` reads {name}, which this call lacks; pass {name}=...")
     check_step(objective, context, None, len(log_p))
     unread = torch.full_like(log_p, torch.nan)
@@ -80,14 +81,16 @@ def loss_from_log_probs(
 
 
 def columns_read(objective: str | Objective) -> frozenset[str]:
-    """What the objective reads beside ``log_p``: "entropy", "log_collision", and "top_log_p" for the likeliest tokens.
+    """What the objective reads beside ``log_p``: other `STATISTICS`, and "top_log_p" for the likeliest tokens.
 
     >>> sorted(columns_read("deft | blend(mile, 0.5)")), columns_read("cayley")
     (['entropy', 'log_collision'], frozenset())
     """
     objective = parse_objective(objective)
     half = torch.full((2, 2), 0.5, dtype=torch.float64).log()
-    stats = _Watched(half[0], half[0], half[0], torch.arange(2), 2, lambda k: half)
+    stats = _Watched(
+        **dict.fromkeys(STATISTICS, half[0]), targets=torch.arange(2), vocab_size=2, _top_source=lambda k: half
+    )
     objective.evaluate(stats, Context(progress=1.0, special_ids=(0,)))
     return frozenset(stats.__dict__.get("read", ()))
 
@@ -96,7 +99,7 @@ class _Watched(TokenStats):
     """Statistics that note which of their columns were read."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("entropy", "log_collision", "top_log_p"):
+        if name == "top_log_p" or (name in STATISTICS and name != "log_p"):
             object.__getattribute__(self, "__dict__").setdefault("read", set()).add(name)
         return object.__getattribute__(self, name)
 

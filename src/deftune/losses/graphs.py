@@ -33,7 +33,7 @@ from torch import Tensor
 from deftune.losses.chunks import Supervised, check_nan, new_gradients
 from deftune.losses.head import Head
 from deftune.losses.request import Request, Result, Rows
-from deftune.losses.statistics import plain, stats_of
+from deftune.losses.statistics import COLUMNS, LOG_P, plain, stats_of
 from deftune.losses.triton_backend import Survey, TritonBackend, product
 from deftune.objectives import Context, Objective
 from deftune.objectives.stats import IGNORE_INDEX
@@ -121,7 +121,7 @@ class Workspace:
         self.index = torch.arange(rows, device=key.device)
         self.y = new(rows, dtype=torch.int64)
         self.facts = new(2, dtype=torch.int64)  # of the chunk: the number of its rows, and the NaN flag
-        self.record = new(7, rows, dtype=torch.float64)  # the five columns, value and gate
+        self.record = new(len(COLUMNS) + 2, rows, dtype=torch.float64)  # and the value and the gate
         self.side_stream = torch.cuda.Stream(key.device) if cuda else None
         # The host overwrites either half of its table only after the device has read it: a call waits for its survey,
         # which reads the first half and comes after the previous call's copy of the second
@@ -239,9 +239,9 @@ class Program:
         given = Supervised(x, workspace.index[:rows], y, workspace.facts)
         backend = TritonBackend(head, workspace.x.dtype, given, self.vectors, self.likeliest)
         backend.e = workspace.e
-        chunk = backend.measure(slice(0, rows), workspace.record[:5, :rows], True, self.top)
+        chunk = backend.measure(slice(0, rows), workspace.record[:-2, :rows], True, self.top)
         stats = stats_of(chunk.columns, chunk.top, chunk.y, head.vocab_size, chunk.top_entropy)
-        workspace.record[6, :rows], workspace.record[5, :rows] = self.objective.evaluate(stats, self.context)
+        workspace.record[-1, :rows], workspace.record[-2, :rows] = self.objective.evaluate(stats, self.context)
 
     def finish(self, workspace: Workspace, head: Head, out: torch.dtype | None, weight: bool) -> None:
         """The chunk's rows of dX (``out`` None: not wanted), t of its targets, v X for dW, and its record."""
@@ -430,7 +430,7 @@ class Replay:
         workspace, head, device, rows_found = self.workspace, self.head, self.workspace.x.device, request.rows
         count, side = len(rows_found.index), workspace.side_stream
         into = new_gradients(request, request.wanted)
-        record = aligned(6, count, torch.float64, device)
+        record = aligned(len(COLUMNS) + 1, count, torch.float64, device)
         targets = torch.empty(count, dtype=torch.float32, device=device)  # t of every row
         k = min(request.top_k, head.vocab_size)
         top = torch.empty(count, k, dtype=torch.float64, device=device) if k else None
@@ -448,7 +448,7 @@ class Replay:
             if into.weight is not None:
                 product(turned, scaled, into.weight, add=start > 0)
             if gate is not None:
-                gate[start : start + rows] = workspace.record[6, :rows]
+                gate[start : start + rows] = workspace.record[-1, :rows]
         if into.weight is not None and count:
             # a sort is many small kernels that wait for each other: on a stream beside the chunks
             with torch.cuda.stream(side) if side is not None else nullcontext():
@@ -462,7 +462,7 @@ class Replay:
             subtract_targets(self.hidden, rows_found.index, runs, targets, into.weight)
         elif into.weight is not None:
             into.weight.zero_()
-        loss = record[5].sum() * scale if count else record.new_zeros(())
-        check_nan(record[0], request)
-        stats = stats_of(record[:5], top, rows_found.labels, head.vocab_size)
-        return Result(loss.float(), into, stats, request, gate, record[5])
+        loss = record[-1].sum() * scale if count else record.new_zeros(())
+        check_nan(record[LOG_P], request)
+        stats = stats_of(record[:-1], top, rows_found.labels, head.vocab_size)
+        return Result(loss.float(), into, stats, request, gate, record[-1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,19 @@ from deftune.losses.checks import check_logits, label_error, nan_error
 from deftune.losses.dtensors import local_logits
 from deftune.losses.eager import eager
 from deftune.losses.shards import VocabShard
-from deftune.objectives.stats import IGNORE_INDEX, TokenStats, columns_of
+from deftune.objectives.stats import IGNORE_INDEX, STATISTICS, TokenStats, columns_of
 
 # a block that fits a core's share of the cache is three times faster; a GPU needs fewer, larger blocks
 BLOCK_BYTES = {"cpu": 1 << 20}
 BLOCK_BYTES_ELSEWHERE = 64 << 20
+
+
+COLUMNS = ("log_p", "entropy", "log_collision", "log_sum", "shift")
+"""The rows of ``columns`` [5, tokens], float64, which backends fill: the statistics, log sum e^u and max z.
+
+To add a statistic, append its name here and in `STATISTICS`, its sum in `RowSums`, and see `triton_statistics`.
+"""
+LOG_P, ENTROPY, LOG_SUM, SHIFT = (COLUMNS.index(name) for name in ("log_p", "entropy", "log_sum", "shift"))
 
 
 class RowSums(NamedTuple):
@@ -84,8 +93,8 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(wide_dtype(tensor.device))
 
 
-def stats_columns(sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log_p, entropy, log_collision, log_sum) with log_sum = log sum_v e^u.
+def stats_columns(sums: RowSums) -> tuple[Tensor, ...]:
+    """The `COLUMNS` of rows, with log_sum = log sum_v e^u.
 
     log_p = u_y - log S;  log_collision = log sum E^2 - 2 log S;  entropy = log S - sum u E / S.
     """
@@ -97,7 +106,7 @@ def stats_columns(sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     log_collision = (torch.log1p(torch.expm1(2 * u_y) + squares) - 2 * log_sum).clamp(max=0)
     own = torch.where(u_y == -torch.inf, 0.0, u_y * u_y.exp())  # 0 * -inf = 0
     entropy = (log_sum - (own + moment) / log_sum.exp()).clamp(min=0)
-    return log_p, entropy, log_collision, log_sum
+    return log_p, entropy, log_collision, log_sum, wide(sums.shift)
 
 
 def block_rows(vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -138,7 +147,7 @@ class Rows:
 def row_sums(logits: Tensor, index: Tensor, columns: Tensor, partial: bool = False) -> RowSums:
     """The sums of the rows of ``index``; ``columns`` are their targets', below 0 (``partial``) if another rank's."""
     dtype = compute_dtype(logits.dtype)
-    sums = torch.empty(5, len(index), dtype=dtype, device=logits.device)
+    sums = torch.empty(len(RowSums._fields), len(index), dtype=dtype, device=logits.device)
     size = min(block_rows(logits.shape[-1], dtype, logits.device), max(1, len(index)))
     e = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
     u = torch.empty_like(e)
@@ -148,7 +157,7 @@ def row_sums(logits: Tensor, index: Tensor, columns: Tensor, partial: bool = Fal
 
 
 def block_sums(z: Tensor, y: Tensor, u: Tensor, e: Tensor, out: Tensor, partial: bool = False) -> None:
-    """The sums of one block into ``out`` [5, rows]; ``u`` and ``e`` are buffers.
+    """The `RowSums` of one block into ``out`` [5, rows]; ``u`` and ``e`` are buffers.
 
     ``partial``: the columns are those of a shard, where a target may be missing (y < 0), all may be -inf, or none
     may be there.
@@ -184,15 +193,16 @@ def stats_of(
     vocab_size: int,
     top_entropy: Tensor | None = None,
 ) -> TokenStats:
-    """Statistics out of columns that begin with log_p, entropy and log_collision, and the likeliest tokens' log p."""
+    """Statistics out of `COLUMNS` and the log-probabilities of the likeliest tokens."""
     source = None if top is None else columns_of(top, vocab_size)
     measured = None if top is None or top_entropy is None else (top.shape[1], top_entropy)
-    return TokenStats(columns[0], columns[1], columns[2], targets, vocab_size, source, measured)
+    vectors = {name: column for name, column in zip(COLUMNS, columns) if name in STATISTICS}
+    return TokenStats(**vectors, targets=targets, vocab_size=vocab_size, _top_source=source, _top_entropy=measured)
 
 
 def log_p_of(largest: Tensor, columns: Tensor) -> Tensor:
     """Log-probabilities of logits from the columns [5, M] of their rows: z - log_sum - shift."""
-    return wide(largest) - (columns[3] + columns[4])[:, None]
+    return wide(largest) - (columns[LOG_SUM] + columns[SHIFT])[:, None]
 
 
 def plain(device: torch.device) -> AbstractContextManager[Any]:
@@ -260,13 +270,14 @@ def logits_stats(
         if shard is None:
             sums = row_sums(logits, index, targets)
         else:
-            columns = shard.columns(targets, logits.shape[-1])
-            sums = merge_ranks(row_sums(logits, index, columns, partial=True), columns, shard)
-        log_p, entropy, log_collision, log_sum = stats_columns(sums)
-    if bool((bad := log_p.isnan()).any()):
+            own = shard.columns(targets, logits.shape[-1])
+            sums = merge_ranks(row_sums(logits, index, own, partial=True), own, shard)
+        columns = stats_columns(sums)
+    if bool((bad := columns[LOG_P].isnan()).any()):
         raise nan_error(int(index[bad.nonzero()[0, 0]]), "logits", shard is not None)
-    source = top_source(logits, index, sums, log_sum, shard)
-    return TokenStats(log_p, entropy, log_collision, targets, vocab_size, source), index, sums, log_sum
+    log_sum = columns[LOG_SUM]
+    stats = stats_of(columns, None, targets, vocab_size)
+    return replace(stats, _top_source=top_source(logits, index, sums, log_sum, shard)), index, sums, log_sum
 
 
 @eager

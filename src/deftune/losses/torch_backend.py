@@ -12,6 +12,10 @@ from deftune.losses.head import Head
 from deftune.losses.request import Gradients, Request
 from deftune.losses.sparse import Products, Sparse, add_products
 from deftune.losses.statistics import (
+    ENTROPY,
+    LOG_P,
+    LOG_SUM,
+    SHIFT,
     RowSums,
     block_rows,
     block_sums,
@@ -87,7 +91,7 @@ class TorchBackend(Backend):
         x, y, index = self.all.take(part)
         z = self.logits(x)
         largest = z.topk(min(top, z.shape[1]), -1).values if top else None
-        sums = torch.empty(5, len(x), dtype=self.dtype, device=self.device)
+        sums = torch.empty(len(RowSums._fields), len(x), dtype=self.dtype, device=self.device)
         size = min(block_rows(z.shape[1], self.dtype, self.device), max(1, len(x)))
         buffer = torch.empty(size, z.shape[1], dtype=self.dtype, device=self.device)
         for start in range(0, len(x), size):
@@ -97,8 +101,8 @@ class TorchBackend(Backend):
         if shard is not None:
             whole = merge_ranks(whole, y, shard)
             largest = None if largest is None else shard.likeliest(largest, top)
-        columns[0], columns[1], columns[2], columns[3] = stats_columns(whole)
-        columns[4] = whole.shift
+        for column, values in zip(columns, stats_columns(whole)):
+            column.copy_(values)
         top_log_p = None if largest is None else log_p_of(largest, columns)
         return Chunk(part, x, y, index, columns, whole.target, z if keep else None, top_log_p, reference=sums[0])
 
@@ -111,7 +115,7 @@ class TorchBackend(Backend):
 
     def log_factor(self, chunk: Chunk) -> Tensor:
         """log (P / E): E is relative to the maximum of this rank's classes."""
-        log_sum, shift = chunk.columns[3:]
+        log_sum, shift = chunk.columns[LOG_SUM], chunk.columns[SHIFT]
         if self.head.shard is None:
             return -log_sum
         assert chunk.reference is not None
@@ -122,7 +126,7 @@ class TorchBackend(Backend):
         return wide(self.head.slope(chunk.target))
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
-        log_p = chunk.columns[0]
+        log_p = chunk.columns[LOG_P]
         gate = gate * scale
         # a gate of 0 gives 0, also times inf
         v = torch.where(gate == 0, 0.0, gate * torch.exp(self.log_factor(chunk)))
@@ -191,7 +195,7 @@ class TorchBackend(Backend):
 
     def add_entropy(self, chunk: Chunk, gate: Tensor, h: Tensor, to: Gradients) -> None:
         """dz_i = P_i (gate - h H - h log P_i), and at the target P_y (...) - gate, each times the softcap's slope."""
-        log_p, entropy, _, log_sum, shift = chunk.columns
+        log_p, entropy, log_sum, shift = (chunk.columns[i] for i in (LOG_P, ENTROPY, LOG_SUM, SHIFT))
         e, log_factor = chunk.e, self.log_factor(chunk)
         assert e is not None
         # E has the slope as a factor already, which log P must not have

@@ -18,7 +18,7 @@ from deftune.losses.pending import answer, latest_note
 from deftune.losses.request import Gradients, Request, Rows
 from deftune.losses.shards import VocabShard
 from deftune.losses.sparse import Products, Sparse
-from deftune.losses.statistics import RowSums, merge_ranks, stats_columns
+from deftune.losses.statistics import LOG_P, RowSums, merge_ranks, stats_columns
 from deftune.objectives.stats import IGNORE_INDEX
 
 
@@ -209,9 +209,9 @@ class TritonBackend(Backend):
     def merge(self, sums: RowSums, y: Tensor, shard: VocabShard, columns: Tensor) -> None:
         """The statistics of whole rows into ``columns``, from the sums of this rank's classes."""
         whole = merge_ranks(sums, y, shard, known=True)
-        columns[0], columns[1], columns[2], columns[3] = stats_columns(whole)
-        columns[4] = whole.shift
-        torch.maximum(self.nan, columns[0].isnan().any().to(self.nan.dtype), out=self.nan)
+        for column, values in zip(columns, stats_columns(whole)):
+            column.copy_(values)
+        torch.maximum(self.nan, columns[LOG_P].isnan().any().to(self.nan.dtype), out=self.nan)
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):

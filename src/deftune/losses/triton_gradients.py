@@ -40,9 +40,10 @@ def finish_rows_kernel(
 def finish_told_kernel(
     table_ptr, record_ptr, plane, ref_ptr, z_ptr, u_ptr, x_ptr, w_ptr, y_ptr, scaled_ptr, v_ptr, top_ptr, facts_ptr,
     C, D, scale, softcap, unit, unit_low, HAS_SOFTCAP: tl.constexpr, WANT_HIDDEN: tl.constexpr,
-    WANT_SCALED: tl.constexpr, TYPE: tl.constexpr, TOP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    WANT_SCALED: tl.constexpr, TYPE: tl.constexpr, TOP: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    # a record is log_p, entropy, log_collision, log_sum, shift, value and gate
+    # a record is the columns, the value and the gate
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(table_ptr + CHUNK)
     if row == 0:
@@ -50,7 +51,8 @@ def finish_told_kernel(
         tl.store(told_pointer(table_ptr, FACTS, tl.int64) + 1, tl.load(facts_ptr + 1))
     if row < tl.load(facts_ptr):
         to = first + row
-        gate = tl.load(record_ptr + 6 * plane + row) * (tl.load(table_ptr + SCALE).to(tl.float64, bitcast=True) * scale)
+        factor = tl.load(table_ptr + SCALE).to(tl.float64, bitcast=True) * scale
+        gate = tl.load(record_ptr + (COLUMNS + 1) * plane + row) * factor
         place = tl.load(told_pointer(table_ptr, PLACES, tl.int64) + to)
         out_ptr = told_pointer(table_ptr, OUT, TYPE)
         _finish(
@@ -58,10 +60,10 @@ def finish_told_kernel(
             w_ptr, y_ptr, place, out_ptr, scaled_ptr, v_ptr, D, softcap, unit, unit_low, HAS_SOFTCAP, WANT_HIDDEN,
             WANT_SCALED, BLOCK_D,
         )  # fmt: skip
-        k = tl.arange(0, 8)
-        column = tl.load(record_ptr + k * plane + row, mask=k < 6, other=0.0)
+        k = tl.arange(0, BLOCK_C)
+        column = tl.load(record_ptr + k * plane + row, mask=k <= COLUMNS, other=0.0)
         pitch = tl.load(table_ptr + PITCH)
-        tl.store(told_pointer(table_ptr, RECORD, tl.float64) + k * pitch + to, column, mask=k < 6)
+        tl.store(told_pointer(table_ptr, RECORD, tl.float64) + k * pitch + to, column, mask=k <= COLUMNS)
         if TOP > 0:
             j = tl.arange(0, BLOCK_K)
             log_p = tl.load(top_ptr + row * TOP + j, mask=j < TOP, other=0.0)

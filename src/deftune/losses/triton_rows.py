@@ -43,6 +43,7 @@ from deftune.losses.triton_gradients import (
     subtract_targets_kernel,
 )
 from deftune.losses.triton_statistics import (
+    TILE_SUMS,
     exponentials_kernel,
     likeliest_kernel,
     reduce_tiles_kernel,
@@ -169,7 +170,7 @@ def exponentials(
     exact = x.dtype == torch.float32
     block_m, block_k = (BLOCK_M_FLOAT32, BLOCK_K_FLOAT32) if exact else (BLOCK_M, BLOCK_K)
     tiles_m, tiles_n = triton.cdiv(len(x), block_m), triton.cdiv(head.classes, BLOCK_N)
-    tiles = aligned(4 * tiles_n, len(x), torch.float32, x.device).unflatten(0, (4, tiles_n))
+    tiles = aligned(TILE_SUMS * tiles_n, len(x), torch.float32, x.device).unflatten(0, (TILE_SUMS, tiles_n))
     rising, factor, _, _ = units(head)
     rows = TensorDescriptor(x, x.shape, x.stride(), [block_m, block_k])
     to = rows if e is None else TensorDescriptor(e, [len(x), head.classes], e.stride(), [block_m, BLOCK_N])
@@ -196,7 +197,7 @@ def reduce_tiles(
     tiles: Tensor, z_y: Tensor, out: Tensor, x: Tensor, y: Tensor, ref: Tensor, head: Head, e: Tensor | None,
     u: Tensor | None, nan: Tensor, number: Tensor, first: int,
 ) -> None:  # fmt: skip
-    """log_p, entropy, log_collision, log_sum and shift of each row into ``out`` [5, C], float64, rows adjacent.
+    """The `statistics.COLUMNS` of each row into ``out`` [5, C], float64, rows adjacent.
 
     Rows of ``e``, and of ``u`` = E W, that left its range are recomputed about their maximum; ``ref`` then says so. A
     NaN sets ``nan``.
@@ -241,12 +242,13 @@ def finish_told(
     """
     z_y, ref, v, _ = vectors.unbind()
     k = 0 if top is None else top.shape[1]
+    columns = len(record) - 2
     finish_told_kernel[(len(x),)](
         table, record, record.stride(0), ref, z_y, x if u is None else u, x, head.weight, y,
         x if scaled is None else scaled, v, record if top is None else top, facts, len(x), x.shape[1], head.scale,
         head.softcap or 1.0, *units(head)[2:], HAS_SOFTCAP=head.softcap is not None, WANT_HIDDEN=u is not None,
-        WANT_SCALED=scaled is not None, TYPE=TYPES[dtype], TOP=k, BLOCK_D=1024,
-        BLOCK_K=triton.next_power_of_2(max(k, 1)),
+        WANT_SCALED=scaled is not None, TYPE=TYPES[dtype], TOP=k, COLUMNS=columns, BLOCK_D=1024,
+        BLOCK_K=triton.next_power_of_2(max(k, 1)), BLOCK_C=triton.next_power_of_2(columns + 1),
     )  # fmt: skip
 
 

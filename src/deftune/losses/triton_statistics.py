@@ -22,6 +22,7 @@ from deftune.losses.triton_table import (
 
 LEFT_OUT = tl.constexpr(-1e30)  # a logit that counts for nothing
 LOG2E = tl.constexpr(1.4426950408889634)
+TILE_SUMS = 4  # what `exponentials_kernel` stores of a tile: its maximum, sum e, sum e^2, sum u e
 
 
 @triton.jit

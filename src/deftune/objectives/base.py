@@ -98,7 +98,7 @@ class Objective:
         return self.gate(stats, context), self.loss(stats, context)
 
     def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        """What a token adds to the step's denominator: 1, but for mass objectives."""
+        """What a token adds to the denominator of the step's loss: 1, except in mass objectives."""
         return torch.ones_like(stats.log_p)
 
     @property
@@ -121,7 +121,7 @@ class Objective:
         return frozenset()
 
     def step_value(self, statistic: StepStatistic, stats: TokenStats, context: Context) -> Tensor:
-        """A step statistic: from the context, or, where it has none, of ``stats`` taken as the whole step."""
+        """A step statistic from the context; without one there, ``stats`` is taken as the whole step."""
         if context.step == "deferred":
             raise ValueError(
                 f"`{self}` needs {statistic.key!r} of the whole step before the backward; a deferred mass "
@@ -191,3 +191,42 @@ class Weight(Objective):
     def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         weight = self.weight(stats, context).detach()
         return weight, weighted_nll(stats.log_p, weight)
+
+
+@dataclass(frozen=True)
+class Modifier(Objective):
+    """An objective around another one. Subclasses define ``gate`` and ``loss``; the focus stays the inner one's."""
+
+    must_be_last: ClassVar[bool] = False
+    inner: Objective
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if isinstance(part, Modifier) and part.must_be_last:
+                raise ValueError(
+                    f"{self.name}: {part.name} must come last, not inside another modifier; write it at the end"
+                )
+
+    @property
+    def parts(self) -> tuple[Objective, ...]:
+        """The objectives this one is made of."""
+        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), Objective))
+
+    @property
+    def top_k(self) -> int:
+        return max(part.top_k for part in self.parts)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        return frozenset(name for part in self.parts for name in part.requires)
+
+    @property
+    def step_statistics(self) -> tuple[StepStatistic, ...]:
+        return tuple(statistic for part in self.parts for statistic in part.step_statistics)
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return self.inner.focus(stats, context)
+
+    def __str__(self) -> str:
+        own = [render_value(getattr(self, f.name)) for f in fields(self) if f.name != "inner"]
+        return f"{self.inner} | {self.name}" + (f"({', '.join(own)})" if own else "")

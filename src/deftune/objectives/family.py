@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deftune.objectives.base import Focus, Kind, Objective, StepStatistic, Weight, render_value, weighted_nll
+from deftune.objectives.catalogue import About, register
 from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
 
@@ -18,6 +19,74 @@ def require(holds: bool, name: str, what: str, got: object, remedy: str) -> None
         raise ValueError(f"{name}: {what}, got {got}; {remedy}")
 
 
+@register(
+    "nll",
+    About(
+        "nll",
+        gate="1",
+        value="-log p",
+        source="maximum likelihood",
+        use="the data is clean and the model has to learn new things",
+        hurts="noisy or conflicting labels: the least likely tokens take most of the gradient",
+    ),
+)
+def nll() -> Objective:
+    """-log p."""
+    return Alpha(0.0)
+
+
+@register(
+    "linear",
+    About(
+        "linear",
+        gate="p",
+        value="1 - p",
+        source="-p of Li et al. 2025, 'Beyond Log Likelihood'",
+        use="the model is strong on the data already",
+        hurts="the model is weak: gradients vanish with p, and end tokens may never be learned",
+    ),
+)
+def linear() -> Objective:
+    """1 - p."""
+    return Alpha(1.0)
+
+
+@register(
+    "dft",
+    About(
+        "dft",
+        gate="p",
+        value="-sg[p] log p",
+        source="Wu et al. 2025, dynamic fine-tuning",
+        use="to match runs made with TRL's or LLaMA-Factory's dft",
+        hurts="as linear (the gradient is the same)",
+    ),
+)
+@dataclass(frozen=True)
+class Dft(Objective):
+    """Dynamic fine-tuning: L = -sg[p] log p, gate p; the gradient is `linear`'s, only the value differs."""
+
+    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return torch.ones_like(stats.log_p)
+
+    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return stats.p.detach()
+
+    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return weighted_nll(stats.log_p, stats.p.detach())
+
+
+@register(
+    "alpha",
+    About(
+        "alpha(a)",
+        gate="p^a",
+        value="(1 - p^a)/a",
+        source="DEFT's deformed-log family; GCE for 0 < a < 1",
+        use="one fixed point between nll (a=0) and linear (a=1) is wanted",
+        hurts="any single a is too open for noise or too shut for gaps; a > 1 ignores most tokens",
+    ),
+)
 @dataclass(frozen=True)
 class Alpha(Focus):
     """L_a(p) = (1 - p^a)/a with one focus a >= 0 for every token: gate p^a (Eq. example_alpha).
@@ -26,7 +95,6 @@ class Alpha(Focus):
     ('nll', 'hellinger', 'linear', 'alpha(0.7)')
     """
 
-    name: ClassVar[str] = "alpha"
     NAMED: ClassVar[dict[float, str]] = {0.0: "nll", 0.5: "hellinger", 1.0: "linear"}
     a: float
 
@@ -46,22 +114,33 @@ class Alpha(Focus):
         return self.NAMED.get(self.a) or f"alpha({render_value(self.a)})"
 
 
-@dataclass(frozen=True)
-class Dft(Objective):
-    """Dynamic fine-tuning: L = -sg[p] log p, gate p; the gradient is `linear`'s, only the value differs."""
+@register(
+    "hellinger",
+    About(
+        "hellinger",
+        gate="p^(1/2)",
+        value="2 (1 - sqrt p)",
+        source="alpha(0.5)",
+        use="a robust middle without a parameter to tune",
+        hurts="as alpha",
+    ),
+)
+def hellinger() -> Objective:
+    """2 (1 - sqrt p)."""
+    return Alpha(0.5)
 
-    name: ClassVar[str] = "dft"
 
-    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return torch.ones_like(stats.log_p)
-
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return stats.p.detach()
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return weighted_nll(stats.log_p, stats.p.detach())
-
-
+@register(
+    "cayley",
+    About(
+        "cayley(kappa=1)",
+        gate="p^a, a = (1-z)/(1+kappa z), z = sqrt(1-p)",
+        value="(1 - p^a)/a, a detached",
+        source="DEFT, Eq. alpha_star",
+        use="new knowledge matters and the labels are right: the gate reopens as p goes to 0",
+        hurts="confident conflicts: at p near 0 it pushes as hard as nll",
+    ),
+)
 @dataclass(frozen=True)
 class Cayley(Focus):
     """The Cayley trajectory: z = sqrt(1-p), a = (1-z)/(1 + kappa z); kappa = 1 is the paper's (Eq. alpha_star).
@@ -71,7 +150,6 @@ class Cayley(Focus):
     tensor([0.3333], dtype=torch.float64)
     """
 
-    name: ClassVar[str] = "cayley"
     kappa: float = 1.0
 
     def __post_init__(self) -> None:
@@ -90,14 +168,23 @@ class Cayley(Focus):
         return (stats.p / (one * (one if self.kappa == 1 else 1 + self.kappa * z))).detach()
 
 
+@register(
+    "cayley-released",
+    About(
+        "cayley-released",
+        gate="p^a, a = f + (1-f) p/(2-p), f = mean(p)/2, in [1e-3, 1]",
+        value="(1 - p^a)/a, a detached",
+        source="the authors' repository",
+        use="to compare with runs of the released code",
+        hurts="needs the whole step's mean p: a pre-pass under accumulation or several ranks",
+    ),
+)
 @dataclass(frozen=True)
 class CayleyReleased(Focus):
     """What the authors' repository trains: a = f + (1-f) p/(2-p), f = 0.5 mean p, clamped to [1e-3, 1].
 
     Their mean is over a micro-batch; here it is over the whole optimizer step.
     """
-
-    name: ClassVar[str] = "cayley-released"
 
     @property
     def step_statistics(self) -> tuple[StepStatistic, ...]:
@@ -109,6 +196,17 @@ class CayleyReleased(Focus):
         return (floor + (1 - floor) * p / (2 - p)).clamp(1e-3, 1.0)
 
 
+@register(
+    "deft",
+    About(
+        "deft",
+        gate="p^a, a = sum P^2",
+        value="(1 - p^a)/a, a detached",
+        source="DEFT, Eq. deft_alpha",
+        use="labels may conflict with what the model knows: only a confident model is protected",
+        hurts="a confidently wrong model that must be corrected: its gate is shut",
+    ),
+)
 @dataclass(frozen=True)
 class Deft(Focus):
     """Dynamic entropy fine-tuning: a = sum_v P_v^2 = exp(-H_2(P)) (Eq. deft_alpha), gate p^a.
@@ -119,12 +217,21 @@ class Deft(Focus):
     (tensor([0.2500], dtype=torch.float64), tensor([0.7071], dtype=torch.float64))
     """
 
-    name: ClassVar[str] = "deft"
-
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return stats.concentration.detach()
 
 
+@register(
+    "eaft",
+    About(
+        "eaft(k=20, power=1, norm=lnk|3|none|full)",
+        gate="(H_top-k / ln k)^power",
+        value="gate * -log p, gate detached",
+        source="Diao et al. 2026, entropy-adaptive fine-tuning",
+        use="confident conflicts are the trouble, and low-p tokens are to be learned otherwise",
+        hurts="confident and right tokens get little too: sharpening is slow",
+    ),
+)
 @dataclass(frozen=True)
 class Eaft(Weight):
     """Entropy-adaptive fine-tuning: weight (H_topk / norm)^power, H of the top min(k, V) renormalised.
@@ -133,7 +240,6 @@ class Eaft(Weight):
     (the exact entropy over ln V; k is not used).
     """
 
-    name: ClassVar[str] = "eaft"
     k: int = 20
     power: float = 1.0
     norm: Literal["lnk", "3", "none", "full"] = "lnk"
@@ -196,31 +302,59 @@ class Threshold(Objective):
         return f"{self.name}({render_value(self.t)}{', of=linear' if self.of == 'linear' else ''})"
 
 
+@register(
+    "top",
+    About(
+        "top(t, of=nll|linear)",
+        gate="1[p >= t] * gate of nll or linear",
+        value="1[p >= t] * its value",
+        source="Beyond Log Likelihood; ProFit is top(0.1)",
+        use="an ablation: are the unlikely tokens worth anything?",
+        hurts="everything the model does not know yet is ignored",
+    ),
+)
 @dataclass(frozen=True)
 class Top(Threshold):
     """Gate 1[p >= t] times the gate of ``of``; the denominator stays all supervised tokens."""
-
-    name: ClassVar[str] = "top"
 
     def selected(self, stats: TokenStats) -> Tensor:
         return stats.log_p >= self.log_t
 
 
+@register(
+    "bottom",
+    About(
+        "bottom(t, of=nll|linear)",
+        gate="1[p < t] * gate of nll or linear",
+        value="1[p < t] * its value",
+        source="Beyond Log Likelihood",
+        use="an ablation: what top leaves out",
+        hurts="learns from the least likely tokens alone",
+    ),
+)
 @dataclass(frozen=True)
 class Bottom(Threshold):
     """Gate 1[p < t] times the gate of ``of``: what `top` leaves out."""
-
-    name: ClassVar[str] = "bottom"
 
     def selected(self, stats: TokenStats) -> Tensor:
         return stats.log_p < self.log_t
 
 
+@register(
+    "mile",
+    About(
+        "mile(gamma=1)",
+        gate="(1+H)^gamma / its step mean",
+        value="gate * -log p, gate detached",
+        source="MiLe loss",
+        use="a control: weights of mean one, so learning rates compare with nll",
+        hurts="gives noise in uncertain places more weight",
+    ),
+)
 @dataclass(frozen=True)
 class Mile(Weight):
     """Weight (1+H)^gamma over its step mean: high-entropy tokens count more, and the mean weight is one."""
 
-    name: ClassVar[str] = "mile"
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
@@ -243,11 +377,21 @@ class Mile(Weight):
         return self.mass(stats, context) / self.step_value(self.step_statistics[0], stats, context)
 
 
+@register(
+    "clip",
+    About(
+        "clip(k=3)",
+        gate="min(1, k median/NLL), detached",
+        value="min(NLL, k median)",
+        source="a robust-statistics control",
+        use="a simple baseline to beat: outliers are capped",
+        hurts="needs the whole step's median: a pre-pass under accumulation or several ranks",
+    ),
+)
 @dataclass(frozen=True)
 class Clip(Objective):
     """L = min(NLL, k * median NLL of the step), gate min(1, k * median / NLL), detached."""
 
-    name: ClassVar[str] = "clip"
     k: float = 3.0
 
     def __post_init__(self) -> None:

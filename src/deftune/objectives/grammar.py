@@ -1,4 +1,4 @@
-"""Specs: `deft`, `alpha(0.5)`, `cayley(kappa=1)`, `deft | eos(nll) | mean_one`. A grammar, never a substring.
+"""Specs: `deft`, `alpha(0.5)`, `cayley(kappa=1)`, `deft | eos(nll) | mean_one`. Parsed by a grammar.
 
 spec  := term ("|" term)*            the first term is an objective, the others are modifiers
 term  := NAME [ "(" [arg ("," arg)*] ")" ]
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from deftune.objectives.base import Objective
+from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
 from deftune.objectives.suggest import did_you_mean
 
 MAX_SPEC_LENGTH = 1000  # without spaces, which the canonical form adds
@@ -182,8 +183,6 @@ def _call(name: str, factory: Callable[..., Objective], term: _Term, first: list
 
 
 def _build(terms: list[_Term]) -> Objective:
-    from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES  # the catalogue's doors are parsed by this module
-
     head, *rest = terms
     if head.name not in OBJECTIVES:
         if head.name in MODIFIERS:
@@ -212,9 +211,7 @@ def objective(spec: str | Objective) -> Objective:
         return spec
     if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"an objective is a spec such as 'deft' or an Objective, got {type(spec).__name__}")
-    from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
-
-    # a training loop asks for the same spec at every step; what users add to the catalogue makes a spec mean another
+    # parsed specs are cached, for a training loop parses one at every step; a change of the catalogue empties the cache
     global _catalogue
     catalogue = _catalogue
     if catalogue.objectives != OBJECTIVES or catalogue.modifiers != MODIFIERS:
@@ -224,7 +221,7 @@ def objective(spec: str | Objective) -> Objective:
 
 @dataclass(frozen=True, eq=False)
 class _Catalogue:
-    """What specs were read with; each one is another key of the specs remembered."""
+    """The catalogue that specs were parsed with; a part of the key of the cache of specs."""
 
     objectives: dict[str, Callable[..., Objective]]
     modifiers: dict[str, Callable[..., Objective]]

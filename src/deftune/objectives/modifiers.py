@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from deftune.objectives.base import Kind, Objective, StepStatistic, render_value, weighted_nll
+from deftune.objectives.base import Kind, Modifier, Objective, StepStatistic, weighted_nll
+from deftune.objectives.catalogue import About, register
 from deftune.objectives.family import Alpha, require
 from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
@@ -26,49 +27,21 @@ def mix(first: Tensor, second: Tensor, share: float) -> Tensor:
     return (1 - share) * first + share * second
 
 
-@dataclass(frozen=True)
-class Modifier(Objective):
-    """An objective around another one. Subclasses define ``gate`` and ``loss``; the focus stays the inner one's."""
-
-    inner: Objective
-
-    def __post_init__(self) -> None:
-        for part in self.parts:
-            if isinstance(part, MeanOne):
-                raise ValueError(
-                    f"{self.name}: mean_one must come last, it stands inside of it here; write it at the end"
-                )
-
-    @property
-    def parts(self) -> tuple[Objective, ...]:
-        """The objectives this one is made of."""
-        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), Objective))
-
-    @property
-    def top_k(self) -> int:
-        return max(part.top_k for part in self.parts)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        return frozenset(name for part in self.parts for name in part.requires)
-
-    @property
-    def step_statistics(self) -> tuple[StepStatistic, ...]:
-        return tuple(statistic for part in self.parts for statistic in part.step_statistics)
-
-    def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return self.inner.focus(stats, context)
-
-    def __str__(self) -> str:
-        own = [render_value(getattr(self, f.name)) for f in fields(self) if f.name != "inner"]
-        return f"{self.inner} | {self.name}" + (f"({', '.join(own)})" if own else "")
-
-
+@register(
+    "floor",
+    About(
+        "... | floor(g)",
+        gate="max(gate, g)",
+        value="value + sg[max(0, g - gate)] * NLL",
+        source="modifier",
+        use="a shut gate must not lose a token altogether",
+        hurts="lets some of the noise back in",
+    ),
+)
 @dataclass(frozen=True)
 class Floor(Modifier):
-    """Gate max(gate, g); value + sg[max(0, g - gate)] * NLL: no token's voice falls below g."""
+    """Gate max(gate, g); value + sg[max(0, g - gate)] * NLL: no token's gate is below g."""
 
-    name: ClassVar[str] = "floor"
     g: float
 
     def __post_init__(self) -> None:
@@ -83,11 +56,21 @@ class Floor(Modifier):
         return self.inner.loss(stats, context) + weighted_nll(stats.log_p, lift)
 
 
+@register(
+    "eos",
+    About(
+        "... | eos(o)",
+        gate="gate of o on the special ids",
+        value="value of o there",
+        source="modifier",
+        use="models tuned with p-gates that never stop: eos(nll)",
+        hurts="format tokens that are wrong in the data are learned fully",
+    ),
+)
 @dataclass(frozen=True)
 class Eos(Modifier):
     """Gate and value of another objective on the special ids: end and format tokens keep being learned."""
 
-    name: ClassVar[str] = "eos"
     o: Objective
 
     @property
@@ -114,11 +97,21 @@ class Eos(Modifier):
         return torch.where(chosen, self.o.loss(stats, context), self.inner.loss(stats, context))
 
 
+@register(
+    "blend",
+    About(
+        "... | blend(o, w)",
+        gate="(1-w) gate + w gate of o",
+        value="the same mix",
+        source="modifier",
+        use="to hedge between two objectives",
+        hurts="one more number to tune",
+    ),
+)
 @dataclass(frozen=True)
 class Blend(Modifier):
     """(1 - w) self + w o, gate and value."""
 
-    name: ClassVar[str] = "blend"
     o: Objective
     w: float
 
@@ -139,11 +132,21 @@ class Blend(Modifier):
         return mix(self.inner.loss(stats, context), self.o.loss(stats, context), self.w)
 
 
+@register(
+    "warmup",
+    About(
+        "... | warmup(f)",
+        gate="1 until progress f, linear to the gate at 2f",
+        value="the same mix",
+        source="modifier",
+        use="the first steps must open up a weak model",
+        hurts="conflicts are learned fully meanwhile",
+    ),
+)
 @dataclass(frozen=True)
 class Warmup(Modifier):
     """NLL until progress f, then linearly to self at 2f."""
 
-    name: ClassVar[str] = "warmup"
     f: float
 
     def __post_init__(self) -> None:
@@ -164,11 +167,22 @@ class Warmup(Modifier):
         return mix(NLL.loss(stats, context), self.inner.loss(stats, context), self.share(context))
 
 
+@register(
+    "mean_one",
+    About(
+        "... | mean_one",
+        gate="gate / its step mean",
+        value="value / the same mean",
+        source="modifier, last only",
+        use="to tell an objective's shape from a smaller learning rate",
+        hurts="a step of few open gates gets large ones",
+    ),
+)
 @dataclass(frozen=True)
 class MeanOne(Modifier):
     """Gates (and values) divided by the gates' step mean, so that learning rates compare; last only."""
 
-    name: ClassVar[str] = "mean_one"
+    must_be_last: ClassVar[bool] = True
 
     @property
     def kind(self) -> Kind:

@@ -13,6 +13,9 @@ from torch import Tensor
 IGNORE_INDEX = -100
 """The label of a token that is not supervised; every function of deftune skips it."""
 
+STATISTICS = ("log_p", "entropy", "log_collision")
+"""The vectors of `TokenStats` that are computed from a row of logits."""
+
 
 @dataclass(frozen=True)
 class TokenStats:
@@ -36,7 +39,7 @@ class TokenStats:
     targets: Tensor
     vocab_size: int
     _top_source: Callable[[int], Tensor] | None = field(default=None, repr=False, compare=False)
-    # for one k: what `top_entropy` says, measured where the likeliest tokens were
+    # (k, `top_entropy(k)`), where a kernel has computed it with the likeliest tokens
     _top_entropy: tuple[int, Tensor] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -88,9 +91,17 @@ class TokenStats:
 
     def detach(self) -> TokenStats:
         """The same statistics, cut from the autograd graph."""
-        return replace(
-            self, log_p=self.log_p.detach(), entropy=self.entropy.detach(), log_collision=self.log_collision.detach()
-        )
+        return replace(self, **{name: getattr(self, name).detach() for name in STATISTICS})
+
+    def map(self, change: Callable[[Tensor], Tensor], top_k: int = 0) -> TokenStats:
+        """The record with ``change`` applied to each vector; of the logits it keeps the ``top_k`` likeliest tokens.
+
+        >>> from_columns([-1.0, -2.0], [0.5, 0.6], [-0.5, -0.6], vocab_size=4).map(lambda vector: vector[1:]).nll
+        tensor([2.], dtype=torch.float64)
+        """
+        top = columns_of(change(self.top_log_p(top_k)), self.vocab_size) if top_k else None
+        vectors = {name: change(getattr(self, name)) for name in (*STATISTICS, "targets")}
+        return replace(self, **vectors, _top_source=top, _top_entropy=None)
 
     def __len__(self) -> int:
         return self.log_p.shape[0]
@@ -114,12 +125,10 @@ class TokenStats:
             return torch.cat([part.top_log_p(k) for part in parts])
 
         return TokenStats(
-            log_p=torch.cat([part.log_p for part in parts]),
-            entropy=torch.cat([part.entropy for part in parts]),
-            log_collision=torch.cat([part.log_collision for part in parts]),
-            targets=torch.cat([part.targets for part in parts]),
+            **{name: torch.cat([getattr(part, name) for part in parts]) for name in (*STATISTICS, "targets")},
             vocab_size=sizes.pop(),
             _top_source=top if all(part._top_source is not None for part in parts) else None,
+            _top_entropy=None,
         )
 
 
@@ -195,7 +204,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Context:
-    """What a token's own statistics do not tell.
+    """What an objective may need beside the statistics of a token.
 
     - ``progress``: the share of training done, 0 to 1 (`warmup`)
     - ``special_ids``: ids of end and format tokens (`eos`)

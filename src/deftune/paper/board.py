@@ -1,4 +1,4 @@
-"""Who is ahead, where: scores by setting, case and objective, from the paper's tables or from a comparison of ours."""
+"""Scores by setting, case and objective, from the paper's tables or from a comparison of ours."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _COLUMNS = {
 
 
 class PaperBoard:
-    """The printed numbers, each difference taken as it stands.
+    """The printed numbers; a printed difference counts as decided, because the paper prints no standard errors.
 
     An average is the mean of its row, which is not the printed one once (Table 5, EAFT).
     """

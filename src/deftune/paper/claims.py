@@ -35,7 +35,7 @@ from deftune.paper.checks import (
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper and what becomes of it."""
+    """A sentence of the paper, and the check that decides whether its numbers support it."""
 
     name: str
     where: str
@@ -235,14 +235,6 @@ CLAIMS: tuple[Claim, ...] = (
         best_overall(("ood",), OURS),
     ),
 )  # fmt: skip
-
-
-def claim_named(name: str) -> Claim:
-    """The claim of this name."""
-    for claim in CLAIMS:
-        if claim.name == name:
-            return claim
-    raise ValueError(f"unknown claim {name!r}. Known: {', '.join(claim.name for claim in CLAIMS)}")
 
 
 def claim_records(ours: Board | None = None) -> list[dict[str, str]]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CONFIDENT_P = 0.5
 THRESHOLD = 0.01
-DRAWN_POINTS = 4000  # of a panel: more would be a blot, and a file of many megabytes
+DRAWN_POINTS = 4000  # points of a panel: more would overlap and make the file large
 KEY = ("row", "position", "token_id")
 NEEDED = (*KEY, "text", "log_p", "concentration", "entropy")
 """The columns of a token table that this needs."""

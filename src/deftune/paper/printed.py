@@ -1,4 +1,4 @@
-"""The paper's Tables 1 to 8 as data, digit by digit as printed, and what can be checked in them.
+"""The paper's Tables 1 to 8 as data, digit by digit as printed.
 
 `printed.json` holds every number of the tables of arXiv 2602.11424 with its bold and underline marks (the paper's TeX
 source keeps all of them). Tables 3 and 4 print methods across; here, as everywhere, a row is a method. Sizes of the
@@ -19,12 +19,9 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from deftune.comparison.tables import BASE, ResultTable, Score, best_and_second
+from deftune.comparison.tables import BASE, ResultTable, Score
 
 Mark = Literal["bold", "underline"]
-
-TUNED = ("-logp", "-p", "EAFT", "Cayley-Trans", "DEFT")
-"""The methods that the paper's marks rank; the untuned model, "Base", is left out of them."""
 
 HALF_CENT = 0.005 + 1e-9  # half a unit of the second printed decimal, with room for binary fractions
 
@@ -142,16 +139,11 @@ def paper_tables() -> dict[int, PaperTable]:
     return tables
 
 
-def paper_cells() -> list[Cell]:
-    """Every printed number, in the order of the tables."""
-    return [cell for table in paper_tables().values() for cell in table.cells]
-
-
 # --- averages ---------------------------------------------------------------------------------------------------------
 
 
 def recomputed(table: PaperTable, average: Cell) -> float:
-    """The mean of the cells that an average cell is said to average."""
+    """The mean of the cells that a printed average is over."""
     over = table.averages[average.column]
     cells = [table.cell(average.method, column, model=average.model, epochs=average.epochs) for column in over]
     return math.fsum(cell.value for cell in cells) / len(cells)
@@ -165,122 +157,6 @@ def wrong_averages() -> list[tuple[Cell, float]]:
         for cell in table.cells
         if cell.column in table.averages and abs(recomputed(table, cell) - cell.value) > HALF_CENT
     ]
-
-
-# --- the grid of scores -----------------------------------------------------------------------------------------------
-
-
-def on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
-    """Whether some k/size, in per cent and rounded to so many decimals, prints as this value.
-
-    >>> on_grid(1.56, 128), on_grid(0.01, 128)
-    (True, False)
-    """
-    nearest = round(value * size / 100)
-    return any(abs(100 * k / size - value) <= 0.5 * 10**-decimals + 1e-9 for k in (nearest - 1, nearest, nearest + 1))
-
-
-def truncated_on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
-    """Whether some k/size, in per cent and cut after so many decimals, prints as this value."""
-    unit = 100 * 10**decimals
-    shown = round(value * 10**decimals)
-    lowest = shown * size // unit
-    return any(unit * k // size == shown for k in (lowest, lowest + 1))
-
-
-@cache
-def _rounded_runs(items: int, samples: int) -> frozenset[int]:
-    """The sums that ``samples`` runs can have, each k/items in per cent rounded to 0.1, in tenths."""
-    runs = sorted({round(1000 * k / items) for k in range(items + 1)})
-    sums = 1
-    for _ in range(samples):
-        reached = 0
-        for run in runs:
-            reached |= sums << run  # a set of sums as the bits of one number
-        sums = reached
-    return frozenset(i for i in range(sums.bit_length()) if sums >> i & 1)
-
-
-def from_rounded_runs(value: float, items: int, samples: int) -> bool:
-    """Whether the mean of so many runs, each rounded to 0.1 first, prints as this value."""
-    near = range(math.floor((value - 0.01) * 10 * samples), math.ceil((value + 0.01) * 10 * samples) + 1)
-    sums = _rounded_runs(items, samples)
-    return any(s in sums and abs(s / (10 * samples) - value) <= HALF_CENT for s in near)
-
-
-GRIDS = {
-    "rounded": "k/n to two decimals",
-    "rounded runs": "a mean of 16 runs that were rounded to 0.1 first",
-    "cut": "k/n cut after two decimals",
-    "one decimal": "k/n to, or cut after, one decimal; a zero is printed behind it",
-    "none": "no score of this set",
-}
-
-
-def grid_of(cell: Cell) -> str | None:
-    """How a printed score comes from k correct answers: a key of `GRIDS`, the first that explains it.
-
-    None for what is no count: averages and similarities. n is items x samples.
-    """
-    table, found = paper_tables()[cell.table], paper_sets().get(cell.column)
-    if found is None or table.samples is None or cell.column == "Jaro-Winkler":
-        return None
-    value, total = cell.value, found.items * table.samples
-    if on_grid(value, total):
-        return "rounded"
-    if table.samples > 1 and from_rounded_runs(value, found.items, table.samples):
-        return "rounded runs"
-    if truncated_on_grid(value, total):
-        return "cut"
-    if cell.printed.endswith("0") and (
-        on_grid(value, found.items, decimals=1) or truncated_on_grid(value, found.items, decimals=1)
-    ):
-        return "one decimal"
-    return "none"
-
-
-# --- marks ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MarkMismatch:
-    """A column of a model's block whose marks are not its two best tuned methods."""
-
-    table: int
-    model: str
-    column: str
-    printed: dict[Mark, tuple[str, ...]]
-    expected: dict[Mark, tuple[str, ...]]
-
-
-def wrong_marks() -> list[MarkMismatch]:
-    """Where bold is not the best, or underlined not the second best, of the tuned methods.
-
-    Columns without any mark are left alone, and so is a second place shared by several: the paper marks neither.
-    Table 6 marks the best average of all epochs only, and is checked for that.
-    """
-    found: list[MarkMismatch] = []
-    for table in paper_tables().values():
-        for model in table.models:
-            for column in table.columns:
-                cells = [c for c in table.cells if (c.model, c.column) == (model, column) and c.method in TUNED]
-                printed = {c: c.mark for c in cells if c.mark}
-                if not printed:
-                    continue
-                best, second = best_and_second({f"{c.method}/{c.epochs}": c.value for c in cells})
-                if len(second) > 1 or table.number == 6:
-                    second = set[str]()
-                expected = {("bold", name) for name in best} | {("underline", name) for name in second}
-                if expected != {(mark, f"{c.method}/{c.epochs}") for c, mark in printed.items()}:
-                    shown: dict[Mark, tuple[str, ...]] = {
-                        mark: tuple(c.method for c, m in printed.items() if m == mark) for mark in ("bold", "underline")
-                    }
-                    right: dict[Mark, tuple[str, ...]] = {
-                        mark: tuple(c.method for c in cells if (mark, f"{c.method}/{c.epochs}") in expected)
-                        for mark in ("bold", "underline")
-                    }
-                    found.append(MarkMismatch(table.number, model, column, shown, right))
-    return found
 
 
 # --- as tables of results ---------------------------------------------------------------------------------------------

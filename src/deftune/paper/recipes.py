@@ -114,7 +114,7 @@ CELLS: dict[str, Cells] = {
 
 
 class Mark(NamedTuple):
-    """Where a setting comes from, and what there is to know about it."""
+    """The source of a setting, and a note on it."""
 
     origin: Literal["paper", "released code", "ours"]
     note: str = ""

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from deftune.evaluation.generation import Prompt, TransformersSampler
 from deftune.evaluation.grading import Grader
+from deftune.evaluation.local import TransformersSampler
+from deftune.evaluation.sampler import Prompt
 from deftune.selftest import tiny
 from deftune.selftest.check import Figure, Size
 

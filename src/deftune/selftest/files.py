@@ -280,8 +280,9 @@ def damaged(content: bytes, draw: random.Random) -> bytes:
 def parsers(folder: Path) -> dict[str, tuple[list[bytes], Callable[[bytes], object]]]:
     """The five parsers, each with inputs to damage."""
     from deftune.data.files import parse_line
-    from deftune.evaluation.extraction import extract_choice, extract_final
-    from deftune.evaluation.grading import normalize_answer
+    from deftune.evaluation.answers import normalize_answer
+    from deftune.evaluation.choices import extract_choice
+    from deftune.evaluation.extraction import extract_final
 
     path = folder / "fuzzed"
 

@@ -18,8 +18,7 @@ from deftune.losses import raise_pending
 from deftune.losses.statistics import logits_stats, supervised_index, wide
 from deftune.objectives import IGNORE_INDEX, Context, Focus, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.modifiers import Modifier
-from deftune.objectives.stats import from_columns
+from deftune.objectives.base import Modifier
 from deftune.tokens.head import (
     HeadOptions,
     ObjectiveOutput,
@@ -84,12 +83,14 @@ def token_passes(
             raise_pending()  # on a GPU the fused functions report NaN late
         except ValueError as error:
             raise ValueError(f"{examples[places[0]].where} to {examples[places[-1]].where}: {error}") from error
+        likeliest = 2 if measurement else top_k
+        stats = output.stats.map(Tensor.cpu, likeliest)
         columns = {name: column.cpu() for name, column in (output.columns or {}).items()}
         start = 0
         for place, count in zip(places, (targets != IGNORE_INDEX).sum(1).tolist()):
             part = slice(start, start + count)
-            stats = part_of(output.stats, part, 2 if measurement else top_k)
-            yield RowTokens(place, stats, {name: column[part] for name, column in columns.items()})
+            own = stats.map(lambda vector, part=part: vector[part], likeliest)
+            yield RowTokens(place, own, {name: column[part] for name, column in columns.items()})
             start += count
 
 
@@ -107,15 +108,6 @@ def batches_of(lengths: Sequence[int], batch_tokens: int, batch_rows: int | None
         batch.append(i)
     if batch:
         yield batch
-
-
-def part_of(stats: TokenStats, part: slice, top_k: int) -> TokenStats:
-    """The statistics of some tokens, copied to the host, with the ``top_k`` likeliest tokens; refers to no logits."""
-    return from_columns(
-        stats.log_p[part].cpu(), stats.entropy[part].cpu(), stats.log_collision[part].cpu(),
-        vocab_size=stats.vocab_size, targets=stats.targets[part].cpu(),
-        top_log_p=stats.top_log_p(top_k)[part].cpu() if top_k else None,
-    )  # fmt: skip
 
 
 # --- the columns of a token table -------------------------------------------------------------------------------------
@@ -194,7 +186,7 @@ class Measurement:
             if options.softcap is not None:
                 z = z.div_(options.softcap).tanh_().mul_(options.softcap)
             of_part, found = self.measure(z, targets[part])
-            stats.append(part_of(of_part, slice(None), 2))
+            stats.append(of_part.map(Tensor.cpu, 2))
             columns.append(found)
         joined = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
         return ObjectiveOutput(None, TokenStats.cat(stats), joined)

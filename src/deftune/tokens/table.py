@@ -19,10 +19,9 @@ import torch
 
 from deftune._version import __version__
 from deftune.artifacts.display import QUIET, Display, quiet
-from deftune.artifacts.encodings import encoding_of
 from deftune.artifacts.files import whole_file
 from deftune.artifacts.options import OptionError, check_counts
-from deftune.artifacts.results import load_result
+from deftune.artifacts.results import encoding_of, load_result
 from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.data.sources import read_rows

@@ -1,7 +1,7 @@
-"""No NaN reaches the weights, and the host need not wait to see that.
+"""Keep NaN out of the weights without making the host wait for the GPU.
 
-torch's own fused Adam leaves parameters and state as they are where a tensor on the device, ``found_inf``, says so:
-that is how a gradient scaler tells it. We tell it whether the gradient's norm is a number; the host reads it later.
+torch's fused Adam skips an update where the device tensor ``found_inf``, which gradient scalers set, is not 0. Here it
+is set where the norm of the gradient is not finite; the host reads the norm later.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from deftune.losses import raise_pending
 from deftune.losses.pending import pending_flags
 
 
-def tell(optimizer: Any, norm: Any) -> Tensor | None:
-    """Whether the step is to be left out, for a gradient or a token without a number; the optimizer has been told.
+def skip_nonfinite(optimizer: Any, norm: Any) -> Tensor | None:
+    """Make the optimizer skip its next update where the gradient, or the log p of a token, is not finite.
 
-    None where it would not listen: another optimizer, a device whose fused Adam may not look, FSDP2's parameters.
+    Returns:
+        A bool tensor on the device: whether the update is skipped. None where the optimizer cannot skip on the device:
+        it is not a fused Adam, or the parameters are FSDP2's.
     """
-    forget(optimizer)
+    clear_skip(optimizer)
     inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
     if type(inner) not in (torch.optim.Adam, torch.optim.AdamW) or not all(g["fused"] for g in inner.param_groups):
         return None
@@ -36,19 +38,19 @@ def tell(optimizer: Any, norm: Any) -> Tensor | None:
     return bad
 
 
-def forget(optimizer: Any) -> None:
-    """What it was told is of one step."""
+def clear_skip(optimizer: Any) -> None:
+    """Remove ``found_inf``, which is of one step."""
     inner: Any = getattr(optimizer, "optimizer", optimizer)
     if hasattr(inner, "found_inf"):
         del inner.found_inf
 
 
 class UnseenNorm:
-    """The norm of a step's gradient, and whether it, or a token, had no number: on its way to the host."""
+    """The norm of a step's gradient, and whether the step was skipped: not yet copied to the host."""
 
     def __init__(self, step: int, norm: Any, bad: Tensor | None):
         self.step, self.norm, self.there, self.done = step, norm, bad, None
-        self.told = bad is not None
+        self.skips = bad is not None  # on the device; else the host must look before the update
         if bad is not None and bad.is_cuda:
             self.there = bad.to("cpu", non_blocking=True)
             self.done = torch.cuda.current_stream(bad.device).record_event()

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
-from deftune.artifacts.encodings import encoder_options
 from deftune.artifacts.models import cache_folder, load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
+from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
 from deftune.data.cache import encode_cached, is_cached
 from deftune.data.encoding import EncodedRows, Encoder
@@ -66,7 +66,7 @@ def can_shard() -> bool:
 
 
 def check_config(config: RunConfig) -> None:
-    """What is wrong with a config that only the machine can tell."""
+    """Refuse a config that this machine cannot run."""
     train, ranks = config.train, world_size()
     if train.batch_size % (train.micro_batch_size * ranks):
         raise ConfigError(

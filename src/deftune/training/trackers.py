@@ -1,4 +1,4 @@
-"""What transformers' callbacks for tensorboard, trackio and wandb leave to the one who starts a run."""
+"""Start and close tensorboard, trackio and wandb, which transformers' callbacks do only in part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def tracker_name(run: Run) -> str:
-    """The run's folder and when it began: trackio goes on with a run of the same name, and folders are used again."""
+    """The name of a run for trackers, with its start time: trackio would append to an earlier run of the same name."""
     try:
         started = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))["started"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -43,7 +43,7 @@ def tracking(names: Sequence[str], logs: Path) -> Generator[None]:
     trackio: Any = importlib.import_module("trackio") if "trackio" in names else None
     wandb: Any = importlib.import_module("wandb") if "wandb" in names else None
     failures: tuple[type[Exception], ...] = (wandb.Error,) if wandb else ()
-    theirs = wandb and wandb.run  # opened by the user, whose it stays
+    theirs = wandb and wandb.run  # opened by the user, who closes it
     exit_code = 1
     before = os.environ.get(TENSORBOARD_FOLDER)
     os.environ[TENSORBOARD_FOLDER] = str(logs)

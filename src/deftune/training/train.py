@@ -52,7 +52,7 @@ class Outcome:
 
 
 def leave_ranks() -> None:
-    """The last act of a process among several: one that ends inside its group has threads left, and may abort."""
+    """Leave the process group before exit: a process that exits inside its group has threads left and may abort."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -226,7 +226,7 @@ def make_trainer(
 def make_callback(
     run: Run, display: StepDisplay, stop: StopSignal, get_trainer: Callable[[], Any], save: bool = True
 ) -> Any:
-    """What happens after a step: the record is written, the display moves, a signal is heard.
+    """A callback that writes the record of each step, updates the display, and stops the run after a signal.
 
     Without ``save`` the last step has no checkpoint, unless a signal asks for one.
     """
@@ -290,7 +290,7 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def heard_anywhere(self, device: Any) -> bool:
-        """Whether any rank heard it; all ranks stop at the same step."""
+        """Whether any rank received the signal; all ranks stop at the same step."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return self.heard
         flag = torch.tensor(int(self.heard), device=device)
@@ -366,7 +366,7 @@ def _train(
         say(line)
     if is_main():
         record_data(prepared, run)
-    # rank 0 hashes the checkpoint, and the others take its word
+    # rank 0 verifies the checkpoint and sends the result to the others
     resumed = checkpoints.latest(run.checkpoints, say) if is_main() and not restart else None
     if restart and is_main() and (aside := checkpoints.set_aside(run.checkpoints)):
         say(f"training from the beginning; the checkpoints are in {aside}")
@@ -407,7 +407,7 @@ def _train(
     if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
         trainer.rotate_checkpoints()
     if stop.heard_anywhere(trainer.args.device):
-        if not save and not (run.checkpoints / f"{checkpoints.PREFIX}{step}").is_dir():  # heard after the last step
+        if not save and not (run.checkpoints / f"{checkpoints.PREFIX}{step}").is_dir():  # a signal at the last step
             trainer._save_checkpoint(trainer.model, None)
         if is_main():
             run.set_status("stopped", step=step)

@@ -39,7 +39,7 @@ from deftune.tokens.head import (
     shifted,
 )
 from deftune.training.attention import attention_kernels, kernels_of
-from deftune.training.guard import UnseenNorm, forget, tell
+from deftune.training.guard import UnseenNorm, clear_skip, skip_nonfinite
 from deftune.training.nonfinite import diagnose
 from deftune.training.recording import StepRecord, scalars
 
@@ -213,7 +213,7 @@ class DeftSFTTrainer(SFTTrainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _mask_repeats(self, batch: dict[str, Any], rows: int, total: int) -> None:
-        """The last batches of an epoch are filled up with its first rows, for all ranks to have as many: not twice."""
+        """Mask the rows that fill up the last batches of an epoch: they are its first rows, trained already."""
         ranks = self.accelerator.num_processes
         left = total % (rows * ranks)
         if ranks == 1 or left == 0 or not self.accelerator.gradient_state.end_of_dataloader:
@@ -225,7 +225,7 @@ class DeftSFTTrainer(SFTTrainer):
 
     @torch.no_grad()
     def _pre_pass(self, model: Any, batches: list[Any]) -> StepStats:
-        """What the objective must know of the whole step: one more forward over its micro-batches."""
+        """The step statistics that the objective needs, by one more forward pass over the micro-batches."""
         found: list[TokenStats] = []
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):  # its dropout is that of the pass that follows
@@ -241,7 +241,7 @@ class DeftSFTTrainer(SFTTrainer):
         }
         try:
             output = model(**inputs)
-        except ValueError as error:  # the head may have seen what a token of the step before was
+        except ValueError as error:  # the head may raise for a NaN of the step before
             self._look_back(error)
             raise
         self._look_back()  # the head has waited for the step before; all ranks stop here, before they wait for another
@@ -331,20 +331,20 @@ class DeftSFTTrainer(SFTTrainer):
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """transformers'; no NaN reaches the weights."""
+        """As in transformers, and have the optimizer skip an update whose gradient is not finite."""
         if grad_norm is None:  # clipping is off
             self._before_clipping(model)
         norm = super()._get_grad_norm(model, grad_norm)
         if self.accelerator.scaler is not None:  # float16's skips such a step by itself
             raise_pending()
             return norm
-        self._unseen = UnseenNorm(self.state.global_step + 1, norm, tell(self.optimizer, norm))
-        if not self._unseen.told:
+        self._unseen = UnseenNorm(self.state.global_step + 1, norm, skip_nonfinite(self.optimizer, norm))
+        if not self._unseen.skips:
             self._look_back()
         return norm
 
     def _look_back(self, met: ValueError | None = None) -> None:
-        """Raise why the last update was left out, if it was: that step was not made. ``met``: what is known of it."""
+        """Raise an error if the last update was skipped; ``met`` is an error that the step has already raised."""
         unseen, self._unseen = self._unseen, None
         if unseen is None:
             return
@@ -414,12 +414,12 @@ class DeftSFTTrainer(SFTTrainer):
         finally:
             self.args.logging_nan_inf_filter = filtered
             self._unseen = None
-            forget(self.optimizer)
+            clear_skip(self.optimizer)
 
     # --- the records --------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """SFTTrainer's, with what the gate did; the objective is reported as it is defined, and NLL beside it."""
+        """As in SFTTrainer, with statistics of the gate; ``loss`` is the objective, and NLL is logged beside it."""
         mode = "eval" if any(key.startswith("eval_") for key in logs) else "train"
         if mode == "train" and "loss" in logs:
             record = self.last_record = self.records["train"].take()
@@ -435,7 +435,7 @@ class DeftSFTTrainer(SFTTrainer):
             logs["clipped"] = float(logs.get("grad_norm", 0.0) > self.args.max_grad_norm > 0)
             logs["memory_gib"] = peak_gib(self.accelerator.device)
         super().log(logs, start_time)
-        if self.checkpoint_root is not None:  # metrics.jsonl has them all; the history would grow for ever
+        if self.checkpoint_root is not None:  # metrics.jsonl has all records; the history would grow without bound
             del self.state.log_history[:-HISTORY]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -471,7 +471,7 @@ class DeftSFTTrainer(SFTTrainer):
         return found[0]
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """transformers'; a step that is the best so far gets a checkpoint, whatever ``save_steps`` is."""
+        """As in transformers; the best step so far gets a checkpoint, also between multiples of ``save_steps``."""
         is_best = super()._determine_best_metric(*args, **kwargs)
         if is_best and self.checkpoint_root is not None:
             self.control.should_save = True
@@ -494,7 +494,7 @@ class DeftSFTTrainer(SFTTrainer):
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging.parent)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """TRL's checkpoint; below ``checkpoint_root`` it is written aside, sealed and renamed."""
+        """TRL's checkpoint; below ``checkpoint_root`` it is written under a temporary name, sealed and renamed."""
         if self.checkpoint_root is None:
             super()._save_checkpoint(model, trial)
             return
@@ -525,21 +525,21 @@ class DeftSFTTrainer(SFTTrainer):
         checkpoints.rotate(self.checkpoint_root, self.keep, best, newest=step, pinned=self.pinned)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """transformers'; the best checkpoint is where the run's folder is now, not where it was."""
+        """As in transformers; the path of the best checkpoint follows a run's folder that was moved."""
         epochs, skipped = super()._init_training_state(*args, **kwargs)
         if self.checkpoint_root is not None and (best := self.state.best_global_step) is not None:
             self.state.best_model_checkpoint = str(self.checkpoint_root / f"{checkpoints.PREFIX}{best}")
         return epochs, skipped
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers', which takes one step too many when resumed from the last step's checkpoint."""
+        """As in transformers, without its extra step after resuming from the checkpoint of the last step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """SFTTrainer's; its workers leave a signal that goes to all processes to this one, which saves and stops."""
+        """As in SFTTrainer; the data workers ignore SIGTERM and SIGINT, on which this process saves and stops."""
         loader: Any = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # what accelerate's iterates over
         if inner.num_workers:
@@ -547,7 +547,7 @@ class DeftSFTTrainer(SFTTrainer):
         return loader
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """transformers'; what FSDP gathered holds tied weights twice."""
+        """As in transformers; tied weights, which FSDP gathers twice, are written once."""
         if state_dict is not None:
             tied: dict[str, str] = getattr(base_of(self.model), "all_tied_weights_keys", {})
             state_dict = {k: v for k, v in state_dict.items() if tied.get(k) not in state_dict}
@@ -564,7 +564,7 @@ class DeftSFTTrainer(SFTTrainer):
 
 
 class Undisturbed:
-    """A data worker's first act: SIGTERM and SIGINT are not for it. It ends when its parent is gone."""
+    """Start a data worker that ignores SIGTERM and SIGINT; the worker ends when its parent process is gone."""
 
     def __init__(self, then: Callable[[int], None] | None):
         self.then = then

@@ -1,0 +1,245 @@
+"""Answers as text: normalisation, units, and the verdicts that need no mathematics; `grading` decides the others."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from deftune.evaluation.units import parse_unit, split_unit, units_differ
+
+How = Literal["exact", "math_verify", "tolerance", "timeout", "crash", "unparsed"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``how``: by equal text, by math-verify, by the tolerance of a `Rule`, or not decided (``detail`` says why)."""
+
+    correct: bool
+    how: How
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The tolerance of a benchmark's own grader; by default none.
+
+        |answer - gold| <= max(relative |gold|, absolute)
+
+    For numbers, and for lists of numbers in any order. ``unit``: the gold's unit, which the benchmark writes outside
+    the box; it is removed from the end of an answer. ``several``: the gold is a list, and an answer may have several
+    boxes.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+    unit: str = ""
+    several: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("relative", self.relative), ("absolute", self.absolute)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}: a tolerance is from 0 to below 1, got {value}")
+
+
+EQUAL = Rule()
+
+
+# --- equal text ------------------------------------------------------------------------------------------------------
+
+_SPACING = re.compile(r"\\[!,;: ]|\\(?:quad|qquad|left|right|displaystyle|limits)(?![A-Za-z])|~")
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_SHORT_FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])(?![0-9])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_SPACES = re.compile(r"\s+")
+_SPACE_TO_DROP = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+")
+_DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
+
+
+def normalize_answer(answer: str) -> str:
+    r"""An answer without its typography; equal results mean equal answers, different results mean nothing.
+
+    Removed: dollars and \( \) around it, a final period, \left and \right, thin spaces, \text{} around words,
+    thousands separators, degree signs, and spaces except between two letters or digits ("1 1/2" is not "11/2").
+    \dfrac, \tfrac and \frac12 become \frac{1}{2}. Case, order, units and percent signs stay.
+
+    >>> normalize_answer(r"$\left( \dfrac12,\, 1{,}000 \right)$.")
+    '(\\frac{1}{2},1,000)'
+    >>> normalize_answer(r"12,\!345"), normalize_answer("1 1/2")
+    ('12345', '1 1/2')
+    """
+    answer = _trimmed(answer)
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if len(answer) > len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
+            answer = answer[len(opening) : -len(closing)].strip().removesuffix(".")
+    answer = answer.replace("{,}", ",").replace(r"\$", "").replace("\N{MINUS SIGN}", "-")
+    listed = re.search(r",\s", answer)  # "32, 349" is two numbers, "32,349" is one
+    answer = _DEGREES.sub("", _SPACING.sub(" ", answer.replace(r"\!", "")))
+    answer = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _FRACTION.sub(r"\\frac", answer))
+    answer = _TEXT.sub(r" \1 ", answer)
+    answer = _SPACE_TO_DROP.sub("", _SPACES.sub(" ", answer)).strip()
+    if _THOUSANDS.fullmatch(answer.lstrip("+-")) and not listed:
+        answer = answer.replace(",", "").replace(" ", "")
+    return answer
+
+
+def _trimmed(answer: str) -> str:
+    """Without spaces, period and single backslash at its end."""
+    answer = answer.strip().removesuffix(".").rstrip()
+    return answer[:-1].rstrip() if answer.endswith("\\") and not answer.endswith("\\\\") else answer
+
+
+def drop_unit(answer: str, unit: str) -> str:
+    r"""An answer without the unit it ends in, however the unit is set.
+
+    >>> drop_unit(r"4.2\%", "%"), drop_unit(r"166 \mathrm{~cm}^{2}", "$cm^2$"), drop_unit("90^{\\circ}", r"^{\circ}")
+    ('4.2', '166', '90')
+    >>> drop_unit(r"\frac{1}{2}", "km")
+    '\\frac{1}{2}'
+    """
+
+    def plain(text: str) -> str:
+        text = _SPACING.sub(" ", _TEXT.sub(r" \1", text.strip().strip("$").removesuffix(".")))
+        return re.sub(r"\^\{(\w+)\}", r"^\1", text.replace(r"^\circ", r"^{\circ}").replace(r"\%", "%")).strip()
+
+    bare, ending = plain(answer), plain(unit)
+    return bare.removesuffix(ending).strip() if ending and bare.endswith(ending) else answer
+
+
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def is_balanced(text: str) -> bool:
+    depth = 0
+    for token in _BRACES.finditer(text):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+_IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
+_CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
+_BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
+
+
+def decide_by_text(gold: str, answer: str) -> Verdict | None:
+    """The verdict on answers that math-verify reads incompletely: numerals with a base, times of day, sets."""
+    if gold == answer:
+        return Verdict(True, "exact")
+    ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
+    if ours and theirs:  # 42_7 would be 42_8
+        return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
+    if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
+        other = _CLOCK.fullmatch(answer)
+        return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
+    shapes = [match and match[1] == r"\{" for match in (_BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer))]
+    if None not in shapes and shapes[0] != shapes[1]:
+        return Verdict(False, "exact", "a set, and a pair or an interval")
+    return None
+
+
+_MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
+_UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
+_AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
+_EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\w.])")
+_LONE_POINT = re.compile(r"(?<=[0-9])\.(?=[/)\s]|$)")
+_NUMPY = re.compile(r"\bnp\.(arcsin|arccos|arctan|sin|cos|tan|sqrt|exp|log|pi)\b")
+_NAME = r"([A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|psi|omega|rho|sigma|tau|xi|eta|mu)\b)\s*+((?:_\{\w+\}|_\w)?)"
+_BY_TIME = re.compile(rf"\\frac\s*\{{\s*d\s*{_NAME}\s*\}}\s*\{{\s*d\s*t\s*\}}")
+_TWICE_BY_TIME = re.compile(
+    rf"\\frac\s*\{{\s*d\s*\^\s*\{{?\s*2\s*\}}?\s*{_NAME}\s*\}}\s*\{{\s*d\s*t\s*\^\s*\{{?\s*2\s*\}}?\s*\}}"
+)
+_PRIMES = re.compile(rf"{_NAME}\s*(?:('{{1,2}})(?!')|\^\s*\{{?\s*((?:\\prime\s*){{1,2}})\}}?)")
+_COLUMN = re.compile(r"\\binom\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
+_CAPITALS = re.compile(r"(?<![A-Za-z\\{])[A-Z]{2,}(?![A-Za-z}])")
+_CAPITAL_E = re.compile(r"(?<![A-Za-z\\])E(?=\s*_)")
+_LOWER_GAMMA = re.compile(r"\\gamma(?![A-Za-z])")
+_CAPITAL_I = re.compile(r"(?<![A-Za-z\\])I(?![A-Za-z])")
+
+
+def for_math_verify(answer: str, gold: str) -> str:
+    r"""The answer as math-verify reads it: one \boxed{...}, a list with commas, and 4.5e33 as a power of ten.
+
+    Without this it reads 4.5e33 as 4.5 e 33, 1 1/2 as 11/2, y' as y, a column \binom{1}{2} as 0, \gamma^2 - 1 as the
+    Gamma function of -1, and, where the gold has them, a variable I as the imaginary unit and a name SRAC as a
+    product. It gives up on a \text{ and } between two answers, on an upright e or i, on >=, on E_1, on 1./3 and on
+    np.arcsin.
+    """
+    answer = _trimmed(answer)
+    answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", _UPRIGHT.sub(r"\1", answer)))
+    answer = _NUMPY.sub(r"\\\1", _LONE_POINT.sub("", answer)).replace(r"\odot", "sun")
+    answer = answer.replace(">=", r"\geq ").replace("<=", r"\leq ").replace("!=", r"\neq ")
+    answer = _TWICE_BY_TIME.sub(r"\\ddot{\1}\2", _BY_TIME.sub(r"\\dot{\1}\2", answer))
+    answer = _PRIMES.sub(lambda m: rf"\{'d' * (len(m[3] or '') or m[4].count('prime'))}ot{{{m[1]}}}{m[2]}", answer)
+    answer = _LOWER_GAMMA.sub(r"\\mathcal{g}", _CAPITAL_E.sub(r"\\mathcal{E}", answer))
+    answer = _COLUMN.sub(lambda m: m[0] if int(m[1]) >= int(m[2]) else
+                         rf"\begin{{pmatrix}} {m[1]} \\ {m[2]} \end{{pmatrix}}", answer)  # fmt: skip
+    if any(len(word) > 2 for word in _CAPITALS.findall(gold)):
+        answer = _CAPITALS.sub(r"\\text{\g<0>}", answer)
+    if _CAPITAL_I.search(gold):
+        answer = _CAPITAL_I.sub(r"\\iota ", answer)
+    if mixed := _MIXED.fullmatch(answer):
+        answer = rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    return rf"\boxed{{{answer}}}"
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+_NOT_VARIABLES = re.compile(
+    r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])"
+)
+_PERCENT = re.compile(
+    r"\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
+)
+_ABOUT = re.compile(r"\s*(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
+_IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
+# what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
+_LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
+_LABELLED = re.compile(
+    rf"(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
+    r"\s*=\s*(?=[^=<>]*[0-9])"
+)
+
+
+def _has_variables(gold: str) -> bool:
+    """Whether a gold (of x = 5 the 5) has variables, so that a letter at the end of an answer may not be a unit."""
+    value = re.split(r"(?<![<>!\\])=", gold)[-1]
+    return bool(set(re.findall(r"[A-Za-z]", _NOT_VARIABLES.sub(" ", value))) - {"e", "i"})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers ready to be compared: their units split off, and which of them is a percentage."""
+
+    gold: str
+    answer: str
+    percentage: str = ""  # "gold" or "answer", where only one of them is
+    differ: str = ""  # why they are different whatever their numbers are
+
+
+def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
+    gold, answer = (_trimmed(_IN_DOLLARS.sub(r"\1", text)) for text in (gold, answer))
+    if about := _ABOUT.match(answer):
+        answer = answer[about.end() :].strip()
+    if "=" in gold and "=" not in answer:
+        parts = gold.split(",")
+        if all(_LABELLED.match(part.strip()) for part in parts):
+            gold = ", ".join(_LABELLED.sub("", part.strip(), count=1) for part in parts)
+    if rule.several and answer.count(",") == gold.count(","):  # "8,221" beside "221,8" is no number of thousands
+        gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
+    value, unit = split_unit(gold, words=True)
+    if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or len(unit) == 1:
+        value, unit = split_unit(gold, words=False)  # the m of 6m is a variable
+    named, said = _has_variables(value), drop_unit(answer, rule.unit)
+    theirs, other = split_unit(said, words=not named)
+    percents: list[str] = []
+    if percent := _PERCENT.search(value, max(0, len(value) - 32)):
+        value, percents = value[: percent.start()].strip(), ["gold"]
+    if percent := _PERCENT.search(theirs, max(0, len(theirs) - 32)):
+        theirs, percents = theirs[: percent.start()].strip(), [*percents, "answer"]
+    unit = unit or rule.unit
+    differ = f"the units differ: {unit} and {other}" if units_differ(unit, other) else ""
+    return Pair(value, theirs, percents[0] if len(percents) == 1 else "", differ)
