@@ -116,9 +116,13 @@ def _counted(rows: Iterable[Row], title: str, notice: Callable[[str], None]) -> 
             progress.update(number)
 
 
-def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
-    """Read, mix, mask and pack the data; the model's weights are not touched."""
-    check_config(config)
+def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = True) -> Prepared:
+    """Read, mix, mask and pack the data; the model's weights are not touched.
+
+    ``here``: whether this machine is to train the run, so that what it cannot do is refused.
+    """
+    if here:
+        check_config(config)
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
     rows = read_mixture(data.train, config, bad, notice)
