@@ -402,14 +402,17 @@ def export_swift(job: Job) -> str:
         "attn_impl": "sdpa",
         "cached_dataset": [swift_rows(job, "train", prepared.train.examples)],
         "max_length": prepared.config.data.max_length,
-        "truncation_strategy": "raise",
+        "truncation_strategy": "right",
         "strict": True,
         "split_dataset_ratio": 0.0,
         "add_version": False,
         "gradient_checkpointing": keys.take("train.gradient_checkpointing"),
         **arguments,
     }
-    if not os.path.isdir(prepared.source):
+    if os.path.isdir(prepared.source):  # ms-swift knows hub ids by name; a folder may fit several of its types
+        content["model_type"] = json.loads(Path(prepared.source, "config.json").read_text("utf-8"))["model_type"]
+        content["check_model"] = False
+    else:
         content["use_hf"] = True
     if prepared.eval is not None:
         content["cached_val_dataset"] = [swift_rows(job, "eval", prepared.eval.examples)]
@@ -504,9 +507,14 @@ def export_verl(job: Job) -> str:
         "pad_mode": "no_padding",
         "num_workers": take("train.workers"),
     }
-    if prepared.eval is not None:
+    held = 0 if prepared.eval is None else len(prepared.eval.examples)
+    if held % train.batch_size:
+        keys.notes.append(f"data.eval: verl leaves out the last {held % train.batch_size} rows: not a whole batch")
+    if prepared.eval is not None and held >= train.batch_size:
         data["val_files"] = str(verl_rows(job, "eval", prepared.eval.examples))
     seed = take("train.seed")
+    if train.weight_decay:
+        keys.notes.append("train.weight_decay: verl decays all weights; `deftune train` leaves out norms and biases")
     content: dict[str, Any] = {
         "defaults": ["sft_trainer_engine", "_self_"],
         "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
@@ -590,6 +598,11 @@ def export_run(
     Example:
         ``export_run(load_config(Path("run.yaml")), "axolotl", Path("exported")).command``
     """
+    if stack == "torchtitan":
+        raise ValueError(
+            "export torchtitan: its configs are Python modules, its models are its own definitions, and its loader packs "
+            "rows into sequences, so that no file of it is the same run; docs/stacks/torchtitan.md has a config to edit"
+        )
     if stack not in STACKS:
         raise ValueError(f"export: unknown stack {stack!r}.{did_you_mean(stack, STACKS)} Known: {', '.join(STACKS)}")
     if out.exists() and any(out.iterdir()):
@@ -612,7 +625,12 @@ def export_run(
         raise ValueError("export: no row is left to train on; `deftune data preview` shows why")
     for line in facts(prepared)[:2]:
         notice(line)
-    job = Job(Keys(config, stack), prepared, out, ranks)
+    return export_prepared(prepared, stack, out, ranks)
+
+
+def export_prepared(prepared: Prepared, stack: str, out: Path, ranks: int = 1) -> Exported:
+    """`export_run` of data that is read already."""
+    job = Job(Keys(prepared.config, stack), prepared, out, ranks)
     check_common(job)
     out.mkdir(parents=True, exist_ok=True)
     try:

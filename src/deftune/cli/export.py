@@ -14,7 +14,7 @@ STACKS = ("verl", "axolotl", "llamafactory", "swift")
 
 def add_to(commands: Any) -> None:
     export = commands.add_parser("export", help="write a run as the config and data files of another training stack")
-    export.add_argument("stack", choices=STACKS, metavar="STACK", help=", ".join(STACKS))
+    export.add_argument("stack", metavar="STACK", help=", ".join(STACKS))
     export.add_argument("config", help="a YAML file, a run's folder, or a recipe of `deftune paper recipes`")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for the files")
     export.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
