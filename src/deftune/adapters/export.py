@@ -600,8 +600,8 @@ def export_run(
     """
     if stack == "torchtitan":
         raise ValueError(
-            "export torchtitan: its configs are Python modules, its models are its own definitions, and its loader packs "
-            "rows into sequences, so that no file of it is the same run; docs/stacks/torchtitan.md has a config to edit"
+            "export torchtitan: its configs are Python modules, its models are its own definitions, and its loader "
+            "packs rows into sequences, so that no file of it is the same run; docs/stacks/torchtitan.md has a config"
         )
     if stack not in STACKS:
         raise ValueError(f"export: unknown stack {stack!r}.{did_you_mean(stack, STACKS)} Known: {', '.join(STACKS)}")
