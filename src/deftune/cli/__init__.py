@@ -20,6 +20,7 @@ from deftune.cli import (
     inspect,
     objectives,
     paper,
+    plan,
     report,
     results,
     selftest,
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     objectives.add_to(commands)
     results.add_to(commands)
     train.add_to(commands)
+    plan.add_to(commands)
     export.add_to(commands)
     evaluate.add_to(commands)
     compare.add_to(commands)

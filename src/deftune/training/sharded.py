@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ def is_sharded(checkpoint: Path) -> bool:
 def save(checkpoint: Path, model: Any, optimizer: Any) -> None:
     """Write the trained weights and the optimizer's state; every rank calls this."""
     weights, state = get_state_dict(model, inner(optimizer), options=options(model))
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=checkpoint / FOLDER, no_dist=alone())
+    with quiet_alone() as alone:
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=checkpoint / FOLDER, no_dist=alone)
 
 
 def load(checkpoint: Path, model: Any, optimizer: Any = None) -> None:
@@ -28,7 +32,8 @@ def load(checkpoint: Path, model: Any, optimizer: Any = None) -> None:
     optimizers = () if optimizer is None else inner(optimizer)
     weights, state = get_state_dict(model, optimizers, options=options(model))
     wanted = {"model": weights} | ({} if optimizer is None else {"optimizer": state})
-    dcp.load(wanted, checkpoint_id=checkpoint / FOLDER, no_dist=alone())
+    with quiet_alone() as alone:
+        dcp.load(wanted, checkpoint_id=checkpoint / FOLDER, no_dist=alone)
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state, options=options(model))
 
 
@@ -43,5 +48,11 @@ def inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized())
+@contextmanager
+def quiet_alone() -> Generator[bool]:
+    """Whether this process is the only one, of which torch would warn at every checkpoint."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    with warnings.catch_warnings():
+        if alone:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield alone
