@@ -306,8 +306,8 @@ def make_plan(shape: Shape, work: Workload, strategy: Strategy, gpu: Gpu, gpus: 
         notes.append("speed extrapolates: the model is outside of the measured sizes, 0.135B to 1.8B")
     if gpus > 1:
         notes.append("speed extrapolates: several GPUs are taken to be as fast as one each; communication is left out")
-    if gpus > 1:
-        notes.append("memory extrapolates: sharding is counted, not measured")
+    if strategy.checkpointing or strategy.lora_rank or gpus > 1:
+        notes.append("memory extrapolates: several GPUs, checkpointing and LoRA are counted, not measured")
     memory = estimate(shape, work, strategy)
     return Plan(shape, work, strategy, gpu, gpus, memory, gpus * rate * 1e12 / cost, tuple(notes))
 
