@@ -83,7 +83,11 @@ def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> N
     if not getattr(args, "average_tokens_across_devices", True):
         refuse("average_tokens_across_devices=False", "ranks with few tokens would weigh as much as full ones")
     if getattr(args, "deepspeed", None) is not None:
-        refuse("DeepSpeed", "ZeRO-3 and Ulysses take the head's weight or the loss out of our hands; use FSDP2 or DDP")
+        refuse(
+            "DeepSpeed",
+            "DeepSpeed updates the weights inside the backward pass, before a gradient can be checked or rescaled, and "
+            "ZeRO-3 leaves the head without its weight; use FSDP2 or DDP, or deftune.hf_loss in transformers' Trainer",
+        )
     if getattr(args, "n_gpu", 1) > 1:
         refuse("DataParallel", "a process with several GPUs would average unequal shares; start with torchrun")
     parallel = getattr(args, "parallelism_config", None)
