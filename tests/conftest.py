@@ -21,7 +21,7 @@ torch.set_num_threads(1)  # the tests are many and small, and run beside each ot
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
-    "adapters": ("axolotl", "export", "llamafactory", "reference", "swift", "torchtitan", "verl"),
+    "adapters": ("axolotl", "deepspeed", "export", "llamafactory", "reference", "swift", "torchtitan", "verl"),
     "artifacts": ("checkpoints", "results"),
     "cli": ("long_commands", "objectives_command", "output"),
     "comparison": ("grid", "grid_failures", "grid_processes", "report", "score_figures"),

@@ -535,8 +535,9 @@ class DeftSFTTrainer(SFTTrainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         sharded.save(Path(output_dir), self.model, self.optimizer)
+        scheduler: Any = self.lr_scheduler
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+            torch.save(scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not sharded.is_sharded(Path(resume_from_checkpoint)):  # otherwise together with the optimizer's state
@@ -547,7 +548,8 @@ class DeftSFTTrainer(SFTTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         sharded.load(Path(checkpoint), self.model, self.optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
+        scheduler: Any = self.lr_scheduler
+        scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
 
     def rotate_checkpoints(self) -> None:
         """Remove the checkpoints below ``checkpoint_root`` that are not to be kept."""

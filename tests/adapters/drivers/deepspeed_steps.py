@@ -12,6 +12,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 
 import deftune
@@ -20,6 +22,17 @@ CONFIG = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto", "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
 }  # fmt: skip
+
+
+def allow_on_cpu() -> None:
+    """accelerate starts DeepSpeed over GPUs only."""
+    original = PartialState.__init__
+
+    def over_gloo(self, cpu=False, **kwargs):
+        original(self, True, backend="gloo")
+        self.distributed_type = DistributedType.DEEPSPEED
+
+    PartialState.__init__ = over_gloo
 
 
 class Recorded(transformers.Trainer):
@@ -34,6 +47,7 @@ if __name__ == "__main__":
     os.chdir(folder)
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
+    allow_on_cpu()
     tokenizer = transformers.AutoTokenizer.from_pretrained("model")
     rows = []
     for line in Path("rows.jsonl").read_text().splitlines():
