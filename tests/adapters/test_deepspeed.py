@@ -11,8 +11,9 @@ from stack_runs import assert_trains, make_files, needs_stack, read_run
 
 @needs_stack("deepspeed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_hf_loss_trains_as_a_plain_loop(stage, tmp_path):
+def test_hf_loss_trains_as_a_plain_loop(stage, tmp_path, monkeypatch):
     """Two ranks of ZeRO, two micro-batches a step: each step divides by the tokens of all four."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # DeepSpeed sets it where it is imported
     make_files(tmp_path)
     driver = Path(__file__).parent / "drivers" / "deepspeed_steps.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
