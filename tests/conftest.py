@@ -27,7 +27,17 @@ with contextlib.suppress(ImportError):  # the environments of other stacks lack 
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
-    "adapters": ("axolotl", "llamafactory", "megatron", "reference", "swift", "torchtitan", "verl"),
+    "adapters": (
+        "axolotl",
+        "deepspeed",
+        "export",
+        "llamafactory",
+        "megatron",
+        "reference",
+        "swift",
+        "torchtitan",
+        "verl",
+    ),
     "artifacts": ("checkpoints", "results"),
     "cli": ("long_commands", "objectives_command", "output"),
     "comparison": ("grid", "grid_failures", "grid_processes", "report", "score_figures"),

@@ -197,6 +197,82 @@ def test_a_sharded_run_equals_one_process_and_resumes(tmp_path, make_config):
     assert_same_run(tmp_path / "before", run)
 
 
+def stop_after(run: Path, step: int) -> None:
+    """Leave the run as one that was killed after the checkpoint of ``step``."""
+    for folder in (run / "checkpoints").glob("checkpoint-*"):
+        if int(folder.name.split("-")[1]) > step:
+            shutil.rmtree(folder)
+    shutil.rmtree(run / "model")
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "stopped"}))
+
+
+def assert_same_steps(one: Path, other: Path) -> None:
+    """The same losses and the same last weights."""
+    a, b = load_file(one / "model" / "model.safetensors"), load_file(other / "model" / "model.safetensors")
+    assert a.keys() == b.keys() and max(float((a[name] - b[name]).abs().max()) for name in a) <= FLOAT32
+    losses = [[r["loss"] for r in Run(run).read_metrics() if "loss" in r] for run in (one, other)]
+    assert len(losses[0]) >= 5
+    for x, y in zip(*losses, strict=True):
+        assert abs(x - y) <= FLOAT32 * max(1, abs(x))
+
+
+@pytest.mark.parametrize("first, then", [(2, 1), (1, 2)])
+def test_a_sharded_run_resumes_on_another_number_of_ranks(first, then, tmp_path, make_config):
+    """The checkpoint of FSDP2 over two ranks continues in one process, and the other way round."""
+    options = {**RUN, "objective": "deft", "train.keep": 10}
+    quietly(make_config(tmp_path / "one", options))
+    config = make_config(tmp_path / "two", {**options, "train.fsdp": True})
+    path = write_config(config, tmp_path / "two.yaml")
+
+    def train(ranks: int) -> None:
+        if ranks == 1:
+            quietly(config)
+        else:
+            run_ranks(ranks, DRIVERS / "train_sharded.py", path, output=tmp_path / "output")
+
+    train(first)
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+    saved = tmp_path / "two" / "checkpoints" / "checkpoint-3"
+    assert len([*(saved / "distributed").glob("*.distcp")]) == first
+    stop_after(tmp_path / "two", 3)
+    train(then)
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+    facts = (tmp_path / "two" / "data.json").read_text()
+    assert f"{then} rank" in facts
+
+
+@pytest.mark.long
+def test_hybrid_sharding_equals_one_process_and_resumes(tmp_path, make_config):
+    """Two copies of the weights, each over two ranks; resumed on two ranks that hold one copy."""
+    options = {**RUN, "objective": "deft", "train.keep": 10}
+    quietly(make_config(tmp_path / "one", options))
+    config = make_config(tmp_path / "two", {**options, "train.fsdp": True, "train.shard_size": 2})
+    path = write_config(config, tmp_path / "two.yaml")
+    run_ranks(4, DRIVERS / "train_sharded.py", path, output=tmp_path / "output")
+    assert "FSDP2: 2 copies of the weights, each over 2 ranks" in (tmp_path / "two" / "data.json").read_text()
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+    stop_after(tmp_path / "two", 3)
+    run_ranks(2, DRIVERS / "train_sharded.py", path, output=tmp_path / "output")
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    "changes, ranks, message",
+    [
+        ({"train.fsdp": True, "train.shard_size": 3}, 4, "4 ranks cannot be divided into groups of 3"),
+        ({"train.shard_size": 2}, 4, "needs train.fsdp=true"),
+        ({"train.fsdp": True, "train.shard_size": 1}, 4, "1 shards nothing"),
+    ],
+)
+def test_wrong_shard_sizes_are_refused(changes, ranks, message, tmp_path, make_config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("deftune.training.preparation.can_shard", lambda: True)
+    options = {"train.batch_size": 8, "train.micro_batch_size": 2}
+    with pytest.raises(ValueError, match=message):
+        check_config(make_config(tmp_path, {**options, **changes}))
+
+
 # --- a real model: SmolLM2, its head tied to the embedding ------------------------------------------------------------
 
 # torch's float32 norm of the embedding's 28 million gradients is itself 3e-5 off, and half as much over two shards

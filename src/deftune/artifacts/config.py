@@ -137,7 +137,15 @@ class Train(Section):
     sparse: float | None = Field(
         None, gt=0, le=1, description="share of the vocabulary in the head's gradients, an approximation (off: exact)"
     )
-    fsdp: bool = Field(False, description="FSDP2 over the ranks of torchrun, instead of DDP")
+    fsdp: bool = Field(
+        False,
+        description="FSDP2 over the ranks of torchrun, instead of DDP; checkpoints resume on any number of ranks",
+    )
+    shard_size: Positive | None = Field(
+        None,
+        description="with fsdp: ranks that hold one copy of the weights together; several copies are hybrid sharding, "
+        "HSDP (default: all ranks hold one)",
+    )
     workers: NotNegative = Field(0, description="processes that make batches, for each rank")
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
     keep: Positive = Field(2, description="newest checkpoints kept; the best one and those of save_at stay besides")
@@ -192,6 +200,10 @@ class RunConfig(Section):
             raise ValueError(f"train.best: {self.train.best} is measured at evaluations; give train.eval_steps")
         if self.train.fsdp and names:
             raise ValueError("data.tasks: cannot be asked of a model that train.fsdp shards; drop one")
+        if self.train.shard_size is not None and not self.train.fsdp:
+            raise ValueError("train.shard_size: needs train.fsdp=true; without it every rank holds all weights")
+        if self.train.shard_size == 1:
+            raise ValueError("train.shard_size: 1 shards nothing; leave out train.fsdp and train.shard_size for DDP")
         if self.train.fsdp and self.model.lora is not None and self.train.compile:
             raise ValueError("train: fsdp, compile and lora together are not supported; drop one")
         return self

@@ -11,7 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deftune._version import __version__
-from deftune.cli import analyze, compare, doctor, evaluate, inspect, objectives, paper, report, results, selftest, train
+from deftune.cli import (
+    analyze,
+    compare,
+    doctor,
+    evaluate,
+    export,
+    inspect,
+    objectives,
+    paper,
+    plan,
+    report,
+    results,
+    selftest,
+    train,
+)
 from deftune.cli.output import error_text, notice
 
 IMPORTS = "DEFTUNE_IMPORT"  # files of --import, for the processes of a comparison's cells
@@ -28,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     objectives.add_to(commands)
     results.add_to(commands)
     train.add_to(commands)
+    plan.add_to(commands)
+    export.add_to(commands)
     evaluate.add_to(commands)
     compare.add_to(commands)
     report.add_to(commands)

@@ -85,11 +85,12 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
     if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
-    if train.fsdp and not can_shard():
+    if train.fsdp and ranks > 1 and not can_shard():
         raise ConfigError("train.fsdp: accelerate shards over GPUs only and would run DDP here; leave it out")
-    if train.fsdp and ranks == 1:
+    if train.shard_size is not None and ranks > 1 and ranks % train.shard_size:
         raise ConfigError(
-            "train.fsdp: needs several ranks; start with `torchrun --nproc-per-node N -m deftune train ...`"
+            f"train.shard_size: {ranks} ranks cannot be divided into groups of {train.shard_size}; use a divisor, or "
+            f"leave it out"
         )
 
 
@@ -116,9 +117,13 @@ def _counted(rows: Iterable[Row], title: str, notice: Callable[[str], None]) -> 
             progress.update(number)
 
 
-def prepare(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
-    """Read, mix, mask and pack the data; the model's weights are not touched."""
-    check_config(config)
+def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = True) -> Prepared:
+    """Read, mix, mask and pack the data; the model's weights are not touched.
+
+    ``here``: whether this machine is to train the run, so that what it cannot do is refused.
+    """
+    if here:
+        check_config(config)
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
     rows = read_mixture(data.train, config, bad, notice)
@@ -196,6 +201,13 @@ def facts(prepared: Prepared) -> list[str]:
         f"{train.batch_size} {unit}/step = {ranks} rank{'s' * (ranks > 1)} x {micro} x "
         f"{train.batch_size // (micro * ranks)}; {len(prepared.sequences):,} {unit}; {prepared.steps:,} steps",
     ]
+    if train.fsdp:
+        size = min(train.shard_size or ranks, ranks)
+        lines.append(
+            "train.fsdp: one rank holds all weights; start several with torchrun to shard them"
+            if ranks == 1
+            else f"FSDP2: {ranks // size} cop{'ies' if ranks > size else 'y'} of the weights, each over {size} ranks"
+        )
     if train.max_steps is not None and train.max_steps > prepared.steps:
         lines.append(
             f"train.max_steps {train.max_steps:,} is more than train.epochs {train.epochs:g} allows: the run has "

@@ -84,14 +84,19 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
     train = config.train
     evaluating = prepared.eval is not None and train.eval_steps is not None
     options: dict[str, Any] = {}
-    if train.fsdp:
+    if train.fsdp and world_size() > 1:
         options["fsdp"] = True
         options["fsdp_config"] = {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "reshard_after_forward": True,
-            "state_dict_type": "FULL_STATE_DICT",
+            "state_dict_type": "FULL_STATE_DICT",  # of the saved model; the state to resume from is in shards
         }
+        if train.shard_size is not None:
+            from accelerate import ParallelismConfig
+
+            copies = world_size() // train.shard_size
+            options["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=train.shard_size)
     return SFTConfig(
         output_dir=str(run.checkpoints),
         per_device_train_batch_size=train.micro_batch_size,
@@ -216,6 +221,7 @@ def make_trainer(
         checkpoint_root=run.checkpoints,
         keep=config.train.keep,
         pinned=config.train.save_at,
+        distributed_checkpoints=config.train.fsdp,
     )
     if config.data.packing:
         check_packing(trainer.model)

@@ -38,6 +38,7 @@ from deftune.tokens.head import (
     head_options,
     shifted,
 )
+from deftune.training import sharded
 from deftune.training.attention import attention_kernels, kernels_of
 from deftune.training.guard import UnseenNorm, clear_skip, skip_nonfinite
 from deftune.training.nonfinite import diagnose
@@ -82,7 +83,11 @@ def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> N
     if not getattr(args, "average_tokens_across_devices", True):
         refuse("average_tokens_across_devices=False", "ranks with few tokens would weigh as much as full ones")
     if getattr(args, "deepspeed", None) is not None:
-        refuse("DeepSpeed", "ZeRO-3 and Ulysses take the head's weight or the loss out of our hands; use FSDP2 or DDP")
+        refuse(
+            "DeepSpeed",
+            "DeepSpeed updates the weights inside the backward pass, before a gradient can be checked or rescaled, and "
+            "ZeRO-3 leaves the head without its weight; use FSDP2 or DDP, or deftune.hf_loss in transformers' Trainer",
+        )
     if getattr(args, "n_gpu", 1) > 1:
         refuse("DataParallel", "a process with several GPUs would average unequal shares; start with torchrun")
     parallel = getattr(args, "parallelism_config", None)
@@ -120,13 +125,16 @@ class DeftSFTTrainer(SFTTrainer):
         checkpoint_root: write verified checkpoints there.
         keep: how many of the newest checkpoints to keep there (None: all); the best one stays besides.
         pinned: steps whose checkpoints stay, too.
+        distributed_checkpoints: write the weights and the optimizer's state with torch.distributed.checkpoint, each
+            rank its shards; such a checkpoint resumes on any number of ranks.
     """
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
                  special_ids: tuple[int, ...] | None = None, attention: str = "auto",
                  sparse: Sparse | None = None, score_tasks: Callable[[Any], dict[str, float]] | None = None,
                  checkpoint_root: Path | None = None,
-                 keep: int | None = None, pinned: Collection[int] = (), **kwargs: Any):  # fmt: skip
+                 keep: int | None = None, pinned: Collection[int] = (), distributed_checkpoints: bool = False,
+                 **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
         kernels_of(attention)  # an unknown name is an error before anything is loaded
         self.attention = attention
@@ -163,6 +171,7 @@ class DeftSFTTrainer(SFTTrainer):
         self.records = {mode: StepRecord(self.objective, self.special_ids) for mode in ("train", "eval")}
         self.score_tasks = score_tasks
         self.checkpoint_root, self.keep, self.pinned = checkpoint_root, keep, frozenset(pinned)
+        self.distributed_checkpoints = distributed_checkpoints
         self.last_record: dict[str, float | list[int]] = {}
         self._staging: Path | None = None
         self._inputs: StepInputs | None = None
@@ -480,6 +489,9 @@ class DeftSFTTrainer(SFTTrainer):
     def load_checkpoint_weights(self, folder: Path) -> None:
         """Replace the weights (or the adapter) by those of a verified checkpoint."""
         checkpoints.verify(folder)
+        if sharded.is_sharded(folder):
+            sharded.load(folder, self.model)
+            return
         self.state.best_model_checkpoint = str(folder)
         super()._load_best_model()
 
@@ -517,6 +529,27 @@ class DeftSFTTrainer(SFTTrainer):
         if main:
             self.rotate_checkpoints()
         self.accelerator.wait_for_everyone()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.distributed_checkpoints:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharded.save(Path(output_dir), self.model, self.optimizer)
+        scheduler: Any = self.lr_scheduler
+        if self.args.should_save:
+            torch.save(scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not sharded.is_sharded(Path(resume_from_checkpoint)):  # otherwise together with the optimizer's state
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not sharded.is_sharded(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        sharded.load(Path(checkpoint), self.model, self.optimizer)
+        scheduler: Any = self.lr_scheduler
+        scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
 
     def rotate_checkpoints(self) -> None:
         """Remove the checkpoints below ``checkpoint_root`` that are not to be kept."""

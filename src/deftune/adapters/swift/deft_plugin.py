@@ -1,11 +1,16 @@
-"""The plugin of ms-swift: it registers ``--loss_type deft``; $DEFTUNE_OBJECTIVE holds the spec (default: deft)."""
+"""The plugin of ms-swift: it registers ``--loss_type deft``; $DEFTUNE_OBJECTIVE holds the spec (default: deft).
 
+It also registers ``--template deft_tokens``, for the rows of `deftune export swift`, which are tokens already.
+"""
+
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from swift.loss import loss_map  # pyright: ignore[reportMissingImports]
+from swift.loss import loss_map
+from swift.template import Template, TemplateMeta, register_template
 
 from deftune.adapters.check import TrainerLoss
 
@@ -38,3 +43,17 @@ def deft_loss(args: Any, trainer: Any) -> TrainerLoss:
 
 
 loss_map["deft"] = deft_loss
+
+
+class TokenTemplate(Template):
+    """Takes a row's columns ``deft_input_ids`` and ``deft_labels`` in place of its messages."""
+
+    def _encode(self, inputs: Any) -> dict[str, Any]:
+        row = inputs.extra_kwargs
+        return {"input_ids": list(row["deft_input_ids"]), "labels": list(row["deft_labels"]), "loss_scale": None}
+
+
+register_template(
+    TemplateMeta("deft_tokens", prefix=[], prompt=["{{QUERY}}"], chat_sep=None, suffix=[], template_cls=TokenTemplate),
+    exist_ok=True,
+)

@@ -1,0 +1,360 @@
+"""`deftune plan`: the memory and the speed of a run before it is started.
+
+The memory is counted from what a training step keeps: weights, gradients, AdamW's moments, the bfloat16 copies that
+autocast makes, what each layer saves for the backward pass, and the head. The counts reproduce the peaks that were
+measured on one H200 (`MEASURED`); sharding, LoRA and checkpointing are counted in the same way and were not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from deftune.artifacts.config import ConfigError, RunConfig
+from deftune.objectives.suggest import did_you_mean
+
+GIB = 2**30
+RESERVE = 0.9  # share of a GPU's memory that a plan may fill: the allocator's fragments and NCCL need the rest
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: usable memory, and the dense bfloat16 peak of its data sheet."""
+
+    name: str
+    gib: float
+    peak_tflops: float
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (Gpu("h200", 139.0, 989.0), Gpu("h100", 79.0, 989.0), Gpu("a100", 79.0, 312.0), Gpu("h20", 95.0, 148.0))
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan needs to know of a dense decoder."""
+
+    name: str
+    parameters: int
+    linear: int  # of them in the layers' matrices
+    head: int  # of them in the head, or in the embedding that is tied to it
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+
+    def flops_per_token(self, length: int) -> float:
+        """Forward and backward of a token in a sequence of ``length``: 6 a weight, and 12 L d T for attention."""
+        return 6.0 * (self.linear + self.head) + 12.0 * self.layers * self.hidden * length
+
+
+# Numbers of the public config.json files of the paper's backbones; the names are those of the hub.
+_LLAMA = {"model_type": "llama", "num_attention_heads": 32}
+_QWEN_1B = {"model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+            "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+            "tie_word_embeddings": True}  # fmt: skip
+_QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+            "tie_word_embeddings": False}  # fmt: skip
+BACKBONES: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-3.1-8B": {
+        **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "tie_word_embeddings": False,
+    },
+    "meta-llama/Llama-3.2-3B": {
+        **_LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "deepseek-ai/deepseek-math-7b-base": {
+        **_LLAMA, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 30, "num_key_value_heads": 32,
+        "vocab_size": 102400, "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen2.5-Math-1.5B": _QWEN_1B,
+    "Qwen/Qwen2.5-1.5B": _QWEN_1B,
+    "Qwen/Qwen2.5-Math-7B": _QWEN_7B,
+    "Qwen/Qwen2.5-7B": _QWEN_7B,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of benchmarks/results: `deftune deft` on one H200, bfloat16 over float32 weights, sequences of 2048."""
+
+    file: str
+    model: str
+    rows: int
+    peak_gib: float
+    tokens_per_second: float
+    flops_per_token: float
+
+
+# the values of the files, rounded as their tables print them; tests/training/test_plan.py compares
+MEASURED = (
+    Measured("training_h200.json", "SmolLM2-135M", 8, 18.767, 95_223, 1.231e9),
+    Measured("training_h200_16.json", "SmolLM2-135M", 16, 35.387, 127_750, 1.231e9),
+    Measured("training_h200_qwen.json", "Qwen2.5-Coder-1.5B", 4, 51.180, 31_677, 1.032e10),
+)
+
+
+def shape_of(config: Any, name: str) -> Shape:
+    """The shape of a transformers config; the parameters are counted on a model without memory.
+
+    Raises:
+        ValueError: a mixture of experts, or a config that is not of a decoder of text.
+    """
+    import torch
+    import transformers
+
+    text = config.get_text_config()
+    if any(getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"plan: {name} is a mixture of experts, whose activations are not counted here")
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    if missing := [key for key in sizes if not isinstance(getattr(text, key, None), int)]:
+        raise ValueError(f"plan: the config of {name} has no {missing[0]}, so its memory cannot be counted")
+    with torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    ends = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    linear = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in ends)
+    layers, hidden, intermediate, heads = (getattr(text, key) for key in sizes)
+    head = model.get_output_embeddings().weight.numel()
+    parameters = sum(p.numel() for p in model.parameters())
+    return Shape(name, parameters, linear, head, layers, hidden, intermediate, heads)
+
+
+def find_shape(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Shape:
+    """The shape of a backbone of the paper, of a folder or GGUF file, or of a hub id."""
+    import transformers
+
+    from deftune.artifacts.models import resolve_model
+
+    if name in BACKBONES:
+        return shape_of(transformers.AutoConfig.for_model(**BACKBONES[name]), name)
+    source = resolve_model(name, revision=revision)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        hint = did_you_mean(name, BACKBONES)
+        raise ValueError(f"plan: cannot read the config of {name}: {str(error).splitlines()[0]}{hint}") from None
+    return shape_of(config, name)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a GPU computes in a step."""
+
+    length: int
+    rows: int  # of a micro-batch
+    accumulation: int = 1
+    bf16: bool = True
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How the model is laid out over the GPUs."""
+
+    shards: int = 1  # ranks that hold one copy of the weights
+    copies: int = 1
+    checkpointing: bool = False
+    lora_rank: int = 0
+
+    def __str__(self) -> str:
+        if self.shards > 1:
+            name = "FSDP2" if self.copies == 1 else f"FSDP2 in {self.copies} copies (HSDP)"
+        else:
+            name = "one GPU" if self.copies == 1 else "DDP"
+        name += " + gradient checkpointing" * self.checkpointing
+        return name + (f" + LoRA r={self.lora_rank}" if self.lora_rank else "")
+
+    def options(self) -> list[str]:
+        """The ``--set`` options of `deftune train`."""
+        found = ["train.fsdp=true"] if self.shards > 1 else []
+        found += [f"train.shard_size={self.shards}"] if self.shards > 1 and self.copies > 1 else []
+        found += ["train.gradient_checkpointing=true"] if self.checkpointing else []
+        return found + ([f"model.lora.r={self.lora_rank}"] if self.lora_rank else [])
+
+
+WHOLE = Strategy()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB of one GPU at the peak of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    copies: float  # bfloat16 copies of the layers' weights, which autocast keeps until the backward pass is through
+    activations: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.copies + self.activations + self.head
+
+
+def layer_bytes(shape: Shape, work: Workload) -> int:
+    """Bytes that a layer saves for the backward pass, a token.
+
+    Under autocast, d the width and f the width of the MLP: two norms keep their input and their output in float32
+    (16 d); each of the five matrices after a norm keeps a bfloat16 copy of its input (10 d); attention keeps queries,
+    repeated keys and values, its output and a copy of it (10 d), and a row of its mask (2 T); the MLP keeps four
+    tensors (8 f). In float32 the matrices share the norm's scaled output (8 d), and the rest is twice as large.
+    """
+    d, f = shape.hidden, shape.intermediate
+    if work.bf16:
+        return 36 * d + 8 * f + 2 * work.length
+    return 16 * d + 8 * d + 20 * d + 16 * f + 4 * work.length
+
+
+def estimate(shape: Shape, work: Workload, strategy: Strategy = WHOLE) -> Memory:
+    """The memory of one GPU at the peak of a step.
+
+        peak = max(end of the forward pass, optimizer step)
+
+    At the end of the forward pass there are the weights (4 bytes a parameter), AdamW's moments (8), the bfloat16 copies
+    (2 a matrix), all activations, and the head's gradient; gradients (4) only where an earlier micro-batch left them.
+    In the optimizer step there are weights, gradients and moments.
+
+    Args:
+        shape: of the model.
+        work: of one GPU.
+        strategy: sharding divides weights, gradients and moments by ``shards``; a sharded layer is gathered in
+            bfloat16, two at a time. DDP keeps buckets beside the gradients, of the same size.
+
+    Returns:
+        The parts of the larger of the two.
+    """
+    trained = shape.parameters
+    if strategy.lora_rank:  # two thin matrices beside each of the seven of a layer
+        widths = 8 * shape.hidden + 3 * (shape.hidden + shape.intermediate)
+        trained = strategy.lora_rank * widths * shape.layers
+    everything = shape.parameters + (trained if strategy.lora_rank else 0)
+    part = 1 / strategy.shards
+    tokens = work.rows * work.length
+    saved = layer_bytes(shape, work)
+    if strategy.checkpointing:  # the input of each layer, and one layer that is computed again
+        activations = tokens * (4 * shape.hidden * shape.layers + saved)
+    else:
+        activations = tokens * saved * shape.layers
+    width = 2 if work.bf16 else 4
+    copies = 2.0 * shape.linear if work.bf16 else 0.0
+    if strategy.shards > 1:
+        copies = width * (2 * shape.linear / shape.layers + shape.head)
+    head = 0.0 if strategy.lora_rank else 4.0 * shape.head  # the gradient of the head, whole even where it is sharded
+    weights, gradients, moments = 4 * everything * part, 4 * trained * part, 8 * trained * part
+    buckets = gradients if strategy.shards == 1 and strategy.copies > 1 else 0.0
+    kept = gradients if work.accumulation > 1 else 0.0
+    forward = (weights, kept + buckets, moments, copies, activations, head)
+    update = (weights, gradients + buckets, moments, 0.0, 0.0, 0.0)
+    return Memory(*(value / GIB for value in max(forward, update, key=sum)))
+
+
+def tflops(shape: Shape, length: int) -> tuple[float, bool]:
+    """(measured TFLOP/s of a H200 for a model of that size, whether the size lies outside of the measured ones).
+
+    Between SmolLM2-135M and Qwen2.5-Coder-1.5B the rate is interpolated in the logarithm of the work of a token; beyond
+    them it is that of the nearer one.
+    """
+    low, high = MEASURED[1], MEASURED[2]
+    rates = [row.tokens_per_second * row.flops_per_token / 1e12 for row in (low, high)]
+    work = shape.flops_per_token(length)
+    place = math.log(work / low.flops_per_token) / math.log(high.flops_per_token / low.flops_per_token)
+    clamped = min(max(place, 0.0), 1.0)
+    return rates[0] + clamped * (rates[1] - rates[0]), not -0.05 <= place <= 1.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy with its memory and speed on some GPUs."""
+
+    shape: Shape
+    work: Workload
+    strategy: Strategy
+    gpu: Gpu
+    gpus: int
+    memory: Memory
+    tokens_per_second: float  # of all GPUs
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= RESERVE * self.gpu.gib
+
+
+def strategies(gpus: int, lora_rank: int = 0) -> Iterator[Strategy]:
+    """What a plan tries, the fastest first; LoRA changes what is trained and comes last, unless it is asked for."""
+    for rank in dict.fromkeys((lora_rank, lora_rank or 16)):
+        for checkpointing in (False, True):
+            yield Strategy(1, gpus, checkpointing, rank)
+            if gpus > 1:
+                yield Strategy(gpus, 1, checkpointing, rank)
+
+
+def make_plan(shape: Shape, work: Workload, strategy: Strategy, gpu: Gpu, gpus: int) -> Plan:
+    """The plan of one strategy."""
+    rate, outside = tflops(shape, work.length)
+    rate *= gpu.peak_tflops / GPUS["h200"].peak_tflops
+    cost = shape.flops_per_token(work.length) * (4 / 3 if strategy.checkpointing else 1)
+    notes = [f"speed: {MEASURED[1].file} and {MEASURED[2].file} (one H200, sequences of 2048)"]
+    if gpu.name != "h200":
+        notes.append(f"speed extrapolates: scaled from H200 to {gpu.name} by the peaks of their data sheets")
+    if outside:
+        notes.append("speed extrapolates: the model is outside of the measured sizes, 0.135B to 1.8B")
+    if gpus > 1:
+        notes.append("speed extrapolates: several GPUs are taken to be as fast as one each; communication is left out")
+    if strategy.checkpointing or strategy.lora_rank or gpus > 1:
+        notes.append("memory extrapolates: several GPUs, checkpointing and LoRA are counted, not measured")
+    memory = estimate(shape, work, strategy)
+    return Plan(shape, work, strategy, gpu, gpus, memory, gpus * rate * 1e12 / cost, tuple(notes))
+
+
+def plan(
+    shape: Shape, work: Workload, *, gpu: str = "h200", gpus: int = 1, lora_rank: int = 0
+) -> tuple[Plan, list[Plan]]:
+    """The fastest strategy that fits into the GPUs, and all that were tried.
+
+    Args:
+        shape: of `find_shape`.
+        work: of one GPU.
+        gpu: a name of `GPUS`.
+        gpus: how many.
+        lora_rank: of a run with adapters; 0 is full fine-tuning, with LoRA as the last resort.
+
+    Returns:
+        (the plan, all plans). Where nothing fits, the plan is the one that needs least memory.
+
+    Raises:
+        ValueError: an unknown GPU, or no GPU.
+
+    Example:
+        >>> chosen, tried = plan(find_shape("Qwen/Qwen2.5-7B"), Workload(3072, 4), gpus=8)  # doctest: +SKIP
+        >>> str(chosen.strategy)  # doctest: +SKIP
+        'FSDP2'
+    """
+    if gpu not in GPUS:
+        raise ValueError(f"plan: unknown GPU {gpu!r}.{did_you_mean(gpu, GPUS)} Known: {', '.join(GPUS)}")
+    if gpus < 1:
+        raise ValueError(f"plan: --gpus from 1, got {gpus}")
+    tried = [make_plan(shape, work, strategy, GPUS[gpu], gpus) for strategy in strategies(gpus, lora_rank)]
+    fitting = [found for found in tried if found.fits]
+    return (fitting[0] if fitting else min(tried, key=lambda found: found.memory.total)), tried
+
+
+def workload_of(config: RunConfig, gpus: int) -> Workload:
+    """What one of ``gpus`` GPUs computes in a step of a run, at its longest rows.
+
+    Raises:
+        ConfigError: the batch cannot be divided among the GPUs.
+    """
+    train = config.train
+    if train.batch_size % (train.micro_batch_size * gpus):
+        raise ConfigError(
+            f"plan: train.batch_size {train.batch_size} cannot be {gpus} GPUs x {train.micro_batch_size} rows x a "
+            f"whole number; change batch_size, micro_batch_size or --gpus"
+        )
+    accumulation = train.batch_size // (train.micro_batch_size * gpus)
+    return Workload(config.data.max_length, train.micro_batch_size, accumulation, train.precision != "fp32")

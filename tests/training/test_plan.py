@@ -1,0 +1,121 @@
+"""`deftune plan` against what was measured."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import transformers
+
+from deftune.cli import main
+from deftune.training import plan as planning
+from deftune.training.plan import BACKBONES, GPUS, MEASURED, Strategy, Workload, estimate, find_shape, plan, shape_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SMOLLM2 = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+# the sizes that the hub's pages state
+PARAMETERS = {
+    "meta-llama/Llama-3.1-8B": 8_030_261_248, "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "deepseek-ai/deepseek-math-7b-base": 6_910_365_696, "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304, "Qwen/Qwen2.5-Math-7B": 7_615_616_512, "Qwen/Qwen2.5-7B": 7_615_616_512,
+}  # fmt: skip
+
+
+def shape(name: str):
+    if name == "SmolLM2-135M":
+        return shape_of(transformers.AutoConfig.for_model(**SMOLLM2), name)
+    numbers = json.loads((RESULTS / "qwen2.5-coder-1.5b.json").read_text())
+    return shape_of(transformers.AutoConfig.for_model(**numbers), name)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row.file)
+def test_the_rows_are_those_of_the_files(row):
+    found = json.loads((RESULTS / row.file).read_text())
+    assert found["machine"] == "NVIDIA H200"
+    deft = next(result for result in found["results"] if result["contender"] == "deftune deft")
+    assert round(deft["peak_gib"], 3) == row.peak_gib
+    steps = [seconds for steps in deft["rounds"] for seconds in steps]
+    printed = row.rows * 2048 / statistics.median(steps)
+    assert abs(printed - row.tokens_per_second) <= 0.1 * printed  # the table leaves out the first steps of a round
+    assert f"{row.tokens_per_second:,}" in (RESULTS / row.file).with_suffix(".md").read_text()
+    assert abs(shape(row.model).flops_per_token(2048) / row.flops_per_token - 1) <= 0.01
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row.file)
+def test_memory_is_within_ten_percent_of_the_measured_peak(row):
+    found = estimate(shape(row.model), Workload(2048, row.rows)).total
+    assert abs(found / row.peak_gib - 1) <= 0.1
+
+
+def test_speed_is_the_measured_one_where_it_was_measured():
+    for row in MEASURED[1:]:
+        chosen, _ = plan(shape(row.model), Workload(2048, row.rows))
+        assert abs(chosen.tokens_per_second / row.tokens_per_second - 1) <= 0.02
+        assert not any("extrapolates" in note for note in chosen.notes)
+
+
+@pytest.mark.parametrize("name", [*BACKBONES])
+def test_backbones_have_the_parameters_of_the_hub(name):
+    assert find_shape(name).parameters == PARAMETERS[name]
+
+
+def test_the_recipes_backbones_are_known():
+    from deftune.paper import recipes
+
+    assert {backbone.hub for backbone in recipes.BACKBONES.values()} == set(BACKBONES)
+
+
+def test_states_are_sixteen_bytes_a_parameter_and_are_divided():
+    found = find_shape("Qwen/Qwen2.5-7B")
+    whole = estimate(found, Workload(8, 1, accumulation=2))
+    states = whole.weights + whole.gradients + whole.optimizer
+    assert states * planning.GIB == pytest.approx(16 * found.parameters)
+    parts = estimate(found, Workload(8, 1, accumulation=2), Strategy(shards=8))
+    assert parts.weights + parts.gradients + parts.optimizer == pytest.approx(states / 8)
+    lora = estimate(found, Workload(8, 1, accumulation=2), Strategy(lora_rank=16))
+    assert lora.optimizer < 0.01 * whole.optimizer and lora.weights == pytest.approx(whole.weights, rel=0.02)
+
+
+def test_the_strategy_is_the_fastest_that_fits():
+    small, large = find_shape("Qwen/Qwen2.5-1.5B"), find_shape("meta-llama/Llama-3.1-8B")
+    assert str(plan(small, Workload(3072, 4), gpus=8)[0].strategy) == "DDP"
+    assert str(plan(small, Workload(2048, 1))[0].strategy) == "one GPU"
+    chosen, tried = plan(large, Workload(3072, 4, 8), gpus=8)
+    assert chosen.strategy.shards == 8 and chosen.fits and not tried[0].fits
+    assert chosen.strategy.options()[0] == "train.fsdp=true"
+    assert plan(large, Workload(2048, 1, 2), gpu="h100")[0].strategy.lora_rank == 16
+    nothing, _ = plan(large, Workload(131072, 64), gpu="h100")
+    assert not nothing.fits
+
+
+def test_checkpointing_saves_activations_and_costs_time():
+    found, work = find_shape("Qwen/Qwen2.5-1.5B"), Workload(2048, 4)
+    full = planning.make_plan(found, work, Strategy(), GPUS["h200"], 1)
+    less = planning.make_plan(found, work, Strategy(checkpointing=True), GPUS["h200"], 1)
+    assert less.memory.activations < 0.2 * full.memory.activations
+    assert less.tokens_per_second == pytest.approx(0.75 * full.tokens_per_second)
+
+
+def test_what_cannot_be_planned_is_refused():
+    moe = transformers.AutoConfig.for_model("mixtral", num_local_experts=8)
+    with pytest.raises(ValueError, match="is a mixture of experts"):
+        shape_of(moe, "mixtral")
+    with pytest.raises(ValueError, match=r"unknown GPU 'h2000'. Did you mean 'h200'"):
+        plan(find_shape("Qwen/Qwen2.5-1.5B"), Workload(8, 1), gpu="h2000")
+
+
+def test_the_command(tmp_path, capsys):
+    assert main(["plan", "Qwen/Qwen2.5-7B", "--gpus", "8", "--gpu", "h200", "--length", "3072"]) == 0
+    out = capsys.readouterr().out
+    assert "FSDP2" in out and "7.62B" in out and "training_h200_qwen.json" in out and "extrapolates" in out
+    assert main(["plan", "strong/llama-3.1-8b/deft", "--gpus", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"]["fits"] and found["parameters"] == PARAMETERS["meta-llama/Llama-3.1-8B"]
+    assert main(["plan", "--backbones", "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in BACKBONES)
+    assert main(["plan", "strong/llama-3.1-8b/deft", "--gpus", "3"]) == 2
+    assert "cannot be 3 GPUs x 4 rows" in capsys.readouterr().err
