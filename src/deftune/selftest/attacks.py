@@ -382,7 +382,7 @@ def dangerous_calls() -> list[str]:
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
-                if called in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen"):
+                if called in ("eval", "exec", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen", "dcp.load"):
                     name = called
                 elif called.startswith("pickle.") and called.lower().endswith(("load", "loads", "unpickler")):
                     pipe = (path.relative_to(home).as_posix(), ", ".join(map(ast.unparse, node.args)))

@@ -1,18 +1,41 @@
-"""Checkpoints of torch.distributed.checkpoint: each rank writes its shards, and any number of ranks reads them back."""
+"""Checkpoints of torch.distributed.checkpoint: each rank writes its shards, and any number of ranks reads them back.
+
+torch pickles the index of such a checkpoint and the numbers beside its tensors. Somebody else's checkpoint must not run
+code, so both are read with lists of the classes that torch writes there: `SafeReader` and `SafePlanner`.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 FOLDER = "distributed"  # inside a checkpoint
+METADATA = "torch.distributed.checkpoint.metadata"
+INDEX_CLASSES = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+ALLOWED = {  # the classes and functions in torch's pickled index
+    *((METADATA, name) for name in INDEX_CLASSES),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+}
 
 
 def is_sharded(checkpoint: Path) -> bool:
@@ -24,7 +47,7 @@ def save(checkpoint: Path, model: Any, optimizer: Any) -> None:
     """Write the trained weights and the optimizer's state; every rank calls this."""
     weights, state = get_state_dict(model, inner(optimizer), options=options(model))
     with quiet_alone() as alone:
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=checkpoint / FOLDER, no_dist=alone)
+        write_shards({"model": weights, "optimizer": state}, checkpoint_id=checkpoint / FOLDER, no_dist=alone)
 
 
 def load(checkpoint: Path, model: Any, optimizer: Any = None) -> None:
@@ -32,9 +55,44 @@ def load(checkpoint: Path, model: Any, optimizer: Any = None) -> None:
     optimizers = () if optimizer is None else inner(optimizer)
     weights, state = get_state_dict(model, optimizers, options=options(model))
     wanted = {"model": weights} | ({} if optimizer is None else {"optimizer": state})
+    reader = SafeReader(checkpoint / FOLDER)
+    reader.read_metadata()  # an error of its own; below, torch would wrap it in others
     with quiet_alone() as alone:
-        dcp.load(wanted, checkpoint_id=checkpoint / FOLDER, no_dist=alone)
+        read_shards(wanted, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state, options=options(model))
+
+
+class IndexUnpickler(pickle.Unpickler):
+    """Reads the index of a checkpoint: `ALLOWED`, and the dtypes of torch."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise ValueError(f"{module}.{name} is no part of a checkpoint's index; the checkpoint is damaged or hostile")
+
+
+class SafeReader(FileSystemReader):
+    """Reads the index without running code, and shards of the checkpoint's folder only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = Path(self.path) / ".metadata"
+        metadata: Metadata = IndexUnpickler(io.BytesIO(index.read_bytes())).load()
+        for entry in (metadata.storage_data or {}).values():
+            if Path(entry.relative_path).name != entry.relative_path:
+                raise ValueError(f"{index}: names a file outside the checkpoint: {entry.relative_path!r}")
+        assert metadata.storage_meta is not None  # `save` writes it
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Reads what is no tensor (learning rates, flags) without running code."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        safe = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)
 
 
 def options(model: Any) -> StateDictOptions:
