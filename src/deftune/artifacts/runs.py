@@ -131,6 +131,8 @@ def find_runs(root: Path) -> list[Run]:
 
 def names_in(run: Run) -> tuple[str, str]:
     """The objective and the model in a run's config, also of an objective that this process does not know."""
+    if not run.config.is_file():
+        raise ValueError(f"{run.config}: is no file")
     content = parse_yaml(run.config.read_text(encoding="utf-8"))
     match content:
         case {"objective": str(objective), "model": {"name": str(model)}}:
