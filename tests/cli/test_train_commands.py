@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+import tiny
 from deftune.cli import build_parser, main
 
 
@@ -54,3 +55,27 @@ def test_every_command_has_help(capsys):
             build_parser().parse_args([command, "--help"])
         assert ended.value.code == 0
         assert command in capsys.readouterr().out
+
+
+def test_without_a_command_the_five_things_one_does_are_named(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"deftune {command}" in out for command in ("quickstart", "init", "inspect", "compare", "eval"))
+
+
+def test_the_rows_of_a_config_are_previewed_as_its_run_reads_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = tiny.save_model(tmp_path / "tiny", tiny.make_tokenizer())
+    rows = tmp_path / "rows.csv"
+    rows.write_text("q,a\nWhat is 12?,twelve\nWhat is 2?,two\n")
+    content = {
+        "run": str(tmp_path / "run"), "model": {"name": str(model)},
+        "data": {"train": [{"path": str(rows), "fields": {"prompt": "q", "completion": "a"}}], "max_length": 64},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert main(["data", "preview", "run.yaml", "--rows", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "twelve" in out and "two" not in out.replace("twelve", "")
+    assert not (tmp_path / "run").exists()
+    assert main(["data", "preview", "run.yaml", "--mask", "all", "--max-length", "9"]) == 2
+    assert "--mask, --max-length: run.yaml says how its rows are read" in capsys.readouterr().err

@@ -26,9 +26,20 @@ from deftune.cli import (
     selftest,
     train,
 )
-from deftune.cli.output import error_text, notice
+from deftune.cli.output import error_text, notice, say
 
 IMPORTS = "DEFTUNE_IMPORT"  # files of --import, for the processes of a comparison's cells
+
+
+GREETING = f"""deftune {__version__}: fine-tune with objectives that are gate x error
+
+  deftune quickstart                           compare two objectives on a small model, some minutes on two cores
+  deftune init, deftune train run.yaml         write a config, and train on your data
+  deftune inspect runs/first rows.jsonl        see which tokens the model was told to change its mind about
+  deftune compare run compare.yaml             compare objectives at the same seeds, with intervals
+  deftune eval run runs/first --task gsm8k     evaluate a model or a run
+
+deftune --help lists all commands; deftune doctor checks this installation."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--import", dest="imports", action="append", default=[], metavar="FILE",
         help="run a Python file of yours first, which registers objectives; repeatable",
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     objectives.add_to(commands)
     results.add_to(commands)
     train.add_to(commands)
@@ -70,6 +81,9 @@ def run_imports(files: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
+    if args.command is None:
+        say(GREETING)
+        return 0
     args.line = shlex.join(["deftune", *(sys.argv[1:] if argv is None else argv)])  # for what records it
     try:
         run_imports(args.imports)

@@ -11,6 +11,7 @@ from typing import Any
 from deftune.cli.output import notice, say
 
 EXTRA = 'pip install "deftune[train]"'
+PREVIEW_OF_A_RUN = {"data", "rows", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
 
 
 def add_to(commands: Any) -> None:
@@ -48,7 +49,7 @@ def add_to(commands: Any) -> None:
     data = commands.add_parser("data", help="look at data as a run would see it")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     preview = actions.add_parser("preview", help="rows with the supervised tokens coloured, lengths, what is dropped")
-    preview.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
+    preview.add_argument("data", help="a run's config.yaml; or a file, a folder, a hub id, or generated:NAME")
     preview.add_argument("--model", default="smollm2", help="whose tokenizer and template (default: smollm2)")
     preview.add_argument("--format", default="auto")
     add_fields(preview)
@@ -60,7 +61,7 @@ def add_to(commands: Any) -> None:
     preview.add_argument("--max-length", type=int, default=2048)
     preview.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
     add_trust(preview)
-    preview.set_defaults(run=run_preview)
+    preview.set_defaults(run=run_preview, parser=preview)
 
 
 def add_fields(parser: Any) -> None:
@@ -205,6 +206,28 @@ def parse_fields(text: str | None) -> dict[str, str]:
     return {name.strip(): own.strip() for name, _, own in pairs}
 
 
+def preview_run(args: argparse.Namespace) -> int:
+    """The rows of a config as its run encodes them; options that the config decides are refused."""
+    from rich.console import Console
+
+    from deftune.artifacts.config import load_config
+    from deftune.artifacts.display import quiet
+    from deftune.data.preview import render_preview
+    from deftune.training.preparation import prepare
+
+    given = [name for name in vars(args) if name not in PREVIEW_OF_A_RUN]
+    if changed := [name for name in given if getattr(args, name) != args.parser.get_default(name)]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        raise ValueError(f"data preview: {flags}: {args.data} says how its rows are read; change it there")
+    with quiet():
+        prepared = prepare(load_config(Path(args.data)), notice, here=False)
+    render_preview(prepared.train, prepared.tokenizer, Console(), num_examples=args.rows)
+    if prepared.bad.rows:
+        prepared.bad.write("bad_rows.jsonl")
+        notice(f"{prepared.bad.summary()}; see bad_rows.jsonl")
+    return 0
+
+
 def run_preview(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
@@ -218,9 +241,11 @@ def run_preview(args: argparse.Namespace) -> int:
     from deftune.data.sources import iterate_rows
     from deftune.training.display import RowProgress
 
-    bad = BadRows(skip=args.skip_bad_rows)
     if args.rows < 0 or args.limit < 1:
         raise ValueError(f"data preview: --rows from 0 and --limit from 1, got {args.rows} and {args.limit}")
+    if Path(args.data).suffix in (".yaml", ".yml"):
+        return preview_run(args)
+    bad = BadRows(skip=args.skip_bad_rows)
     found = iterate_rows(
         args.data, format=args.format, split=args.split, limit=args.limit, bad=bad, fields=parse_fields(args.fields)
     )
