@@ -1,6 +1,8 @@
 """The commands around a run, as a user types them."""
 
 import json
+import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -79,3 +81,21 @@ def test_the_rows_of_a_config_are_previewed_as_its_run_reads_them(tmp_path, monk
     assert not (tmp_path / "run").exists()
     assert main(["data", "preview", "run.yaml", "--mask", "all", "--max-length", "9"]) == 2
     assert "--mask, --max-length: run.yaml says how its rows are read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_scripts_know_every_command(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in ("quickstart", "inspect", "heldout", "--dry-run"))
+
+
+def test_bash_completes_a_command(tmp_path, capsys):
+    if (bash := shutil.which("bash")) is None:
+        pytest.skip("bash is not installed")
+    main(["completion", "bash"])
+    (tmp_path / "deftune.sh").write_text(capsys.readouterr().out)
+    lines = ["source deftune.sh", "COMP_WORDS=(deftune insp)", "COMP_CWORD=1", "COMP_LINE='deftune insp'",
+             "_shtab_deftune", "echo \"${COMPREPLY[@]}\""]  # fmt: skip
+    done = subprocess.run([bash, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == ["inspect"], done.stderr

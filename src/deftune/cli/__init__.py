@@ -14,6 +14,7 @@ from deftune._version import __version__
 from deftune.cli import (
     analyze,
     compare,
+    completion,
     doctor,
     evaluate,
     export,
@@ -63,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     paper.add_to(commands)
     doctor.add_to(commands)
     selftest.add_to(commands)
+    completion.add_to(commands, parser)
     return parser
 
 
