@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 
 from deftune.training import sharded
 
@@ -63,18 +64,27 @@ def test_only_named_classes_of_torchs_module_are_read(name):
         sharded.IndexUnpickler(io.BytesIO()).find_class(sharded.METADATA, name)
 
 
-def test_a_hostile_number_runs_no_code(checkpoint, tmp_path, monkeypatch):
+def test_a_hostile_number_runs_no_code(tmp_path):
     """What is no tensor is an entry of its own in the shard; torch's own planner would unpickle it."""
-    canary = tmp_path / "canary"
-    hostile = io.BytesIO()
-    torch.save(Touch(canary), hostile)
-    hostile.seek(0)
-    with pytest.raises(pickle.UnpicklingError):
-        sharded.SafePlanner().load_bytes(None, hostile)
+    canary, checkpoint = tmp_path / "canary", tmp_path / "checkpoint"
+    model, optimizer = trained()
+    optimizer.param_groups[0]["lr"] = Touch(canary)
+    sharded.save(checkpoint, model, optimizer)
+    canary.unlink(missing_ok=True)  # saving may copy the object
+    with pytest.raises(ValueError, match=r"distributed: cannot be read: .*Weights only load failed"):
+        sharded.load(checkpoint, *trained())
     assert not canary.exists()
-    hostile.seek(0)
-    torch.load(hostile, weights_only=False)
-    assert canary.exists(), "the attack itself works"
+    read_shards({"optimizer.param_groups.0.lr": 0.0}, checkpoint_id=checkpoint / sharded.FOLDER, no_dist=True)
+    assert canary.exists(), "the attack itself works with torch's own reader"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"not a pickle", pickle.dumps([1])])
+def test_a_damaged_index_is_an_error_of_one_line(checkpoint, content):
+    index = checkpoint / sharded.FOLDER / ".metadata"
+    index.write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata: is (damaged|no index)") as caught:
+        sharded.load(checkpoint, *trained())
+    assert "\n" not in str(caught.value)
 
 
 def test_shards_outside_the_checkpoint_are_refused(checkpoint, tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -57,8 +58,12 @@ def load(checkpoint: Path, model: Any, optimizer: Any = None) -> None:
     wanted = {"model": weights} | ({} if optimizer is None else {"optimizer": state})
     reader = SafeReader(checkpoint / FOLDER)
     reader.read_metadata()  # an error of its own; below, torch would wrap it in others
-    with quiet_alone() as alone:
-        read_shards(wanted, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
+    try:
+        with quiet_alone() as alone:
+            read_shards(wanted, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
+    except CheckpointException as error:  # no Exception of Python's, and pages long
+        causes = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+        raise ValueError(f"{checkpoint / FOLDER}: cannot be read: {'; '.join(causes)[:500]}") from error
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state, options=options(model))
 
 
@@ -76,11 +81,15 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = Path(self.path) / ".metadata"
-        metadata: Metadata = IndexUnpickler(io.BytesIO(index.read_bytes())).load()
+        try:
+            metadata = IndexUnpickler(io.BytesIO(index.read_bytes())).load()
+        except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, TypeError) as error:
+            raise ValueError(f"{index}: is damaged ({type(error).__name__}: {error})") from error
+        if not isinstance(metadata, Metadata) or metadata.storage_meta is None:
+            raise ValueError(f"{index}: is no index of a checkpoint")
         for entry in (metadata.storage_data or {}).values():
             if Path(entry.relative_path).name != entry.relative_path:
                 raise ValueError(f"{index}: names a file outside the checkpoint: {entry.relative_path!r}")
-        assert metadata.storage_meta is not None  # `save` writes it
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -89,6 +98,7 @@ class SafePlanner(DefaultLoadPlanner):
     """Reads what is no tensor (learning rates, flags) without running code."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        # torch's planner unpickles anything: it gets a copy of what torch.load accepts as plain values
         safe = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), safe)
         safe.seek(0)
