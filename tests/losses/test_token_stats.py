@@ -1,6 +1,5 @@
 """`token_stats`: log p, entropy and log sum P^2 of supervised rows, whatever the logits' size, layout and dtype."""
 
-import itertools
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 import oracle as exact
 from battery import sample_logits
 from deftune import IGNORE_INDEX, token_loss, token_stats
-from deftune.losses.statistics import RowSums, merge_sums, stats_columns
 from tolerances import assert_close, assert_near
 
 properties = settings(deadline=None, derandomize=True, max_examples=50, database=None)
@@ -378,25 +376,3 @@ def test_bad_input_is_named(logits, targets, text):
     for function in (token_stats, token_loss):
         with pytest.raises(ValueError, match=text):
             function(logits, targets)
-
-
-@pytest.mark.parametrize("cuts", [[7], [1, 39], [10, 20, 30]])
-def test_sums_merge_over_vocabulary_shards(cuts):
-    """What tensor parallel ranks exchange: the statistics of the shards' merged sums are those of the whole row."""
-    logits = torch.randn(6, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 8
-    targets = torch.tensor([0, 7, 12, 39, 20, 1])
-    edges = [0, *cuts, 40]
-    shards = []
-    for low, high in itertools.pairwise(edges):
-        z = logits[:, low:high]
-        at = torch.arange(low, high)[None, :] == targets[:, None]
-        shift = z.amax(-1)
-        u = z - shift[:, None]
-        e = u.exp().masked_fill(at, 0.0)
-        target = z.masked_fill(~at, -torch.inf).amax(-1)
-        shards.append(RowSums(shift, target, e.sum(-1), e.square().sum(-1), (u * e).sum(-1)))
-    log_p, entropy, log_collision, *_ = stats_columns(merge_sums(shards))
-    whole = token_stats(logits, targets)
-    assert_near(log_p, whole.log_p, "split")
-    assert_near(entropy, whole.entropy, "split")
-    assert_near(log_collision, whole.log_collision, "split")

@@ -55,19 +55,6 @@ def rescaled(sums: RowSums, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sums.rest * factor, sums.squares * factor**2, moment
 
 
-def merge_sums(shards: Sequence[RowSums]) -> RowSums:
-    """The sums of whole rows from those of vocabulary shards: the maximum, then the sums rescaled to it.
-
-    A shard without the target has ``target`` = -inf and leaves nothing out. `merge_ranks` does the same over ranks.
-    """
-    shift = torch.stack([shard.shift for shard in shards]).amax(0)
-    rest, squares, moment = (torch.zeros_like(shift) for _ in range(3))
-    for shard in shards:
-        for total, part in zip((rest, squares, moment), rescaled(shard, shift)):
-            total += part
-    return RowSums(shift, torch.stack([shard.target for shard in shards]).amax(0), rest, squares, moment)
-
-
 def merge_ranks(sums: RowSums, y: Tensor, shard: VocabShard, *, known: bool = False) -> RowSums:
     """The sums of whole rows from those of this rank's classes: a MAX of three numbers a row, then a SUM of four.
 
