@@ -18,7 +18,8 @@ pytest.importorskip("trl", minversion="1.15", reason="the exported run is compar
 
 from safetensors.torch import load_file
 
-from deftune.adapters.export import STACKS, export_prepared, export_run, permuted
+from deftune.adapters.export import STACKS, export_prepared, export_run
+from deftune.adapters.export_job import permuted
 from deftune.adapters.verl_rows import TokenRows
 from deftune.artifacts.config import ConfigError, Lora, Model, RunConfig, Train
 from deftune.cli import main
