@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from printed_shares import on_grid, truncated_on_grid
 from torch import Tensor
 
 from deftune.paper import theory
@@ -171,20 +172,6 @@ HALF_CENT = 0.005 + 1e-9  # half a unit of the second printed decimal, with room
 
 def row_mean(row: tuple[float, ...]) -> float:
     return sum(row[:-1]) / len(row[:-1])
-
-
-def on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
-    """Whether some k/size, in per cent and rounded to so many decimals, prints as this value."""
-    nearest = round(value * size / 100)
-    return any(abs(100 * k / size - value) <= 0.5 * 10**-decimals + 1e-9 for k in (nearest - 1, nearest, nearest + 1))
-
-
-def truncated_on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
-    """Whether some k/size, in per cent and cut after so many decimals, prints as this value."""
-    unit = 100 * 10**decimals
-    shown = round(value * 10**decimals)
-    lowest = shown * size // unit
-    return any(unit * k // size == shown for k in (lowest, lowest + 1))
 
 
 def best_two(scores: dict[str, float]) -> tuple[str, ...]:

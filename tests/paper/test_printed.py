@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
+from printed_shares import on_grid, truncated_on_grid
 
 from deftune.comparison.tables import best_and_second
 from deftune.evaluation.suites import TASKS
@@ -15,24 +16,6 @@ from deftune.paper.recipes import CELLS, METHODS
 TABLES = paper_tables()
 TUNED = ("-logp", "-p", "EAFT", "Cayley-Trans", "DEFT")  # what the paper's marks rank: not the untuned model
 CELLS_PRINTED = [cell for table in TABLES.values() for cell in table.cells]
-
-
-def on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
-    """Whether some k/size, in per cent and rounded to so many decimals, prints as this value.
-
-    >>> on_grid(1.56, 128), on_grid(0.01, 128)
-    (True, False)
-    """
-    nearest = round(value * size / 100)
-    return any(abs(100 * k / size - value) <= 0.5 * 10**-decimals + 1e-9 for k in (nearest - 1, nearest, nearest + 1))
-
-
-def truncated_on_grid(value: float, size: int, *, decimals: int = 2) -> bool:
-    """Whether some k/size, in per cent and cut after so many decimals, prints as this value."""
-    unit = 100 * 10**decimals
-    shown = round(value * 10**decimals)
-    lowest = shown * size // unit
-    return any(unit * k // size == shown for k in (lowest, lowest + 1))
 
 
 @cache
