@@ -34,7 +34,7 @@ def test_our_trainer_refuses_deepspeed():
     from types import SimpleNamespace
 
     from deftune.objectives import objective
-    from deftune.training.trainer import check_arguments
+    from deftune.training.refusals import check_arguments
 
     with pytest.raises(ValueError, match="DeepSpeed updates the weights inside the backward pass"):
         check_arguments(objective("deft"), SimpleNamespace(deepspeed={"zero_optimization": {"stage": 2}}), {})

@@ -57,7 +57,7 @@ def overrides(folder, *more):
 
 def train(folder, ranks, entries):
     """Run the entries in one set of processes (0 ranks: Ray's); {name: [metrics of each step], or an error's text}."""
-    work = folder / f"ranks{ranks}"
+    work = folder / f"ranks{ranks}-{len(entries)}"
     work.mkdir()
     (work / "runs.json").write_text(json.dumps(entries))
     paths = [str(HERE), str(Path(deftune.__file__).parents[1])]
@@ -163,6 +163,16 @@ def test_the_trajectory_is_that_of_a_plain_loop(folder, one_rank, objective):
 @pytest.mark.parametrize("objective", COLUMNS)
 def test_columns_of_verls_output_train_the_same(folder, one_rank, objective):
     assert_same(one_rank[f"columns {objective}"], reference(folder, objective))
+
+
+@pytest.mark.smoke
+def test_two_objectives_in_a_minute(folder):
+    """A part of `test_the_trajectory_is_that_of_a_plain_loop`."""
+    specs = ["nll", "deft | floor(0.2)"]
+    found = train(folder, 1, [{"name": spec, "args": overrides(folder, f"deft.objective={spec}")} for spec in specs])
+    for spec in specs:
+        assert_same(found[spec], reference(folder, spec))
+    assert "deftune: verl trains `deft | floor(0.2)`: loss " in found["output"]
 
 
 def test_nll_is_verls_own_training(folder, one_rank):

@@ -147,6 +147,16 @@ def uses_bf16(job: Job) -> bool:
     return precision != "fp32"
 
 
+def uses_checkpointing(job: Job) -> bool:
+    """auto is decided by the memory of the GPU that trains, which is not here."""
+    chosen = job.keys.take("train.gradient_checkpointing")
+    if chosen == "auto":
+        job.keys.notes.append(
+            "train.gradient_checkpointing: auto is written as false; set it to true if memory is short (`deftune plan`)"
+        )
+    return chosen is True
+
+
 def check_common(job: Job) -> None:
     """What no stack but `deftune train` has."""
     keys, config = job.keys, job.prepared.config
@@ -203,7 +213,7 @@ def trainer_arguments(job: Job) -> dict[str, Any]:
         "max_grad_norm": take("train.clip"),
         "seed": take("train.seed"),
         "data_seed": train.seed,
-        "torch_compile": take("train.compile"),
+        "torch_compile": bool(take("train.compile")),  # these stacks compile the whole model
         "dataloader_num_workers": take("train.workers"),
         "logging_steps": 1,
         "save_strategy": "steps",

@@ -17,6 +17,7 @@ from deftune.adapters.export_job import (
     token_columns,
     trainer_arguments,
     uses_bf16,
+    uses_checkpointing,
     write_parquet,
 )
 from deftune.objectives import IGNORE_INDEX
@@ -44,7 +45,7 @@ def export_llamafactory(job: Job) -> str:
         "tokenized_path": str(tokens),
         "template": "empty",
         "cutoff_len": prepared.config.data.max_length,
-        "disable_gradient_checkpointing": not keys.take("train.gradient_checkpointing"),
+        "disable_gradient_checkpointing": not uses_checkpointing(job),
         "bf16": uses_bf16(job),
         "plot_loss": False,
         **trainer_arguments(job),
@@ -104,7 +105,7 @@ def export_axolotl(job: Job) -> str:
         "val_set_size": 0,
         "special_tokens": {"pad_token": prepared.tokenizer.pad_token},
         "attn_implementation": "sdpa",
-        "gradient_checkpointing": keys.take("train.gradient_checkpointing"),
+        "gradient_checkpointing": uses_checkpointing(job),
         "bf16": bf16,
         "fp16": False,
         "tf32": False,
@@ -171,7 +172,7 @@ def export_swift(job: Job) -> str:
         "strict": True,
         "split_dataset_ratio": 0.0,
         "add_version": False,
-        "gradient_checkpointing": keys.take("train.gradient_checkpointing"),
+        "gradient_checkpointing": uses_checkpointing(job),
         **arguments,
     }
     if os.path.isdir(prepared.source):  # ms-swift knows hub ids by name; a folder may fit several of its types
@@ -252,7 +253,7 @@ def export_verl(job: Job) -> str:
     model: dict[str, Any] = {
         "path": prepared.source,
         "trust_remote_code": take("model.trust_remote_code"),
-        "enable_gradient_checkpointing": take("train.gradient_checkpointing"),
+        "enable_gradient_checkpointing": uses_checkpointing(job),
         "use_remove_padding": False,
         "override_config": {"attn_implementation": "sdpa"},
     }
