@@ -44,6 +44,11 @@ def table():
     return conflict_table(tokens(BEFORE), tokens(AFTER), pair="steps 0 to 10")
 
 
+def test_small_changes_are_drawn_small():
+    table = conflict_table(tokens([0.5, 0.6]), tokens([0.501, 0.599]), pair="steps 0 to 10")
+    assert plot_conflicts(table).axes[0].get_ylim() == pytest.approx((-0.105, 0.105))
+
+
 def test_tokens_fall_into_the_quadrants_of_the_definition(table):
     assert table["quadrant"].to_pylist() == QUADRANTS
     assert np.allclose(table["d_p"], np.subtract(AFTER, BEFORE), atol=1e-6)
@@ -130,6 +135,8 @@ def test_pairs_are_named_by_their_steps():
     assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a:10")) == "a, steps 0 to 10"
     assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a")) == "a, steps 0 to end"
     assert pair_name(tokens([0.1], model="smollm2"), tokens([0.1], model="runs/a")) == "smollm2 to runs/a"
+    nameless = tokens([0.1])
+    assert pair_name(nameless, nameless) == "before to after"
 
 
 def test_the_command_from_a_runs_checkpoints(tmp_path, capsys, run):

@@ -82,6 +82,8 @@ def run_show(args: argparse.Namespace) -> int:
     if about := ABOUT.get(str(base).split("(")[0]):
         for title, field in list(COLUMNS.items())[1:]:
             print(f"{title:12} {getattr(about, field)}")
+    for line in evidence_lines(str(chosen)):
+        print(line)
     for modifier in modifiers:
         print(f"{'| ' + modifier.name:12} gate: {ABOUT[modifier.name].gate}; value: {ABOUT[modifier.name].value}")
     kinds = {
@@ -102,6 +104,19 @@ def run_show(args: argparse.Namespace) -> int:
         for x, focus, gate, loss in zip(p.tolist(), *(column.tolist() for column in columns)):
             print(f"{x:8.4g} {focus:8.4f} {gate:8.4f} {gate * (1 - x):16.4f} {loss:9.4f}")
     return 0
+
+
+def evidence_lines(spec: str) -> list[str]:
+    """Where an objective was measured above or below another one, where that is open, and the paper's averages."""
+    from deftune.comparison.evidence import evidence
+
+    rows = [row for row in evidence() if row.objective == spec]
+    labels = {1: "helped", -1: "hurt", 0: "undecided"}
+    lines = [f"{labels[row.decided]:12} {row.short}" for row in rows if row.measured]
+    if claimed := [row for row in rows if not row.measured]:
+        texts = ", ".join(f"{row.regime} {row.difference:+.1f}" for row in claimed)
+        lines.append(f"{'the paper':12} minus {claimed[0].against}, in points: {texts} (means over models)")
+    return lines or [f"{'evidence':12} none measured; `deftune compare` measures it on your data"]
 
 
 def run_plot(args: argparse.Namespace) -> int:

@@ -109,7 +109,7 @@ def p_and_loss(table: pa.Table, objective: Objective) -> tuple[np.ndarray, np.nd
 
 def pair_name(before: pa.Table, after: pa.Table) -> str:
     """What a pair of token tables is called: the run and its steps, or the two models."""
-    models = [str(table_facts(table).get("model", "?")) for table in (before, after)]
+    models = [str(table_facts(table).get("model", name)) for name, table in (("before", before), ("after", after))]
     runs, steps = zip(
         *(name.rsplit(":", 1) if name.rsplit(":", 1)[-1].isdecimal() else (name, "end") for name in models)
     )
@@ -152,7 +152,7 @@ def plot_conflicts(table: Any) -> Figure:
     width = min(PAGE_INCHES, max(3.35, 2.3 * len(shares)))
     figure, axes = new_figure(2, len(shares), (width, 3.9), height_ratios=(1.5, 1), sharey="row")
     finite = np.abs(columns["d_l"][np.isfinite(columns["d_l"])])
-    limit = 1.05 * max(float(finite.max(initial=0.0)), 1e-3)
+    limit = 1.05 * max(float(finite.max(initial=0.0)), 0.1)  # smaller changes are seen to be small
     for place, line in enumerate(shares):
         mine = np.flatnonzero(columns["pair"] == line["pair"])
         drawn = np.sort(np.random.default_rng(0).permutation(mine)[:DRAWN_POINTS])

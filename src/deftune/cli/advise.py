@@ -1,0 +1,143 @@
+"""`deftune advise`: which objective the evidence supports for a model and data of the user's."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deftune.cli.compare import need_comparison
+from deftune.cli.inspect import add_data_options
+from deftune.cli.output import say
+from deftune.cli.progress import progress
+from deftune.cli.train import parse_fields
+
+PROBE_OPTIONS = ("out", "steps", "seeds", "learning_rate")
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "advise",
+        help="which objective and learning rate the evidence supports for your model and data",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="deftune advise MODEL DATA --rows 100            one pass over the rows, no training\n"
+        "deftune advise MODEL DATA --rows 100 --probe    also train three objectives for some steps and compare them",
+    )
+    parser.add_argument("model", help="a run's folder, RUN:STEP, or what `train` takes as a model")
+    parser.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
+    parser.add_argument("--rows", type=int, help="the first rows only")
+    add_data_options(parser)
+    parser.add_argument("--probe", action="store_true", help="train nll, deft and deft | floor(0.2) for some steps")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="with --probe: its folder (default: advise-probe)")
+    parser.add_argument("--steps", type=int, help="with --probe: optimizer steps of each run (default: 20)")
+    parser.add_argument("--seeds", metavar="A,B", help="with --probe: default 0")
+    parser.add_argument("--learning-rate", type=float, help="with --probe: default: the lowest that the advice names")
+    parser.add_argument("--json", action="store_true", help="the advice as JSON")
+    parser.set_defaults(run=run_advise)
+
+
+def run_advise(args: argparse.Namespace) -> int:
+    need_comparison()
+    if not args.probe and (given := [name for name in PROBE_OPTIONS if getattr(args, name) is not None]):
+        raise ValueError(f"--{given[0].replace('_', '-')}: is for --probe; add --probe, or leave it out")
+    seeds = parse_seeds(args.seeds or "0")
+    from deftune.comparison.advise import advise, probe
+
+    bad = Path("bad_rows.jsonl") if args.skip_bad_rows else None
+    options = {"format": args.format or "auto", "fields": parse_fields(args.fields), "split": args.split,
+               "template": args.template, "mask": args.mask, "max_length": args.max_length}  # fmt: skip
+    with progress() as shown:
+        shown.show("loading the libraries")
+        batch = {} if args.batch_tokens is None else {"batch_tokens": args.batch_tokens}
+        advice = advise(args.model, args.data, rows=args.rows, bad_rows=bad, display=shown,
+                        trust_remote_code=args.trust_remote_code, **options, **batch)  # fmt: skip
+        lines: list[dict[str, Any]] = []
+        if args.probe:
+            rate = args.learning_rate or (advice.learning_rates[0] if advice.learning_rates else 1e-5)
+            rows = {} if args.rows is None else {"rows": args.rows}
+            lines = probe(
+                args.model, args.data, args.out or Path("advise-probe"), steps=20 if args.steps is None else args.steps,
+                seeds=seeds, learning_rate=rate, skip_bad_rows=args.skip_bad_rows,
+                trust_remote_code=args.trust_remote_code, display=shown, **options, **rows,
+            )  # fmt: skip
+    if args.json:
+        print(json.dumps(dataclasses.asdict(advice) | ({"probe": lines} if lines else {}), indent=1))
+        return 0
+    for line in advice_lines(advice):
+        say(line)
+    if lines:
+        say("\nProbe: held-out tokens, [95% interval over rows]; minus NLL is paired by token")
+        for line in probe_text(lines):
+            say(line)
+    return 0
+
+
+def parse_seeds(text: str) -> list[int]:
+    """
+    >>> parse_seeds("0,1")
+    [0, 1]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--seeds: whole numbers with commas, got {text!r}") from None
+
+
+def paragraph(label: str, text: str) -> str:
+    return textwrap.fill(f"{label:14}{text}", 110, subsequent_indent=" " * 14, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def advice_lines(advice: Any) -> list[str]:
+    """The advice as text: what was measured, what follows, the evidence, what to watch."""
+    from deftune.comparison.evidence import grouped, together
+
+    m = advice.measured
+    kinds = m["conflict_kinds"]
+    end = "none supervised" if m["end_p"] is None else f"in {m['end_rows']:.0%} of the rows, mean p {m['end_p']:.2g}"
+    objective = advice.objective
+    if advice.sampled:
+        objective += f" for greedy or cold answers; {advice.sampled} for answers sampled at T = 1"
+    rates = ", ".join(f"{rate:g}" for rate in advice.learning_rates)
+    lines = [
+        f"{advice.model} reads {advice.data}: {m['rows']:,} rows, {m['tokens']:,} tokens, before training",
+        paragraph("p, sum P^2", f"{interval(m['p'])}, {interval(m['concentration'])}"),
+        paragraph("conflicts", f"{m['conflicts']['mean']:.1%} of the tokens, {m['conflict_loss']:.0%} of the loss: "
+                  + ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())),
+        paragraph("end tokens", end),
+        "",
+        paragraph("regime", advice.place),
+        paragraph("objective", objective),
+        paragraph("because", "; ".join(advice.because)),
+        paragraph("learning rate", f"{rates} (measured cells, full fine-tuning)" if rates else "none measured"),
+        paragraph("evidence", advice.strength),
+    ]  # fmt: skip
+    measured = grouped(row for row in advice.evidence if row.measured)
+    lines += [paragraph("  measured", together(rows)) for rows in measured]
+    if claimed := [row for row in advice.evidence if not row.measured]:
+        differences = ", ".join(f"{row.objective} {row.difference:+.1f}" for row in claimed)
+        where = f"{claimed[0].where}, mean of {claimed[0].model}"
+        lines.append(paragraph("  the paper", f"minus nll, in points: {differences} ({where}; not measured here)"))
+    return lines + [paragraph("watch", line) for line in advice.watch]
+
+
+def interval(record: Mapping[str, float]) -> str:
+    return f"{record['mean']:.3f} [{record['low']:.3f}, {record['high']:.3f}]"
+
+
+def probe_text(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    from deftune.comparison.show import align
+
+    columns = {"nll": "NLL", "p": "mean p", "concentration": "sum P^2", "top1": "likeliest"}
+    table = [["objective", *columns.values()]]
+    table += [[line["objective"], *(interval(line[key]) for key in columns)] for line in lines]
+    for line in (line for line in lines if line["minus_nll"]):
+        table.append([f"{line['objective']} - nll", *(interval(line["minus_nll"][key]) for key in columns)])
+    return [
+        align(table),
+        "NLL is expected to win on NLL. A probe does not generate answers; `deftune compare` does.",
+    ]

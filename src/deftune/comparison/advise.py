@@ -1,0 +1,303 @@
+"""`advise`: a model and data of yours beside the cells that were measured, and what follows for the objective.
+
+The advice never says more than the evidence: where no cell was measured, it says so and names the paper's claim as the
+paper's.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deftune.artifacts.display import QUIET, Display
+from deftune.artifacts.files import write_atomic
+from deftune.artifacts.names import shown_model
+from deftune.artifacts.options import OptionError, check_counts
+from deftune.artifacts.runs import Run
+from deftune.comparison.evidence import BEST, GREEDY, HOT, NLL, Evidence, evidence
+from deftune.comparison.grid import BASE, Comparison
+from deftune.comparison.schedule import Children, run_grid
+from deftune.comparison.summary import table_record
+from deftune.data.rows import BadRows
+from deftune.data.sources import read_rows
+from deftune.evaluation.clustered import TokenMean, mean_over_tokens
+from deftune.tokens.table import make_token_table, read_token_table
+
+Record = dict[str, Any]
+WEAK_BELOW, STRONG_FROM = 0.2, 0.45
+"""Bounds of the regimes in the untuned model's mean p: midway between the known cells (FigFont .01, MedQuAD .36, GSM8K
+.55, all on SmolLM2-135M-Instruct)."""
+COST_OF_GREEDY, GAIN_AT_HOT = 1.0, 5.0  # points: the study's rule for an objective where answers are sampled
+MANY_CONFLICTS = 0.05  # share of tokens
+PROBE_OBJECTIVES = (NLL, "deft", "deft | floor(0.2)")
+PROBE_HELD_OUT = 4  # every fourth row
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `advise` found.
+
+    ``measured`` are the numbers of the token table (`deftune.comparison.summary.table_record`). ``objective`` is for
+    greedy or cold answers, ``sampled`` for answers at T = 1 (None: the same). ``learning_rates`` are those of the cells
+    behind the advice. ``strength`` is none, weak, moderate or strong, with the reason.
+    """
+
+    model: str
+    data: str
+    measured: Record
+    regime: str
+    place: str
+    objective: str
+    sampled: str | None
+    learning_rates: tuple[float, ...]
+    strength: str
+    because: tuple[str, ...]
+    evidence: tuple[Evidence, ...]
+    watch: tuple[str, ...]
+
+
+def advise(model: str, data: str, *, display: Display = QUIET, **options: Any) -> Advice:
+    """Measure a model on rows (one pass, no training) and say which objective the evidence supports.
+
+        advice = advise("smollm2", "train.jsonl", rows=100)
+        advice.regime, advice.objective, advice.because
+
+    Args:
+        model: a run, ``RUN:STEP``, or any model that `deftune train` takes.
+        data: a file, a folder, a hub id, or ``generated:NAME``.
+        display: receives the progress.
+        options: further arguments of `deftune.tokens.table.make_token_table` (rows, format, fields, split, template,
+            mask, max_length, ...).
+
+    Raises:
+        ValueError: an argument is wrong, a row cannot be used, or no token is supervised.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.parquet"
+        make_token_table(path, model, data, objectives=[NLL], display=display, **options)
+        measured = table_record(path)
+    return advice_from(measured, model=shown_model(model), data=data)
+
+
+def advice_from(
+    measured: Record, *, model: str = "", data: str = "", known: Sequence[Evidence] | None = None
+) -> Advice:
+    """The advice for the numbers of a token table; ``known``: the evidence (default: what the package ships)."""
+    known = evidence() if known is None else known
+    regime, place = place_of(measured, known)
+    here = [row for row in known if row.regime == regime]
+    ours = [row for row in here if row.measured and row.against == NLL]
+    objective = best_of(ours)
+    sampled = best_when_sampled(ours, objective)
+    chosen = sampled or objective
+    about = [row for row in ours if row.objective in (objective, chosen)] or ours
+    rates = sorted({rate for row in about for rate in row.learning_rates})
+    return Advice(
+        model=model, data=data, measured=measured, regime=regime, place=place, objective=objective, sampled=sampled,
+        learning_rates=tuple(rates), strength=strength_of(ours), because=tuple(reasons(ours, objective, sampled)),
+        evidence=tuple([*(row for row in here if row.measured), *(row for row in here if not row.measured)]),
+        watch=tuple(watch(measured, regime, [name for name in (objective, sampled) if name and name != NLL], here)),
+    )  # fmt: skip
+
+
+def regime_of(p: float) -> str:
+    """
+    >>> regime_of(0.01), regime_of(0.36), regime_of(0.55)
+    ('weak', 'intermediate', 'strong')
+    """
+    return "weak" if p < WEAK_BELOW else "intermediate" if p < STRONG_FROM else "strong"
+
+
+def place_of(measured: Record, known: Sequence[Evidence]) -> tuple[str, str]:
+    """The regime by the model's mean p, and a sentence with the nearest known cells."""
+    p = measured["p"]
+    regime = regime_of(p["mean"])
+    cells = {(row.model, row.data): row for row in known if row.base_p is not None}.values()
+    near = sorted(cells, key=lambda row: abs((row.base_p or 0.0) - p["mean"]))[:2]
+    texts = [f"{row.data} with {row.model.split(' (')[0]} ({row.base_p:.2f})" for row in near]
+    text = f"mean p {p['mean']:.2f} [{p['low']:.2f}, {p['high']:.2f}] is {regime}"
+    others = dict.fromkeys(name for name in (regime_of(p["low"]), regime_of(p["high"])) if name != regime)
+    if others:
+        text += f", and within its interval {' or '.join(others)}"
+    return regime, text + (f"; the nearest measured cells: {', '.join(texts)}" if texts else "; no cell was measured")
+
+
+def best_of(ours: Sequence[Evidence]) -> str:
+    """The objective with the largest decided gain over NLL at the best temperature; NLL where there is none."""
+    above = [row for row in ours if row.measure == BEST and row.decided > 0]
+    below = {row.objective for row in ours if row.measure == BEST and row.decided < 0}
+    above = [row for row in above if row.objective not in below]
+    return max(above, key=lambda row: row.difference).objective if above else NLL
+
+
+def best_when_sampled(ours: Sequence[Evidence], objective: str) -> str | None:
+    """The objective that gains most at T = 1 and costs little greedily; None where none does, or it is the same one.
+
+    A row without an interval counts if its difference reaches the study's 5 points.
+    """
+    greedy = {row.objective: row for row in ours if row.measure == GREEDY}
+    hot = [
+        row for row in ours
+        if row.measure == HOT and row.difference >= GAIN_AT_HOT and (row.low is None or row.decided > 0)
+    ]  # fmt: skip
+    cheap = [r for r in hot if r.objective not in greedy or greedy[r.objective].difference >= -COST_OF_GREEDY]
+    found = max(cheap or hot, key=lambda row: row.difference, default=None)
+    return found.objective if found and found.objective != objective else None
+
+
+def strength_of(ours: Sequence[Evidence]) -> str:
+    """How strong the measured evidence of a regime is, in a word and its reason."""
+    if not ours:
+        return "none: no cell of this regime was measured; what the paper claims is the paper's"
+    seeds = max(row.seeds for row in ours)
+    models = len({row.model for row in ours if row.seeds == seeds})
+    word = "weak" if seeds < 2 else "strong" if seeds >= 3 and models > 1 else "moderate"
+    return f"{word}: {seeds} seed{'s' * (seeds > 1)} of {models} model{'s' * (models > 1)} at most"
+
+
+def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> list[str]:
+    """Why these objectives, in sentences about measured rows."""
+    lines: list[str] = []
+    best = [row for row in ours if row.measure == BEST]
+    if objective != NLL:
+        lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0")
+    elif lost := [row.objective for row in best if row.decided < 0]:
+        lines.append(f"measured below NLL at the best temperature of each: {', '.join(dict.fromkeys(lost))}")
+    else:
+        lines.append("no objective was measured above NLL at the best temperature of each")
+    if sampled:
+        row = max((r for r in ours if r.objective == sampled and r.measure == HOT), key=lambda r: r.difference)
+        interval = "no interval was recorded" if row.low is None else "the interval excludes 0"
+        lines.append(f"at T = 1 {sampled} is {row.difference:.1f} points above NLL ({interval})")
+    return lines
+
+
+def watch(measured: Record, regime: str, gated: Sequence[str], known: Sequence[Evidence]) -> list[str]:
+    """What to look at while and after training, from the numbers of the user's own data.
+
+    ``gated`` are the advised objectives other than NLL.
+    """
+    lines: list[str] = []
+    if measured["end_rows"] == 0:
+        lines.append("no row has a supervised end token, so the tuned model will not learn to stop: check template and "
+                     "mask with `deftune data preview`")  # fmt: skip
+    elif measured["end_rows"] < 1:
+        lines.append(f"{1 - measured['end_rows']:.0%} of the rows have no supervised end token (cut off at the maximum "
+                     f"length?)")  # fmt: skip
+    kinds: Mapping[str, int] = measured["conflict_kinds"]
+    conflicts, marks = sum(kinds.values()), kinds["end"] + kinds["format"]
+    if marks and gated:
+        cure = "measured above" if any("eos(" in row.objective for row in known) else "not measured as a cure"
+        lines.append(f"{marks:,} of {conflicts:,} confident conflicts are end or format tokens, where the gate of "
+                     f"{gated[-1]} is small: check that the tuned model stops; `| eos(nll)` keeps NLL's gradient there "
+                     f"({cure})")  # fmt: skip
+    if measured["conflicts"]["mean"] >= MANY_CONFLICTS:
+        lines.append(f"confident conflicts are {measured['conflicts']['mean']:.1%} of the tokens: `deftune inspect` "
+                     f"shows whether they are errors or another style")  # fmt: skip
+    if regime == "strong":
+        lines.append("a high p says that the answers read as the model would write them, not that it solves the task")
+    return [*lines, "score the untuned model too, greedily and over temperatures: at T = 1 a sharper model gains by "
+            "that alone"]  # fmt: skip
+
+
+# --- the probe --------------------------------------------------------------------------------------------------------
+
+
+def probe(
+    model: str, data: str, folder: Path, *, rows: int = 400, steps: int = 20, seeds: Sequence[int] = (0,),
+    learning_rate: float = 1e-5, batch_size: int = 8, format: str = "auto", fields: Mapping[str, str] | None = None,
+    split: str | None = None, template: str | None = None, mask: str | None = None, max_length: int | None = None,
+    skip_bad_rows: bool = False, trust_remote_code: bool = False, display: Display = QUIET,
+) -> list[Record]:  # fmt: skip
+    """Train NLL, DEFT and DEFT with a floor for some steps on the data, and compare them on rows that were held out.
+
+    Every fourth row is held out. The comparison is an ordinary one in ``folder`` (`deftune compare show` and `report`
+    read it), and the same call resumes it. Token statistics are compared, not answers: a probe does not say which
+    objective answers better.
+
+    Args:
+        model: what `deftune train` takes as a model.
+        data: a file, a folder, a hub id, or ``generated:NAME``.
+        folder: of the comparison.
+        rows: how many rows of the data to use.
+        steps: optimizer steps of each run.
+        seeds: one run of each objective for each.
+        learning_rate: of all runs.
+        batch_size: rows of a step.
+
+    Returns:
+        A line for the untuned model and each objective: held-out means with 95% intervals over rows, and under
+        ``minus_nll`` the paired differences from NLL.
+
+    Raises:
+        ValueError: an argument is wrong, or a cell failed.
+    """
+    check_counts(rows=rows, steps=steps, batch_size=batch_size)
+    if Run(Path(model.rpartition(":")[0] or model)).config.is_file() or Run(Path(model)).config.is_file():
+        raise OptionError("probe", f"{model} is a run; name its base model, which the probe trains")
+    bad = BadRows(skip=skip_bad_rows)
+    found = read_rows(data, format=format, split=split, limit=rows, bad=bad, fields=fields)
+    if len(found) < 2 * PROBE_HELD_OUT:
+        raise OptionError("rows", f"{len(found)} rows are too few to train and to hold out; give at least "
+                          f"{2 * PROBE_HELD_OUT}")  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"{name}.jsonl" for name in ("train", "held_out")}
+    for name, path in paths.items():
+        part = [r for i, r in enumerate(found) if (i % PROBE_HELD_OUT == PROBE_HELD_OUT - 1) == (name == "held_out")]
+        lines = [{"messages": row.messages, **({"tools": row.tools} if row.tools else {})} for row in part]
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
+    source: Record = {"format": "messages"}
+    encoding = {"template": template, "mask": mask, "max_length": max_length}
+    comparison = Comparison.model_validate({
+        "folder": str(folder / "comparison"), "objectives": list(PROBE_OBJECTIVES), "seeds": list(seeds),
+        "learning_rates": [learning_rate], "keep_models": False,
+        "model": {"name": model, "trust_remote_code": trust_remote_code},
+        "train": {"max_steps": steps, "epochs": 1000, "batch_size": batch_size, "micro_batch_size": min(2, batch_size),
+                  "save_steps": 10 * steps},
+        "regimes": {"probe": {
+            "data": {"train": [{"path": str(paths["train"]), **source}],
+                     **{key: value for key, value in encoding.items() if value is not None}},
+            "tokens": [{"path": str(paths["held_out"]), **source}],
+        }},
+    })  # fmt: skip
+    outcome = run_grid(comparison, Children(1), display.say)
+    if outcome.failed or outcome.stopped:
+        why = next(iter(outcome.failed.values()), "it was stopped; the same command goes on")
+        raise ValueError(f"{comparison.folder}: the probe did not finish: {why}")
+    return probe_lines(comparison)
+
+
+PROBED = ("nll", "p", "concentration", "top1")
+
+
+def probe_lines(comparison: Comparison) -> list[Record]:
+    """Held-out means of the untuned model and of each objective over its seeds, and paired differences from NLL."""
+    columns: dict[str, list[dict[str, torch.Tensor]]] = {}
+    for cell in comparison.cells():
+        table = read_token_table(cell.folder / "tokens.parquet", ["row", "log_p", "p", "concentration", "rank"])
+        found = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in table.column_names}
+        values = {"row": found["row"], "nll": -found["log_p"].double(), "top1": (found["rank"] == 0).double()}
+        columns.setdefault(cell.objective, []).append(values | {k: found[k].double() for k in ("p", "concentration")})
+    means = {
+        name: {key: torch.stack([one[key] for one in found]).mean(0) for key in PROBED}
+        for name, found in columns.items()
+    }
+    rows = columns[NLL][0]["row"]
+
+    def mean(values: torch.Tensor) -> Record:
+        return TokenMean(*mean_over_tokens(values, rows))._asdict()
+
+    return [
+        {
+            "objective": name, "seeds": 0 if name == BASE else len(columns[name]),
+            **{key: mean(values[key]) for key in PROBED},
+            "minus_nll": {} if name in (BASE, NLL) else {k: mean(values[k] - means[NLL][k]) for k in PROBED},
+        }
+        for name, values in means.items()
+    ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""What is known about objectives: measured differences from NLL, and the paper's, by regime.
+
+The rows are in ``evidence.json``, which `python -m deftune.paper.study report` writes from the committed results of the
+study, from earlier measurements and from the paper's tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+NLL = "nll"
+BEST, GREEDY, HOT = "best temperature", "greedy", "T = 1"  # measures
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A difference of two objectives in points, with its 95% interval where one was recorded.
+
+    ``base_p`` and ``base_concentration`` are the untuned model's means on the data. ``source`` is study, comparison,
+    first look, or paper.
+    """
+
+    regime: str
+    model: str
+    objective: str
+    against: str
+    measure: str
+    difference: float
+    seeds: int
+    source: str
+    where: str
+    learning_rates: tuple[float, ...] = ()
+    data: str = ""
+    task: str = ""
+    low: float | None = None
+    high: float | None = None
+    p_holm: float | None = None
+    base_p: float | None = None
+    base_concentration: float | None = None
+    note: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the row was measured with deftune; otherwise it is the paper's claim."""
+        return self.source != "paper"
+
+    @property
+    def decided(self) -> int:
+        """1: above, -1: below, 0: the interval holds 0, or Holm's p-value is 0.05 or more, or there is no interval."""
+        if self.low is None or self.high is None or (self.p_holm is not None and self.p_holm >= 0.05):
+            return 0
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+    @property
+    def short(self) -> str:
+        """
+        >>> Evidence("weak", "tiny (Q4)", "deft", "nll", HOT, 2.0, 1, "study", "here", data="FigFont").short
+        'weak: +2.0 points from nll, T = 1 (tiny on FigFont, 1 seed)'
+        """
+        interval = "" if self.low is None or self.high is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
+        seeds = f"{self.seeds} seed{'s' * (self.seeds != 1)}"
+        where = f"{self.model.split(' (')[0]} on {self.data}, {seeds}"
+        return f"{self.regime}: {self.difference:+.1f}{interval} points from {self.against}, {self.measure} ({where})"
+
+    def __str__(self) -> str:
+        """
+        >>> str(Evidence("weak", "tiny", "deft", "nll", HOT, 2.0, 1, "paper", "Table 3", low=1.0, high=3.0))
+        'deft - nll: +2.0 points [+1.0, +3.0], T = 1; tiny; the paper, Table 3'
+        """
+        return together([self])
+
+    @property
+    def points(self) -> str:
+        interval = "" if self.low is None or self.high is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.difference:+.1f} points{interval}, {self.measure}{note}"
+
+    @property
+    def about(self) -> str:
+        data = f" on {self.data}" if self.data else ""
+        task = f", asked {self.task}" if self.task else ""
+        rates = f", learning rate {', '.join(f'{rate:g}' for rate in self.learning_rates)}" if self.measured else ""
+        seeds = f", {self.seeds} seed{'s' * (self.seeds != 1)}" if self.measured else ""
+        source = f"the paper, {self.where}" if not self.measured else f"{self.source}: {self.where}"
+        return f"{self.model}{data}{task}{seeds}{rates}; {source}"
+
+
+def together(rows: Sequence[Evidence]) -> str:
+    """Rows of two objectives that differ in their measure alone, as one text."""
+    first = rows[0]
+    return f"{first.objective} - {first.against}: {'; '.join(row.points for row in rows)}; {first.about}"
+
+
+def grouped(rows: Iterable[Evidence]) -> list[list[Evidence]]:
+    """The rows by what `together` says once, in their order."""
+    found: dict[tuple[str, str, str], list[Evidence]] = {}
+    for row in rows:
+        found.setdefault((row.objective, row.against, row.about), []).append(row)
+    return list(found.values())
+
+
+@cache
+def evidence() -> tuple[Evidence, ...]:
+    """All rows, the measured ones first."""
+    text = resources.files("deftune.comparison").joinpath("evidence.json").read_text(encoding="utf-8")
+    rows: list[dict[str, Any]] = json.loads(text)
+    for row in rows:
+        row["learning_rates"] = tuple(row["learning_rates"])
+    return tuple(Evidence(**row) for row in rows)

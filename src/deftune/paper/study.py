@@ -1,0 +1,116 @@
+"""The study as commands, run in a checkout of the repository.
+
+    python -m deftune.paper.study collect comparisons/study-strong --out benchmarks/study/results/strong.json
+    python -m deftune.paper.study report            # pages, figures and evidence from the committed results
+    python -m deftune.paper.study report --check    # say which of them do not agree with the results
+
+`collect` turns folders of comparisons into a committed file. `report` reads all committed files and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from deftune.artifacts.files import write_atomic
+from deftune.paper.study_cells import collect, read_study
+from deftune.paper.study_effects import sections
+from deftune.paper.study_figures import draw, figure_names
+from deftune.paper.study_plan import Plan
+from deftune.paper.study_report import evidence, evidence_text, readme_block, results_page
+
+FOLDER = Path("benchmarks/study")
+IMAGES = Path("docs/images")
+PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md")}  # marker -> page
+EVIDENCE = Path("src/deftune/comparison/evidence.json")
+
+
+def put_between(text: str, marker: str, block: str, where: Path) -> str:
+    """The text with ``block`` between ``<!-- marker -->`` and ``<!-- /marker -->``.
+
+    >>> put_between("a <!-- x -->old<!-- /x --> b", "x", "new", Path("page.md"))
+    'a <!-- x -->\\nnew\\n<!-- /x --> b'
+    """
+    first, last = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    if text.count(first) != 1 or text.count(last) != 1:
+        raise ValueError(f"{where}: needs {first} and {last}, once each; the report is written between them")
+    head, _, rest = text.partition(first)
+    _, _, tail = rest.partition(last)
+    return f"{head}{first}\n{block}\n{last}{tail}"
+
+
+def report(root: Path, *, check: bool = False) -> list[Path]:
+    """Write the study's pages, figures and evidence table below ``root``, the checkout.
+
+    Args:
+        root: the checkout of the repository.
+        check: write nothing.
+
+    Returns:
+        The files that were not what the committed results say, and now are (with ``check``: still are not). Figures are
+        drawn anew by each call without ``check``, and with it they must exist.
+    """
+    studies = [read_study(path) for path in sorted((root / FOLDER / "results").glob("*.json"))]
+    found, plan = sections(studies), Plan(root / FOLDER / "plan.yaml")
+    order = [*plan.regimes]
+    found.sort(key=lambda s: order.index(s.regime) if s.regime in order else len(order))
+    changed: list[Path] = []
+    figures: list[str] = []
+    for section in found:
+        if check:
+            wanted = [name for (name, _), more in zip(figure_names(section), (section.temperatures, section.rates))
+                      if len(more) > 1]  # fmt: skip
+            changed += [IMAGES / name for name in wanted if not (root / IMAGES / name).is_file()]
+            figures += wanted
+        else:
+            figures += draw(section, plan, root / IMAGES)
+    earlier = yaml.safe_load((root / FOLDER / "earlier.yaml").read_text(encoding="utf-8"))
+    texts = {EVIDENCE: evidence_text(evidence(found, plan, earlier))}
+    blocks = {"results": results_page(studies, found, plan, figures), "study": readme_block(found, plan, figures)}
+    for marker, page in PAGES.items():
+        texts[page] = put_between((root / page).read_text(encoding="utf-8"), marker, blocks[marker], page)
+    for path, text in texts.items():
+        if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text:
+            changed.append(path)
+            if not check:
+                write_atomic(root / path, text)
+    return changed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deftune.paper.study", description="the study: collect, report")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    one = actions.add_parser("collect", help="merge the cells of comparisons into a results file")
+    one.add_argument("folders", type=Path, nargs="*", help="folders of the same comparison")
+    one.add_argument("--rerun", type=Path, action="append", default=[], metavar="FOLDER",
+                     help="cells that were run again on purpose; repeatable")  # fmt: skip
+    one.add_argument("--out", type=Path, required=True, help="results file; the cells that it has are kept")
+    one.add_argument("--config", metavar="FILE", help="YAML file of the comparison, for the printed commands "
+                     "(default: benchmarks/study/NAME.yaml, NAME from --out)")  # fmt: skip
+    two = actions.add_parser("report", help="write pages, figures and evidence from the committed results")
+    two.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the working folder)")
+    two.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something disagrees")
+    args = parser.parse_args(argv)
+    try:
+        if args.action == "collect":
+            study, said = collect(args.folders, args.out, reruns=args.rerun, file=args.config)
+            for line in said:
+                print(line, file=sys.stderr)
+            done = sum(cell["state"] == "finished" for cell in study.cells.values())
+            print(f"{args.out}: {done} cells, {args.out.stat().st_size / 1e6:.2f} MB")
+            return 0
+        changed = report(args.root, check=args.check)
+    except (ValueError, OSError) as error:
+        print(f"study: {error}", file=sys.stderr)
+        return 2
+    for path in changed:
+        print(f"{path}: {'does not agree with the committed results' if args.check else 'written'}")
+    return 1 if args.check and changed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

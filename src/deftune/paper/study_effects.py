@@ -1,0 +1,237 @@
+"""What the committed cells of the study say: accuracies, and differences from NLL, with items and seeds as levels.
+
+A setting (learning rate, and temperature where none is given) is chosen on one half of the items and scored on the
+other half, as in `deftune.comparison.summary`. Two objectives are compared on the cells that both have: the same seeds,
+the same rates to choose from. An interval is the percentile bootstrap's: items and seeds are drawn with replacement,
+independently of each other. The p-value comes from the same resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deftune.comparison.grid import BASE
+from deftune.comparison.summary import Option, Scores, averaged_columns, show
+from deftune.evaluation.statistics import drawn_counts, half_of, holm, interval_of
+from deftune.paper.study_cells import Study
+
+REFERENCE = "nll"
+ORDER = (REFERENCE, "deft", "deft | floor(0.2)", "linear", "eaft", "cayley")  # others follow by name
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A mean over items, seeds and tasks, with its 95% interval; of a difference, also its two-sided p-value."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+    seeds: int
+    items: int
+
+    @property
+    def points(self) -> tuple[float, float, float]:
+        return 100 * self.value, 100 * self.low, 100 * self.high
+
+
+@lru_cache(maxsize=4)
+def _draws(number: int, seed: int) -> Tensor:
+    return torch.cat(list(drawn_counts(number, RESAMPLES, seed)))
+
+
+def effect_of(columns: Sequence[Tensor]) -> Effect:
+    """The mean of the columns' means, each ``[seeds, items]``, by the bootstrap over items and seeds.
+
+        m* = 1/K sum_k sum_s sum_i a_s b_ki x_ksi / (S N_k)      a, b: how often seed s and item i were drawn
+
+    With one seed the interval says nothing about other seeds.
+
+    >>> effect_of([torch.tensor([[1.0, 1.0, 1.0]])])
+    Effect(value=1.0, low=1.0, high=1.0, p=0.0002, seeds=1, items=3)
+    """
+    seeds = len(columns[0])
+    drawn = torch.zeros(RESAMPLES, dtype=torch.float64)
+    value = 0.0
+    for column in columns:
+        by_seed = _draws(column.shape[1], 0) @ column.double().T  # [resamples, seeds]
+        drawn += (by_seed * _draws(seeds, 1)).sum(1) / (column.numel() * len(columns))
+        value += float(column.double().mean()) / len(columns)
+    interval = interval_of(drawn)
+    beyond = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
+    p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
+    return Effect(value, interval.low, interval.high, round(p, 6), seeds, sum(c.shape[1] for c in columns))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An objective's scores at the settings that were chosen for it: a ``[seeds, items]`` tensor for each column."""
+
+    columns: dict[str, Tensor]
+    options: tuple[Option, Option]  # of the two halves of the items
+    seeds: tuple[int | None, ...]
+
+
+def common(scores: Scores, *others: Scores, rate: float | None = None) -> Scores:
+    """The scores of the cells that all have (at one rate), and of the seeds that then have the most rates.
+
+    >>> common(Scores()).values
+    {}
+    """
+    keys = [
+        (seed, option) for seed, option in scores.values
+        if all((seed, option) in other.values for other in others) and rate in (None, option.learning_rate)
+    ]  # fmt: skip
+    by_option: dict[Option, list[int | None]] = {}
+    for seed, option in keys:
+        by_option.setdefault(option, []).append(seed)
+    seeds = max(by_option.values(), key=len, default=[])
+    found = Scores()
+    found.values = {key: scores.values[key] for key in keys if key[0] in seeds}
+    return found
+
+
+def choose(scores: Scores, averaged: Sequence[str], temperature: float | None) -> Chosen | None:
+    """The scores at the best setting of the other half; None where no cell is left."""
+    seeds = sorted(scores.seeds, key=str)
+    if not seeds or not scores.options(seeds, temperature):
+        return None
+    options = show(scores, averaged, temperature, seeds).chosen
+    columns: dict[str, Tensor] = {}
+    for column in averaged:
+        items = sorted(scores.values[seeds[0], options[0]][column])
+        columns[column] = torch.tensor(
+            [[scores.values[seed, options[half_of(item)]][column][item] for item in items] for seed in seeds],
+            dtype=torch.float64,
+        )
+    return Chosen(columns, options, tuple(seeds))
+
+
+def subtract(a: Chosen, b: Chosen) -> list[Tensor]:
+    """a - b, paired by item and seed."""
+    return [a.columns[name] - b.columns[name] for name in a.columns]
+
+
+MOST_CUT = 0.1  # of the untuned model's answers
+
+
+class Section:
+    """One evaluation of one regime: the scores of every objective, and what follows from them.
+
+    The untuned model has no score where more than a tenth of its answers were cut off: the limit of tokens would be
+    measured, not the model.
+    """
+
+    def __init__(self, study: Study, regime: str, title: str):
+        self.study, self.regime, self.title = study, regime, title
+        self.scores = study.scores(regime, title)
+        if self.base_cut > MOST_CUT:
+            self.scores.pop(BASE, None)
+        self.effects: dict[tuple[str, str, float | None, float | None], Effect | None] = {}  # computed once
+
+    @cached_property
+    def base_cut(self) -> float:
+        """The share of the untuned model's answers that were cut off at the limit of tokens; 0 where it has none."""
+        tasks = [task for cell in self.cells(BASE) for task in cell["scores"][self.title].values()]
+        finished = [count["finished"] for task in tasks for count in task.values()]
+        total = sum(sum(counts.values()) for counts in finished)
+        return sum(counts.get("length", 0) for counts in finished) / total if total else 0.0
+
+    @cached_property
+    def averaged(self) -> list[str]:
+        evaluation = next(e for e in self.study.comparison().regimes[self.regime].evaluate if e.title == self.title)
+        columns = list(dict.fromkeys(c for s in self.scores.values() for by in s.values.values() for c in by))
+        return averaged_columns(evaluation, columns)
+
+    @cached_property
+    def objectives(self) -> list[str]:
+        """The tuned objectives, NLL first."""
+        names = [name for name in self.scores if name != BASE]
+        return sorted(names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
+
+    @cached_property
+    def temperatures(self) -> list[float]:
+        return sorted({option.temperature for scores in self.scores.values() for _, option in scores.values})
+
+    @cached_property
+    def rates(self) -> list[float]:
+        found = {option.learning_rate for name in self.objectives for _, option in self.scores[name].values}
+        return sorted(rate for rate in found if rate is not None)
+
+    @cached_property
+    def reference_rate(self) -> float | None:
+        """The rate of most cells; of equals the one nearest to the middle of the rates."""
+        found = [option.learning_rate for name in self.objectives for _, option in self.scores[name].values]
+        middle = (len(self.rates) - 1) / 2
+        key = lambda rate: (found.count(rate), -abs(self.rates.index(rate) - middle))  # noqa: E731
+        return max(self.rates, key=key, default=None)
+
+    def chosen(self, objective: str, temperature: float | None, rate: float | None = None) -> Chosen | None:
+        return choose(common(self.scores[objective], rate=rate), self.averaged, temperature)
+
+    def accuracy(self, objective: str, temperature: float | None, rate: float | None = None) -> Effect | None:
+        """The score of an objective: at a temperature, or at the temperature that the other half of the items chose."""
+        key = "score", objective, temperature, rate
+        if key not in self.effects:
+            found = self.chosen(objective, temperature, rate)
+            self.effects[key] = found and effect_of(list(found.columns.values()))
+        return self.effects[key]
+
+    def pair(
+        self, objective: str, temperature: float | None, rate: float | None = None
+    ) -> tuple[Chosen, Chosen] | None:
+        """An objective and NLL on the cells that both have."""
+        if REFERENCE not in self.scores or objective == REFERENCE:
+            return None
+        mine, theirs = self.scores[objective], self.scores[REFERENCE]
+        a = choose(common(mine, theirs, rate=rate), self.averaged, temperature)
+        b = choose(common(theirs, mine, rate=rate), self.averaged, temperature)
+        return (a, b) if a and b else None
+
+    def difference(self, objective: str, temperature: float | None, rate: float | None = None) -> Effect | None:
+        """An objective minus NLL."""
+        key = "difference", objective, temperature, rate
+        if key not in self.effects:
+            found = self.pair(objective, temperature, rate)
+            self.effects[key] = found and effect_of(subtract(*found))
+        return self.effects[key]
+
+    def fall(self, objective: str) -> Effect | None:
+        """The score at the chosen temperature minus the score at T = 1, each at its chosen rate."""
+        best, hot = self.chosen(objective, None), self.chosen(objective, 1.0)
+        return effect_of(subtract(best, hot)) if best and hot and best.seeds == hot.seeds else None
+
+    @cached_property
+    def primary(self) -> dict[str, Effect]:
+        """Each objective minus NLL at the chosen temperature and rate: the family of tests."""
+        found = {name: self.difference(name, None) for name in self.objectives}
+        return {name: effect for name, effect in found.items() if effect}
+
+    @cached_property
+    def holm(self) -> dict[str, float]:
+        return dict(zip(self.primary, holm([effect.p for effect in self.primary.values()])))
+
+    def cells(self, objective: str, rate: float | None = None) -> list[Mapping[str, Any]]:
+        """The finished cells of an objective, at one rate or at any."""
+        return [
+            cell for cell in self.study.finished(self.regime)
+            if cell["objective"] == objective and rate in (None, cell["learning_rate"])
+        ]  # fmt: skip
+
+
+def sections(studies: Sequence[Study]) -> list[Section]:
+    """Every evaluation of every regime that has finished cells."""
+    found: list[Section] = []
+    for study in studies:
+        for regime, tasks in study.items.items():
+            if any(regime == section.regime and study is not section.study for section in found):
+                raise ValueError(f"regime {regime!r} is in two results files; give the regimes different names")
+            found += [Section(study, regime, title) for title in tasks]
+    return found

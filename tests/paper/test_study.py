@@ -1,0 +1,318 @@
+"""The study's tools: from the folder of a comparison to committed results, pages, figures and evidence."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from deftune.comparison.evidence import Evidence
+from deftune.comparison.grid import Cell, Comparison, load_comparison
+from deftune.comparison.schedule import run_grid
+from deftune.comparison.summary import Option, Scores
+from deftune.evaluation.evaluate import Result
+from deftune.objectives import objective
+from deftune.paper.study import EVIDENCE, main, put_between, report
+from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
+from deftune.paper.study_effects import Section, common, effect_of, sections
+from deftune.paper.study_plan import Plan
+from deftune.paper.study_report import default_answer, evidence, form_table, limits, wall_seconds
+from serial import run_here
+from tiny_comparison import comparison_at, save_model
+
+REPOSITORY = Path(__file__).parents[2]
+INPUTS = ("benchmarks/study/plan.yaml", "benchmarks/study/earlier.yaml", "docs/study/results.md", "README.md")
+
+
+@pytest.fixture(scope="module")
+def tiny_grid(tmp_path_factory) -> Comparison:
+    """A real comparison of three cells: the untuned model, nll and deft."""
+    folder = tmp_path_factory.mktemp("study")
+    comparison = comparison_at(folder, save_model(folder / "model"), seeds=[0])
+    assert run_grid(comparison, run_here, lambda _: None).exit_code == 0
+    return comparison
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """What `report` reads of a checkout."""
+    for name in INPUTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    (tmp_path / EVIDENCE).parent.mkdir(parents=True)
+    return tmp_path
+
+
+def invented(**accuracy: tuple[float, float, float]) -> Study:
+    """Made-up cells for tests of the arithmetic: 200 items, three temperatures, three seeds, two rates."""
+    comparison = load_comparison(REPOSITORY / "benchmarks/study/strong.yaml")
+    draw = torch.Generator().manual_seed(0)
+    items = [f"gsm8k/{i}" for i in range(200)]
+    cells = {}
+    for name, scores in accuracy.items():
+        spec = name if name == "base" else str(objective(name))
+        runs = [(None, None)] if spec == "base" else [(rate, seed) for rate in (1e-5, 2e-5) for seed in (0, 1, 2)]
+        for rate, seed in runs:
+            grades = {
+                f"{t:g}": {
+                    "grades": ["".join(str(int(x < p)) for x in torch.rand(200, generator=draw).tolist())],
+                    "extracted": {"boxed": 150, "none": 50}, "finished": {"stop": 200}, "answer_tokens": 90.0,
+                }
+                for t, p in zip((0, 0.5, 1), scores)
+            }  # fmt: skip
+            seconds = {"steps_seconds": 40, "eval_seconds": 10, "tokens_seconds": 5, "overhead_seconds": 5}
+            cells[Cell(comparison, "strong", spec, rate, seed).name] = {
+                "regime": "strong", "objective": spec, "learning_rate": rate, "seed": seed, "state": "finished",
+                "environment": 0, "command": "deftune compare run ...", "time": 1000 + 60 * len(cells),
+                "cost": {**seconds, "memory_gib": 3.0}, "scores": {"tasks": {"gsm8k": grades}},
+            }  # fmt: skip
+    return Study(shared_config(comparison), [{"gpus": ["a GPU"]}], {"strong": {"tasks": {"gsm8k": items}}}, cells)
+
+
+# --- collecting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_committed_cell_has_what_its_folder_has(tiny_grid, tmp_path):
+    out = tmp_path / "results" / "tiny.json"
+    study, said = collect([Path(tiny_grid.folder)], out)
+    assert said == [] and list(study.cells) == [cell.name for cell in tiny_grid.cells()]
+    for cell in tiny_grid.cells():
+        record = study.cells[cell.name]
+        graded = Result(cell.folder / "eval-tasks").read_graded()
+        again = Scores()
+        again.add(cell, graded)
+        ours = read_study(out).scores("weak", "tasks")[cell.objective]
+        assert ours.values.keys() == again.values.keys()
+        for key, columns in again.values.items():
+            assert ours.values[key]["figfont"] == columns["figfont"]
+            assert ours.values[key]["figfont similarity"] == pytest.approx(columns["figfont similarity"], abs=5e-4)
+        assert record["cost"]["eval_seconds"] == pytest.approx(cell.state()["eval_seconds"], rel=1e-3)
+        assert record["held_out"]["end_rows"] == 1 and len(record["held_out"]["p"]) == 3
+    deft = study.cells["weak/deft/lr0.001-s0"]
+    assert deft["training"]["step"] == [1, 2, 3] and "concentration" in deft["training"]
+    assert deft["command"] == (
+        "deftune compare run benchmarks/study/tiny.yaml --set folder=comparisons/again --set 'objectives=[\"deft\"]' "
+        "--set 'seeds=[0]' --set 'learning_rates=[0.001]' --cell weak/deft/lr0.001-s0"
+    )
+    (environment,) = study.environments
+    assert environment["versions"]["torch"] and "command" not in environment
+
+
+def test_collecting_again_changes_nothing_and_a_part_may_come_later(tiny_grid, tmp_path, capsys):
+    out, part = tmp_path / "tiny.json", tmp_path / "part"
+    shutil.copytree(tiny_grid.folder, part)
+    (part / "weak/deft/lr0.001-s0/cell.json").unlink()
+    assert main(["collect", str(part), "--out", str(out)]) == 0
+    seen = capsys.readouterr()
+    assert "2 cells" in seen.out and "1 cells are not finished: weak/deft/lr0.001-s0" in seen.err
+    assert main(["collect", tiny_grid.folder, str(part), "--out", str(out)]) == 0
+    before = out.read_bytes()
+    assert main(["collect", tiny_grid.folder, "--out", str(out)]) == 0
+    assert out.read_bytes() == before and len(read_study(out).cells) == 3
+
+
+def test_another_result_of_a_cell_is_refused_unless_it_is_a_rerun(tiny_grid, tmp_path, capsys):
+    out, again = tmp_path / "tiny.json", tmp_path / "again"
+    collect([Path(tiny_grid.folder)], out)
+    shutil.copytree(tiny_grid.folder, again)
+    graded = again / "weak/nll/lr0.001-s0/eval-tasks/graded.jsonl"
+    graded.write_text(graded.read_text().replace('"score": 0.0', '"score": 1.0', 1))
+    assert main(["collect", str(again), "--out", str(out)]) == 2
+    assert (
+        f"{again}: weak/nll/lr0.001-s0 is in the results already, with other measurements; pass the folder with --rerun"
+    ) in capsys.readouterr().err
+    for _ in range(2):
+        assert main(["collect", "--rerun", str(again), "--out", str(out)]) == 0
+    cells = read_study(out).cells
+    assert len(cells["weak/nll/lr0.001-s0"]["reruns"]) == 1 and "reruns" not in cells["weak/deft/lr0.001-s0"]
+
+
+def test_another_comparison_and_other_items_are_refused(tiny_grid, tmp_path):
+    out, other = tmp_path / "tiny.json", tmp_path / "other"
+    collect([Path(tiny_grid.folder)], out)
+    shutil.copytree(tiny_grid.folder, other)
+    config = other / "comparison.yaml"
+    config.write_text(config.read_text().replace("max_steps: 3", "max_steps: 4"))
+    with pytest.raises(ValueError, match=r"is another comparison than the results: train\.max_steps: 3 -> 4; name"):
+        collect([other], out)
+    with pytest.raises(ValueError, match="name at least one folder"):
+        collect([], tmp_path / "none.json")
+    (tmp_path / "wrong.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"wrong\.json: is no results file of the study \(KeyError: 'format'\)"):
+        read_study(tmp_path / "wrong.json")
+
+
+def test_a_failure_stays_in_the_record_of_a_cell_that_was_run_again(tiny_grid, tmp_path):
+    out, failed = tmp_path / "tiny.json", tmp_path / "failed"
+    shutil.copytree(tiny_grid.folder, failed)
+    cell = load_comparison(failed).cell("weak/deft/lr0.001-s0")
+    finished = cell.state()
+    cell.set_state("failed", stage="train", error="out of memory")
+    study, _ = collect([failed], out)
+    assert study.cells[cell.name]["state"] == "failed" and not list(study.scores("weak", "tasks").get("deft", []))
+    cell.set_state("running", stage="train")
+    cell.set_state("finished", **{key: value for key, value in finished.items() if key != "state"})
+    assert cell.state()["failures"] == [{"stage": "train", "error": "out of memory"}]
+    study, _ = collect([failed], out)
+    record = study.cells[cell.name]
+    assert record["state"] == "finished" and record["failures"] == [{"stage": "train", "error": "out of memory"}]
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_is_over_items_and_seeds():
+    draw = torch.Generator().manual_seed(1)
+    alike = (torch.rand(1, 400, generator=draw) < 0.5).double().expand(3, -1)
+    one, three = effect_of([alike[:1]]), effect_of([alike])
+    assert (one.value, one.low, one.high) == (three.value, three.low, three.high)  # equal seeds add nothing
+    error = float(alike[0].std()) / 400**0.5
+    assert one.high - one.low == pytest.approx(2 * 1.96 * error, rel=0.05)
+    apart = alike + torch.tensor([[-0.1], [0.0], [0.1]])
+    assert effect_of([apart]).high - effect_of([apart]).low > 1.5 * (one.high - one.low)
+    both = effect_of([alike, torch.zeros(3, 10)])
+    assert both.value == pytest.approx(one.value / 2) and both.items == 410
+
+
+def test_p_values_reject_a_true_difference_and_not_noise():
+    draw = torch.Generator().manual_seed(2)
+    noise = torch.randn(3, 500, generator=draw, dtype=torch.float64)
+    assert effect_of([noise - noise.mean()]).p > 0.5
+    assert effect_of([noise + 0.5]).p < 0.001
+
+
+def test_two_objectives_are_compared_on_the_cells_that_both_have():
+    study = invented(nll=(0.5, 0.4, 0.3), deft=(0.5, 0.5, 0.5))
+    for name in [n for n in study.cells if n.startswith("strong/deft/") and (n.endswith("s2") or "2e-05" in n)]:
+        del study.cells[name]
+    section = Section(study, "strong", "tasks")
+    mine, nll = section.pair("deft", 1.0)
+    assert mine.seeds == nll.seeds == (0, 1) and {o.learning_rate for o in (*mine.options, *nll.options)} == {1e-5}
+    alone = section.chosen("nll", 1.0)
+    assert alone.seeds == (0, 1, 2)
+    values = section.scores["deft"].values
+    expected = sum(
+        values[s, Option(1.0, 1e-5)]["gsm8k"][i] - section.scores["nll"].values[s, Option(1.0, 1e-5)]["gsm8k"][i]
+        for s in (0, 1) for i in study.items["strong"]["tasks"]["gsm8k"]
+    ) / 400  # fmt: skip
+    assert section.difference("deft", 1.0).value == pytest.approx(expected)
+    del study.cells["strong/deft/lr1e-05-s0"], study.cells["strong/nll/lr1e-05-s1"]
+    assert Section(study, "strong", "tasks").difference("deft", 1.0) is None
+    assert common(Scores()).values == {}
+
+
+def test_a_temperature_is_never_chosen_by_the_items_that_it_scores():
+    """With the same chance everywhere, the best of many settings on the same items would be too high."""
+    study = invented(nll=(0.5, 0.5, 0.5))
+    section = Section(study, "strong", "tasks")
+    means = [section.accuracy("nll", t, rate).value for t in section.temperatures for rate in section.rates]
+    assert min(means) <= section.accuracy("nll", None).value < max(means)
+
+
+def test_two_files_with_the_same_regime_are_refused():
+    study = invented(nll=(0.5, 0.4, 0.3))
+    with pytest.raises(ValueError, match="regime 'strong' is in two results files"):
+        sections([study, copy.deepcopy(study)])
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_of_real_cells(tiny_grid, root, capsys):
+    collect([Path(tiny_grid.folder)], root / "benchmarks/study/results/tiny.json")
+    assert main(["report", "--root", str(root)]) == 0
+    page = (root / "docs/study/results.md").read_text()
+    assert "## weak: SmolLM2-135M-Instruct (Q4_1, dequantised) tuned on FigFont, asked figfont similarity" in page
+    assert "deftune compare run benchmarks/study/tiny.yaml" in page and "Tier 1, cells missing: strong base" in page
+    assert (root / "docs/images/study_weak_tasks_temperature.png").stat().st_size > 5000
+    assert main(["report", "--root", str(root), "--check"]) == 0
+    (root / "docs/study/results.md").write_text(page.replace("| `nll` | 1 | 1 |", "| `nll` | 1 | 2 |"))
+    capsys.readouterr()
+    assert main(["report", "--root", str(root), "--check"]) == 1
+    assert capsys.readouterr().out == "docs/study/results.md: does not agree with the committed results\n"
+
+
+def test_a_report_of_invented_cells_says_what_they_say(root):
+    study = invented(base=(0.3, 0.3, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.5, 0.5, 0.5), linear=(0.3, 0.3, 0.3))
+    study.cells["strong/nll/lr1e-05-s0"]["failures"] = [{"stage": "train", "error": "a | failure"}]
+    study.cells["strong/nll/lr1e-05-s0"]["reruns"] = [study.cells["strong/nll/lr1e-05-s1"]]
+    write_study(study, root / "benchmarks/study/results/strong.json")
+    report(root)
+    (section,) = sections([study])
+    assert section.holm["linear"] < 0.05 < section.holm["deft"]
+    page, readme = (" ".join((root / name).read_text().split()) for name in ("docs/study/results.md", "README.md"))
+    hot = section.difference("deft", 1.0)
+    value, low, high = hot.points
+    assert f"`deft` {value:+.1f} [{low:+.1f}, {high:+.1f}]" in page
+    assert "`deft` minus NLL, 3 seeds" in readme and f"| {value:+.1f} [{low:+.1f}, {high:+.1f}] |" in readme
+    assert value == pytest.approx(20, abs=6)
+    for text in ("Below NLL: `linear`", "Not decided: `deft`", "training helps", "(run again, finished)",
+                 "## Cells that were run again", "| 1 | 7 | 4 | 3 |"):  # fmt: skip
+        assert text in page, text
+    assert {path.name for path in (root / "docs/images").iterdir()} == {
+        "study_strong_tasks_temperature.png", "study_strong_tasks_rate.png",
+    }  # fmt: skip
+    rows = [Evidence(**row) for row in json.loads((root / EVIDENCE).read_text())]
+    assert {row.source for row in rows} == {"study", "comparison", "paper"}  # the first look is replaced
+    (row,) = [r for r in rows if (r.source, r.objective, r.measure) == ("study", "deft", "T = 1")]
+    assert (row.difference, row.seeds, row.regime) == (round(value, 1), 3, "strong")
+
+
+@pytest.mark.parametrize("kept", ["base", "nll/", "deft/lr2e-05-s1"])
+def test_any_part_of_the_cells_makes_a_report(root, kept):
+    study = invented(base=(0.3, 0.3, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.5, 0.5, 0.5))
+    study.cells = {name: cell for name, cell in study.cells.items() if kept in name}
+    write_study(study, root / "benchmarks/study/results/strong.json")
+    report(root)
+    page = (root / "docs/study/results.md").read_text()
+    assert "**strong**: no cell to compare with NLL yet." in page and "A [study]" in (root / "README.md").read_text()
+
+
+def test_without_results_the_pages_say_so(root):
+    report(root)
+    assert "No cell of the study is committed yet" in (root / "docs/study/results.md").read_text()
+    assert report(root, check=True) == []
+
+
+def test_the_rule_for_a_default_counts_regimes_where_training_helps(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    helps = Section(invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6)), "strong", "tasks")
+    hurts = Section(invented(base=(0.9, 0.9, 0.9), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6)), "strong", "tasks")
+    assert default_answer([helps])[-1] == "**Default**, over the 1 regime where training helps: `deft`."
+    assert "in no regime here is training known to help" in default_answer([hurts])[-1]
+    assert evidence([helps], plan, [{"until": "strong", "regime": "strong"}])[0]["source"] == "study"
+
+
+def test_an_untuned_model_whose_answers_were_cut_off_has_no_score(root):
+    study = invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6))
+    for grade in study.cells["strong/base"]["scores"]["tasks"]["gsm8k"].values():
+        grade["finished"] = {"stop": 60, "length": 140}
+    section = Section(study, "strong", "tasks")
+    assert section.base_cut == 0.7 and "base" not in section.scores and "`base`" in form_table(section)
+    why = "70% of its answers were cut off at the limit of tokens"
+    assert f"the untuned model's score is not known ({why})" in default_answer([section])[0]
+    assert why in limits([study], [section], Plan(root / "benchmarks/study/plan.yaml"))
+
+
+def test_planned_cells_are_found_by_spec_and_rate(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    first = plan.tiers[0]
+    assert len(plan.missing(first, [])) == 7
+    study = invented(nll=(0.5, 0.4, 0.3), mile=(0.5, 0.4, 0.3))
+    assert "strong nll seed 0 1e-05" not in plan.missing(first, [study])
+    assert plan.tier_of(study.cells["strong/nll/lr1e-05-s1"]) == "2"
+    assert plan.tier_of(study.cells["strong/mile/lr1e-05-s1"]) == "4"
+    assert wall_seconds(list(study.cells.values())[:2]) == 120
+
+
+def test_a_page_without_its_marks_is_refused(root):
+    with pytest.raises(ValueError, match=r"page\.md: needs <!-- x --> and <!-- /x -->, once each"):
+        put_between("no marks", "x", "block", Path("page.md"))
+
+
+@pytest.mark.long
+def test_the_pages_and_the_evidence_agree_with_the_committed_results():
+    """README.md, docs/study/results.md and evidence.json: `python -m deftune.paper.study report` writes them."""
+    assert report(REPOSITORY, check=True) == []
