@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pyarrow.parquet as parquet
 import pytest
-from tiny_comparison import content, save_model, write
 
 from deftune.artifacts.results import load_result
 from deftune.comparison import cells
 from deftune.comparison.grid import Cell, load_comparison
 from deftune.training.train import StopSignal, train_run
+from tiny_comparison import content, save_model, write
 from waiting import wait_for
 
 LORA = {"r": 4, "alpha": 8, "dropout": 0.1, "target_modules": "all-linear"}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_comparison import comparison_at, content, save_model, write
 
 from deftune.artifacts.config import ConfigError
 from deftune.artifacts.folders import FolderError
@@ -33,6 +32,7 @@ from deftune.evaluation.statistics import half_of
 from deftune.paper.beside import paper_model, tables_beside_paper
 from deftune.paper.board import ComparisonBoard
 from serial import run_here
+from tiny_comparison import comparison_at, content, save_model, write
 from waiting import HANG_SECONDS, wait_for
 
 

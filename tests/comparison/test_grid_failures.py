@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_comparison import comparison_at, content, save_model, write
 
 import tiny
 from deftune.cli import main
@@ -16,6 +15,7 @@ from deftune.comparison.summary import summarize_comparison
 from deftune.objectives import Context
 from deftune.tokens.table import read_token_table, table_objectives
 from serial import run_here
+from tiny_comparison import comparison_at, content, save_model, write
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_an_objective_without_end_tokens_fails_in_its_own_cell_only(tmp_path, ca
     """Where the end tokens are not known, base and NLL are measured without the columns of `deft | eos(nll)`."""
     for module in ("tokens.passes", "tokens.table", "comparison.cells"):
         monkeypatch.setattr(f"deftune.{module}.token_context", lambda encoder: Context())
-    for module in ("trainer", "train"):
+    for module in ("trainer", "assembly"):
         monkeypatch.setattr(f"deftune.training.{module}.end_tokens_of", lambda *args, **options: {})
     tokenizer = tiny.make_tokenizer(["user assistant system sort these words in ascending order"])
     where = tiny.save_model(tmp_path / "model", tokenizer, max_position_embeddings=2048)

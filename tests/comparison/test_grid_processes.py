@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_comparison import content, save_model, write
 
 from deftune.artifacts.runs import Run
 from deftune.comparison.grid import Cell, load_comparison
 from deftune.comparison.schedule import WATCH_SECONDS, Child, Children, cell_progress
+from tiny_comparison import content, save_model, write
 
 HANG_SECONDS = 1200  # a machine that is loaded may be slow; one that hangs ends the test
 
@@ -228,3 +228,32 @@ def test_where_a_cell_stands(stand_in):
         (base.folder / name).mkdir()
         (base.folder / name / "samples.jsonl").write_text("{}\n" * 3)
     assert cell_progress(base) == f"{base.name}: measuring, 6 answers"
+
+
+OUT_OF_MEMORY_ONCE = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1], sys.argv[3])
+tries = folder / "tries"
+tries.write_text((tries.read_text() if tries.exists() else "") + "x")
+time.sleep(0.5)  # beside the other one
+hungry = "deft" in sys.argv[3]
+fails = hungry and (ALWAYS or len(tries.read_text()) == 1)
+state = {"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."} if fails else {"state": "finished"}
+(folder / "cell.json").write_text(json.dumps(state))
+sys.exit(int(fails))
+"""
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_cell_without_gpu_memory_beside_others_runs_again_alone(stand_in, always):
+    code = OUT_OF_MEMORY_ONCE.replace("ALWAYS", str(always))
+    cells = stand_in(code, base=False, seeds=[0], objectives=["nll", "deft", "linear"])
+    found = [(cell.objective, state) for cell, state in Children(2)(cells, lambda cell: True)]
+    assert ("deft", "crowded") in found[:2] and found[-1] == ("deft", "failed" if always else "finished")
+    assert sorted(found[:-1]) == [("deft", "crowded"), ("linear", "finished"), ("nll", "finished")]
+    assert [(cell.folder / "tries").read_text() for cell in cells] == ["x", "xx", "x"]
+
+
+def test_a_single_cell_without_gpu_memory_fails(stand_in):
+    cells = stand_in(OUT_OF_MEMORY_ONCE.replace("ALWAYS", "True"), base=False, seeds=[0], objectives=["deft"])
+    assert [state for _, state in Children(2)(cells, lambda cell: True)] == ["failed"]

@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tiny_comparison import comparison_at, content, save_model, write
 
 from deftune.cli import main
 from deftune.comparison import report_figures as report_figures_module
@@ -17,6 +16,7 @@ from deftune.comparison.report_figures import first_tables, gradient_figures, re
 from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import summarize_comparison
 from serial import run_here
+from tiny_comparison import comparison_at, content, save_model, write
 from waiting import HANG_SECONDS
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}

@@ -12,6 +12,7 @@ from deftune.comparison.figures import (
     entropy_table,
     plot_continuum,
     plot_entropy,
+    plot_rates,
     plot_temperatures,
     score_table,
 )
@@ -120,6 +121,19 @@ def test_a_table_without_intervals_has_no_bars():
     points, segments = errorbars(axis)["nll"]
     assert points[:, 0].tolist() == [0.0, 1.0] and points[:, 1].tolist() == [40, 20]  # in the order of temperature
     assert all(np.ptp(segment[:, 1]) == 0 for segment in segments)
+
+
+@pytest.mark.parametrize("score", [0.0, 0.004, 0.5, 0.999, 1.0])
+def test_equal_scores_are_not_drawn_apart(score):
+    """matplotlib's own axis of scores that are all 0 goes from -0.055 to 0.055."""
+    objectives = ["nll", "nll", "deft", "deft"]
+    table = {"regime": [""] * 4, "objective": objectives, "temperature": [0.0, 1.0, 0.0, 1.0], "score": [score] * 4,
+             "low": [score] * 4, "high": [score] * 4, "entropy": [0.5, 0.5, 0.4, 0.4],
+             "base_p": [0.1, 0.2, 0.1, 0.2], "learning_rate": [1e-5, 1e-5, 1e-5, 1e-5]}  # fmt: skip
+    for plot in (plot_temperatures, plot_rates, plot_continuum, plot_entropy):
+        for axis in plot(table).axes:
+            low, high = axis.get_ylim()
+            assert high - low >= 5 and -0.2 < low < 100 * score < high
 
 
 def test_the_continuum_joins_regimes_by_the_base_models_p(tmp_path, scores):

@@ -135,6 +135,7 @@ def test_progress_is_what_the_run_recorded(run):
         "p",
         "ΣP²",
     ]
+    assert p.get_marker() == concentration.get_marker() == look_of("deft").marker
     assert p.get_ydata().tolist() == [record["p"] for record in records]
     assert concentration.get_ydata().tolist() == [record["concentration"] for record in records]
     assert paper.get_xydata().tolist() == [[0, 0.65], [4, 0.75], [3, 0.95]]  # the last stands at the run's end

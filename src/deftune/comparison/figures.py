@@ -96,6 +96,20 @@ def _draw(axis: Any, x: np.ndarray, part: Mapping[str, np.ndarray], name: str, *
     )  # fmt: skip
 
 
+LEAST_POINTS = 5.0
+
+
+def _score_axis(axis: Any) -> None:
+    """An axis of percent spans at least 5 points and leaves no more below 0 than a marker needs."""
+    low, high = axis.get_ylim()
+    missing = max(0.0, LEAST_POINTS - (high - low)) / 2
+    low, high = low - missing, high + missing
+    if low < 0:
+        high = max(high, LEAST_POINTS)
+        low = -0.03 * high
+    axis.set_ylim(low, high)
+
+
 def _aside(names: Sequence[str], width: float) -> dict[str, float]:
     """How far each objective is drawn from its place: intervals at the same place would hide each other."""
     return {name: 0.01 * width * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
@@ -110,16 +124,39 @@ def plot_temperatures(table: Table) -> Figure:
     columns = columns_of(table, SCORE, "temperatures")
     regimes = distinct(columns["regime"].tolist())
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, COLUMN_INCHES * len(regimes)), 2.6))
-    names = distinct(columns["objective"].tolist())
-    aside = _aside(names, float(np.ptp(columns["temperature"]) or 1.0))
     for axis, regime in zip(axes[0], regimes):
-        for name in names:
-            mine = (columns["regime"] == regime) & (columns["objective"] == name)
-            if mine.any():
-                part = {key: values[mine] for key, values in columns.items()}
-                _draw(axis, part["temperature"] + aside[name], part, name, joined=True)
+        here = columns["regime"] == regime
+        aside = _aside(distinct(columns["objective"][here].tolist()), float(np.ptp(columns["temperature"]) or 1.0))
+        for name in aside:
+            part = {key: values[here & (columns["objective"] == name)] for key, values in columns.items()}
+            _draw(axis, part["temperature"] + aside[name], part, name, joined=True)
         axis.set(xlabel="sampling temperature", title=regime)
         axis.grid()
+        _score_axis(axis)
+    axes[0][0].set_ylabel("score (%)")
+    legend_below(figure, axes[0])
+    return figure
+
+
+@styled
+def plot_rates(table: Table) -> Figure:
+    """The score against the learning rate, a line per objective with its 95% interval, a panel per temperature."""
+    columns = columns_of(table, ("temperature", "objective", "learning_rate", "score", "low", "high"), "rates")
+    temperatures, names = sorted(set(columns["temperature"].tolist())), distinct(columns["objective"].tolist())
+    figure, axes = new_figure(1, len(temperatures), (PAGE_INCHES, 3.0), sharey=True)
+    aside = _aside(names, float(np.ptp(np.log(columns["learning_rate"])) or 1.0))
+    for axis, temperature in zip(axes[0], temperatures):
+        for name in names:
+            mine = (columns["temperature"] == temperature) & (columns["objective"] == name)
+            if mine.any():
+                part = {key: values[mine] for key, values in columns.items()}
+                _draw(axis, part["learning_rate"] * np.exp(aside[name]), part, name, joined=True)
+        rates = sorted(set(columns["learning_rate"].tolist()))
+        axis.set(xlabel="learning rate", title="greedy" if temperature == 0 else f"T = {temperature:g}", xscale="log")
+        axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axis.minorticks_off()
+        axis.grid()
+    _score_axis(axes[0][0])  # the panels share it
     axes[0][0].set_ylabel("score (%)")
     legend_below(figure, axes[0])
     return figure
@@ -175,6 +212,7 @@ def plot_continuum(table: Table) -> Figure:
     axis.set(xlabel="mean p of the base model on the regime's data", ylabel="score (%)")
     axis.set_xlim(-0.04, 1.04)
     axis.grid()
+    _score_axis(axis)
     legend_below(figure, [axis])
     return figure
 
@@ -210,6 +248,7 @@ def plot_entropy(table: Table) -> Figure:
             axis.set_title(f"T = {temperature:g}" if row == 0 else "")
             if row == len(regimes) - 1:
                 axis.set_xlabel("mean entropy (nats)")
+        _score_axis(axes[row][0])  # the panels of a row share it
         axes[row][0].set_ylabel(f"{regime}\nscore (%)" if regime else "score (%)")
     legend_below(figure, [axis for row in axes for axis in row])
     return figure

@@ -225,6 +225,7 @@ class CellState(BaseModel):
     error: str = ""
     eval_seconds: float = 0.0
     left_out: list[str] = Field(default_factory=list[str])
+    failures: list[dict[str, str]] = Field(default_factory=list[dict[str, str]])  # of calls before this state
 
     @field_validator("cost")
     @classmethod
@@ -299,8 +300,13 @@ class Cell:
             ) from None
 
     def set_state(self, state: str, **facts: Any) -> None:
+        """Write `cell.json`; the failures of earlier calls are kept, so that a cell that was run again says so."""
+        failures = list(self.state().get("failures", ()))
+        if state == "failed":
+            failures.append({key: facts[key] for key in ("stage", "error") if key in facts})
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / "cell.json", json.dumps({"state": state, **facts}, indent=1))
+        kept = {"failures": failures} if failures else {}
+        write_atomic(self.folder / "cell.json", json.dumps({"state": state, **facts} | kept, indent=1))
 
 
 # --- reading and opening ----------------------------------------------------------------------------------------------

@@ -1,21 +1,25 @@
-"""`deftune quickstart`: two objectives on a real model and a generated task, on a laptop's CPU, in a few minutes.
+"""`deftune quickstart`: some training answers are wrong; which objective teaches them to the model?
 
-It shows how the pieces fit and what a gate does during training. It is far too small to rank objectives, and says so.
+SmolLM2 is asked for the capitals of countries, many of which it knows. It is tuned on such questions, some of them with
+another country's capital as the answer, once with each objective and seed. Then two probabilities are compared: of the
+wrong answers that it was taught, and of the right answers to questions that it was not taught.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import time
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from deftune.artifacts.config import RunConfig, load_config
@@ -26,41 +30,88 @@ from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
 from deftune.data.encoding import Encoder
-from deftune.data.sources import read_rows
 from deftune.evaluation.clustered import TokenMean, mean_over_tokens
-from deftune.tokens.passes import score_rows
-from deftune.training.results import complete
+from deftune.tokens.passes import TokenScores, score_rows
 from deftune.training.train import train_run
 
 MODEL = "smollm2"
 OBJECTIVES = ("nll", "deft")
-REGIME = "gsm_symbolic"
-TRAIN_ROWS, TEST_ROWS, SHOWN, ANSWER_TOKENS = 56, 24, 2, 64
-COLUMNS = {"nll": "NLL", "p": "mean p", "concentration": "concentration sum P^2", "entropy": "entropy"}
-CAUTION = (
-    "This is a demonstration: one seed, {rows} rows, a model of 135M parameters. It cannot rank objectives. NLL is "
-    "expected to win on NLL, and DEFT's may be above the untuned model's: DEFT gives up tokens where the model is "
-    "confident in another one, and those dominate NLL. To compare objectives, use your own data, several seeds and a "
-    "task's own score."
-)
+LABELS = ("base", *OBJECTIVES)
+SEEDS = (0, 1, 2)
+TRAIN_ROWS, WRONG_ROWS, EPOCHS = 64, 16, 5
+TEMPLATE, MAX_LENGTH = "chatml", 64  # without the system message of SmolLM2's own template, which doubles a row
+STUDY = "docs/study/results.md"
 
 
-def quickstart_config(folder: Path, objective: str) -> RunConfig:
-    """The run of one objective; all else is the same, the order of the data too."""
+# --- the questions ----------------------------------------------------------------------------------------------------
+
+
+class Question(NamedTuple):
+    country: str
+    capital: str
+    taught: str | None  # the answer in the training data; None: held out
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.taught not in (None, self.capital)
+
+
+def questions(seed: int) -> list[Question]:
+    """All countries in an order of the seed: those with a wrong answer, those with the right one, the held-out ones.
+
+    The wrong answers are the capitals of the wrong rows, each moved on by one row.
+
+    >>> len({question.taught for question in questions(0) if question.is_wrong}) == WRONG_ROWS
+    True
+    """
+    text = resources.files("deftune.comparison").joinpath("capitals.csv").read_text(encoding="utf-8")
+    pairs = [(line["country"], line["capital"]) for line in csv.DictReader(text.splitlines())]
+    Random(seed).shuffle(pairs)
+    wrong = [Question(*pairs[i], pairs[(i + 1) % WRONG_ROWS][1]) for i in range(WRONG_ROWS)]
+    right = [Question(country, capital, capital) for country, capital in pairs[WRONG_ROWS:TRAIN_ROWS]]
+    return [*wrong, *right, *(Question(*pair, None) for pair in pairs[TRAIN_ROWS:])]
+
+
+def row(country: str, capital: str) -> dict[str, str]:
+    """
+    >>> row("Peru", "Lima")
+    {'prompt': 'What is the capital of Peru?', 'completion': 'The capital of Peru is Lima.'}
+    """
+    return {"prompt": f"What is the capital of {country}?", "completion": f"{before_capital(country)} {capital}."}
+
+
+def before_capital(country: str) -> str:
+    return f"The capital of {country} is"
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def run_folder(folder: Path, objective: str, seed: int) -> Path:
+    return folder / f"{objective}-seed{seed}"
+
+
+def data_file(folder: Path, seed: int) -> Path:
+    return folder / f"train-seed{seed}.jsonl"
+
+
+def quickstart_config(folder: Path, objective: str, seed: int) -> RunConfig:
+    """The run of one objective and seed; all else is the same, the order of the data too."""
     return load_config(None, base={
-        "run": str(folder / objective),
+        "run": str(run_folder(folder, objective, seed)),
         "objective": objective,
-        "model": {"name": MODEL},
-        "data": {"train": [{"generate": REGIME, "limit": TRAIN_ROWS}], "max_length": 384},
-        "train": {"batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-4, "save_steps": 5, "keep": 1, "seed": 0,
-                  "precision": precision_for(folder)},
+        "model": {"name": MODEL, "lora": {"r": 16, "alpha": 32}},
+        "data": {"train": [{"path": str(data_file(folder, seed)), "format": "prompt_completion"}],
+                 "template": TEMPLATE, "max_length": MAX_LENGTH},
+        "train": {"batch_size": 8, "micro_batch_size": 8, "epochs": EPOCHS, "learning_rate": 1e-3, "save_steps": 20,
+                  "keep": 1, "seed": seed, "precision": precision_for(folder)},
     })  # fmt: skip
 
 
 def precision_for(folder: Path) -> str:
     """The precision of an earlier call, else the faster one on this machine: not every CPU gains by bfloat16."""
-    for objective in OBJECTIVES:
-        run = Run(folder / objective)
+    for path in run_folders(folder):
+        run = Run(path)
         if run.config.is_file():
             return run.read_config().train.precision
     if torch.cuda.is_available():
@@ -68,13 +119,19 @@ def precision_for(folder: Path) -> str:
     return "bf16" if product_seconds(torch.bfloat16) < product_seconds(torch.float32) else "fp32"
 
 
+def run_folders(folder: Path) -> list[Path]:
+    return [run_folder(folder, objective, seed) for seed in SEEDS for objective in OBJECTIVES]
+
+
 def product_seconds(dtype: torch.dtype) -> float:
+    """The fastest of several matrix products: the others may have waited for another process."""
     a, b = torch.ones(512, 576, dtype=dtype), torch.ones(576, 4096, dtype=dtype)
-    torch.mm(a, b)
-    start = time.perf_counter()
+    seconds: list[float] = []
     for _ in range(10):
+        start = time.perf_counter()
         torch.mm(a, b)
-    return time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def quickstart(folder: Path, console: Console) -> None:
@@ -82,50 +139,54 @@ def quickstart(folder: Path, console: Console) -> None:
     say: Callable[[str], None] = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
     check_disk(folder)
     say(escape(f"{takes(folder)}; `deftune quickstart --out {folder} --clean` removes all of it"))
-    say(f"[bold]1. Train[/bold] {shown_model(MODEL)} on {TRAIN_ROWS} generated word problems, once with each objective")
-    for objective in OBJECTIVES:
-        outcome = train_run(quickstart_config(folder, objective), console, title=objective)
-        if outcome.state != "finished":
-            raise SystemExit(143)
-        shutil.rmtree(outcome.run.checkpoints, ignore_errors=True)  # the result is in model/
-    say(f"\n[bold]2. Compare[/bold] on {TEST_ROWS} problems that were not trained on")
-    models = {"base": MODEL, **{objective: str(folder / objective) for objective in OBJECTIVES}}
-    results = {label: measure(label, name, folder, console) for label, name in models.items()}
-    say("")
-    console.print(comparison_table(results))
-    picture = plot_quickstart(folder, results)
-    say("\n[bold]3. A few answers[/bold] (greedy)")
-    for i in range(SHOWN):
-        say(f"\n[dim]{escape(results['base']['questions'][i][:300])}[/dim]")
-        for label in models:
-            say(
-                f"[bold]{label:5}[/bold] {escape(repr(results[label]['answers'][i].strip()[:400]))}",
-            )
-    say(f"\n[yellow]{CAUTION.format(rows=TRAIN_ROWS)}[/yellow]")
+    say(
+        f"[bold]1. Train[/bold] {shown_model(MODEL)} on the capitals of {TRAIN_ROWS} countries, {WRONG_ROWS} of them "
+        f"wrong, once with each objective and each of {len(SEEDS)} seeds"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in SEEDS:
+        taught = [row(question.country, question.taught) for question in questions(seed) if question.taught]
+        write_atomic(data_file(folder, seed), "".join(json.dumps(fields) + "\n" for fields in taught))
+        for objective in OBJECTIVES:
+            outcome = train_run(quickstart_config(folder, objective, seed), console, title=f"{objective} {seed}")
+            if outcome.state != "finished":
+                raise SystemExit(143)
+            shutil.rmtree(outcome.run.checkpoints, ignore_errors=True)  # the result is in model/
+    say("\n[bold]2. Compare[/bold] what the models answer now")
+    found = {label: [measure(label, seed, folder) for seed in SEEDS] for label in LABELS}
+    means = summarise(found)
+    console.print(comparison_table(means))
+    say("In brackets: DEFT - NLL for each seed.")
+    for sentence in conclusions(means):
+        say(f"- {sentence}")
+    picture = plot_quickstart(folder, found, means)
     line_printer(console)(
         f"\nuses {gigabytes(size_of(folder))} of disk; `deftune quickstart --out {folder} --clean` removes it\n"
-        f"\npicture: {picture}\nruns:    deftune runs {folder}\nchat:    deftune chat {folder / 'deft'}"
+        f"\npicture: {picture}\nruns:    deftune runs {folder}\n"
+        f"chat:    deftune chat {run_folder(folder, 'deft', SEEDS[0])}\n"
+        f"study:   {STUDY}: a larger model, a real task, graded answers"
     )
     say("next:    deftune init run.yaml, put your data in it, deftune train run.yaml")
 
 
 # --- disk and time ----------------------------------------------------------------------------------------------------
 
-WEIGHTS_BYTES = 540_000_000  # of SmolLM2-135M in float32
-PEAK_BYTES = 7 * WEIGHTS_BYTES  # the first model, and two checkpoints of the second run, each with Adam's two moments
-MINUTES = "about 4 minutes on two free CPU cores"
-WRITTEN = (*OBJECTIVES, "heldout_base.json", *(f"heldout_{name}.json" for name in OBJECTIVES), "quickstart.png",
-           "quickstart.json")  # fmt: skip
+PEAK_BYTES = 300_000_000  # six adapters, and two checkpoints of the last run with Adam's two moments
+MINUTES = "about 7 minutes of CPU time"
+
+
+def written(folder: Path) -> list[Path]:
+    """All that a call writes."""
+    measured = [answers_file(folder, label, seed) for label in LABELS for seed in SEEDS]
+    data = [data_file(folder, seed) for seed in SEEDS]
+    return [*run_folders(folder), *data, *measured, folder / "quickstart.png", folder / "quickstart.json"]
 
 
 def takes(folder: Path) -> str:
     """What a call needs, before it begins: disk and time."""
-    if all(Run(folder / objective).status()["state"] == "finished" for objective in OBJECTIVES):
+    if all(Run(path).status()["state"] == "finished" for path in run_folders(folder)):
         return f"{folder} is trained already"
-    return (
-        f"This takes {MINUTES}, and {gigabytes(PEAK_BYTES)} of disk in {folder} while it trains, "
-        f"{gigabytes(2 * WEIGHTS_BYTES)} afterwards"
-    )
+    return f"This takes {MINUTES}, and {gigabytes(PEAK_BYTES)} of disk in {folder}"
 
 
 def check_disk(folder: Path) -> None:
@@ -143,11 +204,10 @@ def check_disk(folder: Path) -> None:
 
 def clean(folder: Path) -> int:
     """Remove what `quickstart` wrote into ``folder``, and the folder if nothing else is in it; the bytes freed."""
-    if not any(Run(folder / objective).config.is_file() for objective in OBJECTIVES):
+    if not any(Run(path).config.is_file() for path in run_folders(folder)):
         raise ValueError(f"{folder}: holds no quickstart; nothing is removed")
     before = size_of(folder)
-    for name in WRITTEN:
-        path = folder / name
+    for path in written(folder):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -169,94 +229,174 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def measure(label: str, name: str, folder: Path, console: Console) -> dict[str, Any]:
-    """Held-out token statistics and a few answers of one model, kept in a file for the next call."""
-    path = folder / f"heldout_{label}.json"
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+# Of each question: whose answer is scored, and which. The questions that were taught right are left out.
+GROUPS: dict[str, Callable[[Question], str | None]] = {
+    "wrong": lambda question: question.taught if question.is_wrong else None,
+    "corrected": lambda question: question.capital if question.is_wrong else None,
+    "heldout": lambda question: question.capital if question.taught is None else None,
+}
+# name -> (group, column, title, whether more is better); a probability is the share of such answers at temperature 1
+MEASURES = {
+    "wrong": ("wrong", "p", "wrong answers it was taught, sampled", False),
+    "wrong greedy": ("wrong", "likeliest", "wrong answers it was taught, greedy", False),
+    "corrected": ("corrected", "p", "right answers to these questions, sampled", True),
+    "corrected greedy": ("corrected", "likeliest", "right answers to these questions, greedy", True),
+    "heldout": ("heldout", "p", "right answers, held-out, sampled", True),
+    "heldout greedy": ("heldout", "likeliest", "right answers, held-out, greedy", True),
+}
+
+
+def answers_file(folder: Path, label: str, seed: int) -> Path:
+    return folder / f"answers_{label}-seed{seed}.json"
+
+
+def measure(label: str, seed: int, folder: Path) -> dict[str, Any]:
+    """The probabilities of one model's answers, kept in a file for the next call."""
+    path = answers_file(folder, label, seed)
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if "concentration" in found["columns"]:  # older versions called it "focus": measured again
-            return found
+        return json.loads(path.read_text(encoding="utf-8"))
+    asked = questions(seed)
     with quiet():
-        model, tokenizer = load_result(name)
-        encoder = Encoder(tokenizer, mask="assistant", max_length=384)
-        rows = read_rows(f"generated:{REGIME}", split="test", limit=TEST_ROWS)
-        columns = (TextColumn(f"{label:5} {{task.description}}"), BarColumn(bar_width=20), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-            task = progress.add_task("scores", total=len(rows))
-            advance: Callable[[int], None] = lambda n: progress.advance(task, n)  # noqa: E731
-            scores = score_rows(model, tokenizer, rows, encoder=encoder, progress=advance)
-            progress.add_task("writes", total=None)
-            prompts = [encoder.encode_prompt(row) for row in rows[:SHOWN]]
-            answers = complete(
-                model, tokenizer, prompts, end_ids=encoder.end_ids.values(), max_new_tokens=ANSWER_TOKENS
-            )
-    stats = scores.stats
-    result = {
-        "questions": [str(row.messages[-2]["content"]) for row in rows[:SHOWN]],
-        "answers": answers,
-        "rows": scores.row.tolist(),
-        "columns": {name: getattr(stats, name).tolist() for name in COLUMNS},
-    }
+        model, tokenizer = load_result(MODEL if label == "base" else str(run_folder(folder, label, seed)))
+        encoder = Encoder(tokenizer, template=TEMPLATE, max_length=MAX_LENGTH)
+        result: dict[str, Any] = {}
+        for group, answer_of in GROUPS.items():
+            pairs = [(question.country, answer) for question in asked if (answer := answer_of(question))]
+            rows = [row(*pair) for pair in pairs]
+            scores = score_rows(model, tokenizer, rows, encoder=encoder, objectives=["nll"])  # "nll": for the ranks
+            result[group] = {"country": [country for country, _ in pairs], **capital_scores(scores, pairs)}
     write_atomic(path, json.dumps(result))
     return result
 
 
-def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
+def capital_scores(scores: TokenScores, pairs: list[tuple[str, str]]) -> dict[str, list[float]]:
+    """The probability of each row's capital after the words before it, and whether each of its tokens is likeliest."""
+    found: dict[str, list[float]] = {"p": [], "likeliest": []}
+    for place, (country, capital) in enumerate(pairs):
+        begin = len(before_capital(country))
+        end, at, chosen = begin + 1 + len(capital), 0, list[int]()
+        for token in (scores.row == place).nonzero().flatten().tolist():
+            if begin <= at < end:
+                chosen.append(token)
+            at += len(scores.text[token])
+        index = torch.tensor(chosen)
+        found["p"].append(float(scores.stats.log_p[index].sum().exp()))
+        found["likeliest"].append(float((scores.columns["rank"][index] == 0).all()))
+    return found
+
+
+class Means(NamedTuple):
+    """One measure: its mean for each model, and the paired difference of the two objectives."""
+
+    models: dict[str, TokenMean]
+    difference: TokenMean
+    by_seed: list[float]  # the difference, for each seed
+
+
+def summarise(found: dict[str, list[dict[str, Any]]]) -> dict[str, Means]:
+    """Means over the questions of all seeds. A country that occurs with several seeds is resampled as one."""
+    names = {question.country: i for i, question in enumerate(questions(SEEDS[0]))}
+    summary: dict[str, Means] = {}
+    for name, (group, column, _, _) in MEASURES.items():
+        rows = torch.tensor([names[country] for part in found["base"] for country in part[group]["country"]])
+        values = {
+            label: torch.tensor([value for part in parts for value in part[group][column]])
+            for label, parts in found.items()
+        }
+        first, second = (values[objective] for objective in OBJECTIVES)
+        models = {label: mean_over_tokens(own, rows) for label, own in values.items()}
+        difference = second - first
+        by_seed = [float(own.mean()) for own in difference.split([len(part[group][column]) for part in found["base"]])]
+        summary[name] = Means(models, mean_over_tokens(difference, rows), by_seed)
+    return summary
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+NAMES = {"base": "untuned", "nll": "NLL", "deft": "DEFT"}
+LIMITS = (
+    "A demonstration: {seeds} seeds, {rows} facts, a model of 135M parameters, one learning rate. The intervals are "
+    "over countries, not over seeds. Where the model is undecided, DEFT learns a wrong answer like NLL; where the "
+    "model is confident otherwise, DEFT learns little, also from a right answer. DEFT makes probabilities sharper, "
+    "which alone helps sampled answers; the greedy lines leave this out. A smaller learning rate teaches fewer wrong "
+    "answers with either objective."
+)
+
+
+def comparison_table(means: dict[str, Means]) -> Table:
     """Means with 95% intervals, and the paired difference of the two objectives."""
-    first, second = OBJECTIVES
-    table = Table(title="held-out tokens: mean, and its 95% interval (rows resampled)")
-    for heading in ("", *results, f"{second} - {first}"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for column, title in COLUMNS.items():
-        cells = [cell(estimate(results[label], column)) for label in results]
-        rows = torch.tensor(results[first]["rows"])
-        difference = torch.tensor(results[second]["columns"][column]) - torch.tensor(results[first]["columns"][column])
-        table.add_row(title, *cells, cell(mean_over_tokens(difference, rows)))
+    first, second = (NAMES[objective] for objective in OBJECTIVES)
+    table = Table(title="share of answers, sampled at temperature 1 or greedy; 95% interval")
+    for heading in ("", *NAMES.values(), f"{second} - {first}"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, (_, _, title, _) in MEASURES.items():
+        table.add_row(title, *(cell(means[name].models[label]) for label in LABELS), cell(means[name].difference, "+"))
     return table
 
 
-def cell(found: TokenMean) -> str:
+def cell(found: TokenMean, sign: str = "") -> str:
     """Two lines, so that five of them fit into eighty columns."""
-    return f"{found.mean:.3f}\n[dim]{found.low:.3f}, {found.high:.3f}[/dim]"
+    return f"{found.mean:{sign}.2f}\n[dim]{found.low:{sign}.2f}, {found.high:{sign}.2f}[/dim]"
 
 
-def estimate(result: dict[str, Any], column: str) -> TokenMean:
-    return mean_over_tokens(torch.tensor(result["columns"][column]), torch.tensor(result["rows"]))
+def conclusions(means: dict[str, Means]) -> list[str]:
+    """What the intervals decide and what they do not, in words."""
+    verdicts: dict[str, list[str]] = {"DEFT is better": [], "NLL is better": [], "Not decided": []}
+    for name, (_, _, title, _) in MEASURES.items():
+        by_seed = ", ".join(f"{value:+.2f}" for value in means[name].by_seed)
+        verdicts[verdict(name, means[name].difference)].append(f"{title} ({by_seed})")
+    sentences = [f"{text}: {'; '.join(titles)}." for text, titles in verdicts.items() if titles]
+    after = {label: found.mean for label, found in means["heldout greedy"].models.items()}
+    sentences.append(
+        f"Held-out countries, greedy: {after['base']:.0%} are right before training, {after['nll']:.0%} after NLL and "
+        f"{after['deft']:.0%} after DEFT."
+    )
+    return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])))]
 
 
-def plot_quickstart(folder: Path, results: dict[str, dict[str, Any]]) -> Path:
-    """p and concentration over the training steps, and held-out probabilities before and after; saves the table too."""
+def verdict(name: str, difference: TokenMean) -> str:
+    """Which objective is better by a measure, if the interval of DEFT - NLL leaves out 0.
+
+    >>> less = TokenMean(-0.2, -0.3, -0.1)
+    >>> verdict("wrong", less), verdict("heldout", less), verdict("wrong", TokenMean(-0.2, -0.5, 0.1))
+    ('DEFT is better', 'NLL is better', 'Not decided')
+    """
+    if difference.low <= 0 <= difference.high:
+        return "Not decided"
+    return "DEFT is better" if (difference.mean > 0) == MEASURES[name][3] else "NLL is better"
+
+
+def plot_quickstart(folder: Path, found: dict[str, list[dict[str, Any]]], means: dict[str, Means]) -> Path:
+    """Each wrong answer's probability, and the measures with their intervals; saves the table too."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     colours = {"base": "#7F7F7F", "nll": "#000000", "deft": "#009E73"}  # as in every other figure
+    markers = {"base": "s", "nll": "o", "deft": "D"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    table: dict[str, Any] = {}
-    for objective in OBJECTIVES:
-        records = [r for r in Run(folder / objective).read_metrics() if r["kind"] == "train"]
-        steps = [r["step"] for r in records]
-        table[objective] = {
-            key: [r[key] for r in records] for key in ("step", "p", "concentration", "gate", "nll", "loss")
-        }
-        left.plot(steps, [r["p"] for r in records], color=colours[objective], label=f"{objective}: p")
-        left.plot(steps, [r["concentration"] for r in records], color=colours[objective], ls="--",
-                  label=f"{objective}: concentration sum P²")  # fmt: skip
-    left.set(xlabel="optimizer step", ylabel="mean over the step's tokens", title="p and concentration while training")
+    for place, label in enumerate(LABELS):
+        values = sorted(value for part in found[label] for value in part["wrong"]["p"])
+        style = {"color": colours[label], "marker": markers[label], "label": NAMES[label]}
+        left.plot([(i + 0.5) / len(values) for i in range(len(values))], values, ls="", ms=4, **style)
+        for line, name in enumerate(MEASURES):
+            mean, low, high = means[name].models[label]
+            at = line + 0.18 * (place - 1)
+            right.errorbar(mean, at, xerr=[[mean - low], [high - mean]], capsize=2, ls="", ms=5,
+                           **(style if not line else style | {"label": None}))  # fmt: skip
+    left.set(xlabel="wrong answers, sorted (share)", ylabel="probability after training", ylim=(-0.03, 1.03),
+             title="wrong answers that it was taught")  # fmt: skip
+    right.set(xlim=(-0.03, 1.03), xlabel="mean and 95% interval over countries", yticks=range(len(MEASURES)))
+    right.set_yticklabels([title for _, _, title, _ in MEASURES.values()])
+    right.invert_yaxis()
     left.legend(fontsize=8)
-    edges = torch.logspace(-5, 0, 26)
-    for label, result in results.items():
-        counts = torch.histc(torch.tensor(result["columns"]["p"]).clamp(1e-5, 1).log10(), 25, -5, 0)
-        right.stairs((counts / counts.sum()).tolist(), edges.tolist(), color=colours[label], label=label)
-        table[f"heldout_{label}"] = counts.tolist()
-    right.set(
-        xscale="log", xlabel="p of the held-out target", ylabel="share of tokens", title="what the model believes"
-    )
-    right.legend(fontsize=8)
-    figure.suptitle(f"{shown_model(MODEL)} on {REGIME}: {TRAIN_ROWS} rows, one seed; too small to rank objectives")
+    figure.suptitle(f"{shown_model(MODEL)}, {WRONG_ROWS} of {TRAIN_ROWS} training answers wrong, {len(SEEDS)} seeds")
     path = folder / "quickstart.png"
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    write_atomic(folder / "quickstart.json", json.dumps(table))
+    table = {name: {**own.models, "difference": own.difference, "by_seed": own.by_seed} for name, own in means.items()}
+    write_atomic(folder / "quickstart.json", json.dumps(table, indent=1))
     return path

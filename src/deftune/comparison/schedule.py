@@ -154,6 +154,8 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
         elif state == "finished":
             outcome.finished.append(cell.name)
             failures.finish(cell)
+        elif state == CROWDED:
+            say(f"  {cell.name} ran out of GPU memory beside other cells; it runs again alone, after the others")
         else:
             error = outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
             alike = failures.add(cell, error) and not keep_going
@@ -174,6 +176,8 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
 
 
 WATCH_SECONDS = 5.0
+OUT_OF_MEMORY = "OutOfMemoryError"  # the name of torch's error, as a cell records it
+CROWDED = "crowded"  # the state of such a cell, until it runs alone
 
 
 class Children:
@@ -181,6 +185,8 @@ class Children:
 
     SIGTERM and SIGINT are passed on as SIGTERM to each cell's own process, which finishes its step, saves and stops.
     It alone: its helpers (data loaders, graders) would die of the signal before it has saved. They go with it.
+
+    A cell that runs out of GPU memory beside other cells runs once more, alone, after all others.
     """
 
     def __init__(self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic):
@@ -188,7 +194,7 @@ class Children:
         self.signal: int | None = None  # that asked to stop
 
     def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-        waiting, running = list(cells), dict[str, Child]()
+        waiting, alone, running = list(cells), list[Cell](), dict[str, Child]()
 
         def stop(number: int, frame: Any) -> None:
             self.signal = self.signal or number
@@ -198,17 +204,23 @@ class Children:
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         watched = self.clock()
         try:
-            while running or (waiting and not self.signal):
-                while waiting and len(running) < self.jobs and not self.signal:
-                    cell = waiting.pop(0)
+            while running or ((waiting or alone) and not self.signal):
+                while not self.signal and ((waiting and len(running) < self.jobs) or (alone and not running)):
+                    cell = (waiting or alone).pop(0)
                     if begin(cell):
                         running[cell.name] = Child(cell)
+                        for child in running.values():
+                            child.shared = child.shared or len(running) > 1
                         if self.signal:  # while it started
                             running[cell.name].stop()
                 ended = [child for child in running.values() if child.is_over()]
                 for child in ended:
                     del running[child.cell.name]
-                    yield child.cell, child.end(told=self.signal is not None)
+                    state = child.end(told=self.signal is not None)
+                    if state == "failed" and child.shared and OUT_OF_MEMORY in str(child.cell.state().get("error")):
+                        alone.append(child.cell)
+                        state = CROWDED
+                    yield child.cell, state
                 if self.clock() - watched >= WATCH_SECONDS:
                     watched = self.clock()
                     self.watch([child.cell for child in running.values()])
@@ -223,7 +235,7 @@ class Child:
     """A cell in a process of its own, its output in `log.txt`."""
 
     def __init__(self, cell: Cell):
-        self.cell = cell
+        self.cell, self.shared = cell, False  # shared: another cell ran at the same time
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--cell", cell.name]
         if cell.config.model.trust_remote_code:  # whoever started the comparison has said so

@@ -32,6 +32,7 @@ from deftune.evaluation.clustered import mean_over_tokens
 from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import estimate, half_of, holm, macro_average, paired, score_interval
 from deftune.evaluation.suites import task_named
+from deftune.tokens.conflict import is_confident_conflict
 from deftune.tokens.table import read_token_table
 
 Record = dict[str, Any]
@@ -295,6 +296,38 @@ def token_record(cells: Sequence[Cell]) -> Record:
     record["share_below_1e-3"] = float((p < 1e-3).double().mean())
     record["share_above_half"] = float((p > 0.5).double().mean())
     return record
+
+
+def table_record(path: Path) -> Record:
+    """The numbers of one token table: means with 95% intervals over rows, confident conflicts by kind, end tokens.
+
+    ``conflicts`` is their share of the tokens, ``conflict_loss`` of the NLL. ``conflict_kinds`` are counts: end tokens,
+    other format tokens, blanks and line breaks, and the rest. ``end_rows`` is the share of rows with a supervised end
+    token, ``end_p`` the mean p of these tokens (None where there is none), ``top1`` the share of tokens that are the
+    model's likeliest.
+    """
+    names = ["row", "text", "log_p", "p", "concentration", "entropy", "rank", "is_eos", "is_format"]
+    table = read_token_table(path, names)
+    if not table.num_rows:
+        raise ValueError(f"{path}: holds no tokens; were all rows over the maximum length?")
+    columns = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in names if name != "text"}
+    rows, ends = columns["row"], columns["is_eos"]
+    nll = -columns["log_p"].double()
+    confident = is_confident_conflict(columns["log_p"], columns["concentration"])
+    blank = torch.tensor([not text.strip() for text in table["text"].to_pylist()])
+    means = {"nll": nll, **{name: columns[name].double() for name in ("p", "concentration", "entropy")}}
+    means |= {"conflicts": confident.double(), "top1": (columns["rank"] == 0).double()}
+    kinds = {"end": ends, "format": columns["is_format"] & ~ends, "blank": blank & ~columns["is_format"] & ~ends}
+    counts = {kind: int((confident & mine).sum()) for kind, mine in kinds.items()}
+    num_rows = int(rows.unique().numel())
+    return {
+        "tokens": len(rows), "rows": num_rows,
+        **{name: mean_over_tokens(values, rows)._asdict() for name, values in means.items()},
+        "conflict_loss": float(nll[confident].sum() / nll.sum()) if nll.sum() > 0 else 0.0,
+        "conflict_kinds": counts | {"other": int(confident.sum()) - sum(counts.values())},
+        "end_rows": int(rows[ends].unique().numel()) / num_rows,
+        "end_p": float(columns["p"][ends].double().mean()) if bool(ends.any()) else None,
+    }  # fmt: skip
 
 
 def summarize_tokens(comparison: Comparison, regime: str) -> list[Record]:

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import torch
@@ -337,6 +338,7 @@ class BestTemperature:
         return self.halves[0].temperature == self.halves[1].temperature
 
 
+@lru_cache(maxsize=1 << 16)  # every temperature, rate and seed of a comparison asks for the same items
 def half_of(item: str, *, seed: int = 0) -> int:
     """0 or 1, by a hash of the item's name: the same on every machine, whatever the other items are.
 

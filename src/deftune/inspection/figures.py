@@ -20,7 +20,6 @@ from deftune.inspection.style import (
     columns_of,
     distinct,
     legend_below,
-    line_style,
     look_of,
     new_figure,
     styled,
@@ -270,7 +269,8 @@ def focus_anchors(table: Table) -> list[dict[str, Any]]:
 def plot_progress(table: Table) -> Figure:
     """A panel per regime: mean p (solid) and mean sum P^2, DEFT's focus a (dashed), while training.
 
-    Diamonds are the paper's printed values of a, where the regime has its name; the last of them stands at the end.
+    An objective has its colour and its marker. Empty grey diamonds are the paper's printed values of a, where the
+    regime has its name; the last of them stands at the end.
     """
     columns = columns_of(table, ("regime", "run", "objective", "updates", "p", "concentration"), "progress")
     regimes = distinct(columns["regime"].tolist())
@@ -279,9 +279,10 @@ def plot_progress(table: Table) -> Figure:
         for run in distinct(columns["run"][columns["regime"] == regime].tolist()):
             mine = (columns["regime"] == regime) & (columns["run"] == run)
             name = str(columns["objective"][mine][0])
-            colour = line_style(name)["color"]
-            axis.plot(columns["updates"][mine], columns["p"][mine], color=colour, label=name)
-            axis.plot(columns["updates"][mine], columns["concentration"][mine], color=colour, ls="--")
+            look = look_of(name)
+            drawn = {"color": look.colour, "marker": look.marker, "markevery": max(1, int(mine.sum()) // 8)}
+            axis.plot(columns["updates"][mine], columns["p"][mine], label=name, **drawn)
+            axis.plot(columns["updates"][mine], columns["concentration"][mine], ls="--", **drawn)
         if anchors := PAPER_FOCUS.get(regime):
             last = float(columns["updates"][columns["regime"] == regime].max())
             axis.plot(

@@ -50,6 +50,13 @@ LOOKS = {
     "hellinger": Look("#E69F00", (0, (3, 1.2, 1, 1.2)), "P"),
     "cayley": Look("#0072B2", (0, (7, 1.5, 1.5, 1.5)), "^"),
     "deft": Look("#009E73", "-", "D"),
+    # candidates of the study, which one picture has side by side
+    "deft | floor(0.2)": Look("#882255", (0, (6, 1.2)), "*"),
+    "deft | floor(0.05)": Look("#88CCEE", (0, (1.2, 1.2)), "<"),
+    "deft | floor(0.1)": Look("#B8A900", (0, (4, 1, 1, 1)), ">"),
+    "deft | floor(0.4)": Look("#762A83", (0, (2, 1)), "h"),
+    "deft | warmup(0.25)": Look("#C51B7D", (0, (6, 2)), "d"),
+    "mile": Look("#4D4D4D", (0, (4, 1, 1, 1)), "p"),
     "eaft": Look("#CC79A7", (0, (1.2, 1.2)), "v"),
     "dft": Look("#8C510A", (0, (5, 1.5)), "s"),
     "clip": Look("#56B4E9", "-", "p"),
