@@ -43,6 +43,12 @@ def test_a_misspelt_run_is_no_hub_id(tmp_path, monkeypatch):
         resolve_model("runs/frist")
 
 
+def test_a_run_is_not_looked_up_on_the_hub_where_there_are_no_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"model: runs/first: there is no folder runs here; go where the run was"):
+        resolve_model("runs/first")
+
+
 def test_folders_are_looked_at_before_they_are_loaded(tmp_path, tiny_model):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))

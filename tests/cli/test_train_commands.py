@@ -52,7 +52,7 @@ def test_what_is_missing_is_one_line_and_exit_code_2(arguments, capsys, monkeypa
 
 
 def test_every_command_has_help(capsys):
-    for command in ("train", "init", "config", "runs", "data", "quickstart", "chat", "merge"):
+    for command in ("train", "init", "config", "runs", "data", "quickstart", "chat", "merge", "advise"):
         with pytest.raises(SystemExit) as ended:
             build_parser().parse_args([command, "--help"])
         assert ended.value.code == 0

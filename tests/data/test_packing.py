@@ -92,8 +92,11 @@ def check(packs: Sequence[Pack], encoded: list[Encoded], length: int) -> None:
 @given(examples.filter(bool), st.booleans())
 def test_padding_free_batch_keeps_every_target(encoded: list[Encoded], packed: bool):
     batch = Collator(99, padding_free=True)(pack(encoded, 40) if packed else encoded)
-    assert set(batch) == {"input_ids", "labels", "position_ids"}
-    rows = [batch[name].tolist() for name in ("input_ids", "labels", "position_ids")]
+    names = ("input_ids", "labels", "position_ids")
+    assert set(batch) == {*names, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    lengths = [len(one.input_ids) for one in encoded]
+    assert sorted(batch["cu_seq_lens_q"].diff().tolist()) == sorted(lengths) and batch["max_length_q"] == max(lengths)
+    rows = [batch[name].tolist() for name in names]
     assert all(len(row) == 1 for row in rows)
     assert pairs_of_row(*(row[0] for row in rows)) == pairs_of_examples(encoded)
     assert len(rows[0][0]) == sum(len(one.input_ids) for one in encoded)

@@ -106,6 +106,21 @@ def test_a_process_that_is_killed_is_one_line(monkeypatch):
         encode_packed(make_rows(60), Encoder(small_tokenizer(CHATML), max_length=99), bad=BadRows(), workers=2)
 
 
+def test_a_process_that_dies_before_it_is_written_to_is_one_line(monkeypatch):
+    """The pipe to it is broken by then."""
+    monkeypatch.setattr(parallel, "_START", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    start = parallel.subprocess.Popen
+
+    def started_and_dead(*args, **options):
+        process = start(*args, **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(parallel.subprocess, "Popen", started_and_dead)
+    with pytest.raises(ValueError, match=r"^a process that encodes rows was killed by signal 9"):
+        encode_packed(make_rows(60), Encoder(small_tokenizer(CHATML), max_length=99), bad=BadRows(), workers=2)
+
+
 def test_processes_end_with_their_parent(tmp_path):
     """The parent is killed while they wait for rows."""
     script = tmp_path / "parent.py"

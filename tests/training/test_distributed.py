@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from rich.console import Console
 from run_process import run_ranks
 from safetensors.torch import load_file
@@ -257,6 +258,66 @@ def test_hybrid_sharding_equals_one_process_and_resumes(tmp_path, make_config):
     assert_same_steps(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("spec", ["nll", "deft", "eaft"])
+def test_a_divided_run_equals_one_process_and_resumes(spec, tmp_path, make_config):
+    """Tensor parallel: 20 steps of two ranks that share layers and vocabulary; resumed on two ranks and on one."""
+    options = {**RUN, "objective": spec, "train.max_steps": 20, "train.epochs": 1000, "train.save_steps": 18,
+               "train.tensor_parallel": 2}  # fmt: skip
+    config = make_config(tmp_path / "two", options)
+    path = write_config(config, tmp_path / "two.yaml")
+    quietly(make_config(tmp_path / "one", {**options, "train.tensor_parallel": 1}))
+    run_ranks(2, DRIVERS / "train_divided.py", path, output=tmp_path / "output")
+    assert "2 ranks share each layer and the vocabulary" in (tmp_path / "two" / "data.json").read_text()
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+    records = [Run(run).read_metrics() for run in (tmp_path / "one", tmp_path / "two")]
+    for a, b in zip(*records, strict=True):
+        for name in ("tokens", "input_tokens", "eval_tokens"):
+            assert a.get(name) == b.get(name)
+        for name in ("eval_loss", "nll", "grad_norm"):
+            assert abs(a.get(name, 0) - b.get(name, 0)) <= FLOAT32 * max(1, a.get(name, 0)), name
+    if spec == "deft":
+        stop_after(tmp_path / "two", 18)
+        run_ranks(2, DRIVERS / "train_divided.py", path, output=tmp_path / "output")
+        assert_same_steps(tmp_path / "one", tmp_path / "two")
+        stop_after(tmp_path / "two", 18)
+        quietly(config)
+        assert_same_steps(tmp_path / "one", tmp_path / "two")
+
+
+def test_models_that_cannot_be_divided_are_refused(tmp_path, monkeypatch):
+    from deftune.selftest import tiny
+
+    folder = tiny.save_model(tmp_path, tiny.make_tokenizer())
+    monkeypatch.setattr(transformers, "PreTrainedModel", object)
+    with pytest.raises(
+        ValueError, match=r"the Trainer of transformers 5\..* does not train divided layers; install 5.22"
+    ):
+        load_model(str(folder), tensor_parallel=2)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"3 ranks cannot share 4 attention heads and 2 key value heads .*most 2"):
+        load_model(str(folder), tensor_parallel=3)
+
+
+@pytest.mark.parametrize(
+    "changes, ranks, message",
+    [
+        ({}, 4, "2 ranks share the model, and torchrun started 4; start as many, or one"),
+        ({"train.fsdp": True}, 2, "cannot be combined with train.fsdp: both divide the weights; drop one"),
+        ({"model.lora": {"r": 4}}, 2, "cannot be combined with model.lora: adapters are not divided"),
+        ({"train.sparse": 0.1}, 2, "cannot be combined with train.sparse: a rank knows the mass of its own"),
+        ({"train.compile": True}, 2, "cannot be combined with train.compile: it was not tried"),
+        ({"objective": "clip"}, 2, "cannot be combined with objective: clip.* sums over the rows of all ranks"),
+    ],
+)
+def test_wrong_tensor_parallel_runs_are_refused(changes, ranks, message, tmp_path, make_config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("deftune.training.preparation.can_shard", lambda: True)
+    options = {"train.batch_size": 8, "train.micro_batch_size": 2, "train.tensor_parallel": 2}
+    with pytest.raises(ValueError, match=message):
+        check_config(make_config(tmp_path, {**options, **changes}))
+
+
 @pytest.mark.parametrize(
     "changes, ranks, message",
     [
@@ -333,3 +394,5 @@ def test_sharding_without_a_gpu_is_refused(tmp_path, make_config, monkeypatch):
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match=r"train.fsdp: accelerate shards over GPUs only and would run DDP here"):
         check_config(make_config(tmp_path, {"train.fsdp": True}))
+    with pytest.raises(ConfigError, match=r"train.tensor_parallel: accelerate divides models among GPUs only"):
+        check_config(make_config(tmp_path, {"train.tensor_parallel": 2}))

@@ -117,5 +117,5 @@ def test_cudnn_is_never_chosen_by_default():
         assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     with attention.attention_kernels("cudnn"):
         assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
-    with pytest.raises(ValueError, match="unknown kernel 'fast'; one of auto, flash, efficient, math, cudnn"):
+    with pytest.raises(ValueError, match="unknown kernel 'fast'; one of auto, varlen, flash, efficient, math, cudnn"):
         attention.kernels_of("fast")

@@ -7,9 +7,21 @@ from pathlib import Path
 import pytest
 import transformers
 
+from deftune.artifacts.config import RunConfig
 from deftune.cli import main
 from deftune.training import plan as planning
-from deftune.training.plan import BACKBONES, GPUS, MEASURED, Strategy, Workload, estimate, find_shape, plan, shape_of
+from deftune.training.plan import (
+    BACKBONES,
+    GPUS,
+    MEASURED,
+    Strategy,
+    Workload,
+    choose_checkpointing,
+    estimate,
+    find_shape,
+    plan,
+    shape_of,
+)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SMOLLM2 = {
@@ -76,10 +88,30 @@ def test_states_are_sixteen_bytes_a_parameter_and_are_divided():
     parts = estimate(found, Workload(8, 1, accumulation=2), Strategy(shards=8))
     assert parts.weights + parts.gradients + parts.optimizer == pytest.approx(states / 8)
     lora = estimate(found, Workload(8, 1, accumulation=2), Strategy(lora_rank=16))
+    narrow = estimate(found, Workload(2048, 4), Strategy(lora_rank=16, base="bfloat16"))
+    wide = estimate(found, Workload(2048, 4), Strategy(lora_rank=16))
+    adapters = wide.weights - 4 * found.parameters / planning.GIB
+    assert narrow.weights == pytest.approx(2 * found.parameters / planning.GIB + adapters) and narrow.copies == 0
+    quantised = estimate(found, Workload(2048, 4), Strategy(lora_rank=16, base="4bit"))
+    rest = found.parameters - found.linear
+    expected = (0.516 * found.linear + 2 * rest) / planning.GIB + adapters
+    assert quantised.weights == pytest.approx(expected, rel=1e-3)
+    assert 0.7 < narrow.activations / wide.activations < 1
     assert lora.optimizer < 0.01 * whole.optimizer and lora.weights == pytest.approx(whole.weights, rel=0.02)
 
 
-def test_the_strategy_is_the_fastest_that_fits():
+def test_optimizers_have_their_own_states():
+    found = find_shape("meta-llama/Llama-3.1-8B")
+    rest = found.parameters - found.linear
+    for name, expected in {
+        "adamw": 8 * found.parameters, "adamw_8bit": 2 * found.linear + 8 * rest, "adafactor": 0,
+        "muon": 4 * found.linear + 8 * rest,
+    }.items():  # fmt: skip
+        assert estimate(found, Workload(8, 1, optimizer=name)).optimizer * planning.GIB == pytest.approx(expected)
+
+
+def test_the_strategy_is_the_fastest_that_fits(monkeypatch):
+    monkeypatch.setitem(GPUS, "small", planning.Gpu("small", 15.0, 165.0))
     small, large = find_shape("Qwen/Qwen2.5-1.5B"), find_shape("meta-llama/Llama-3.1-8B")
     assert str(plan(small, Workload(3072, 4), gpus=8)[0].strategy) == "DDP"
     assert str(plan(small, Workload(2048, 1))[0].strategy) == "one GPU"
@@ -87,6 +119,10 @@ def test_the_strategy_is_the_fastest_that_fits():
     assert chosen.strategy.shards == 8 and chosen.fits and not tried[0].fits
     assert chosen.strategy.options()[0] == "train.fsdp=true"
     assert plan(large, Workload(2048, 1, 2), gpu="h100")[0].strategy.lora_rank == 16
+    assert plan(large, Workload(1024, 1), gpu="small")[0].strategy.options() == [
+        "model.lora.r=16",
+        "model.quantization=4bit",
+    ]
     nothing, _ = plan(large, Workload(131072, 64), gpu="h100")
     assert not nothing.fits
 
@@ -97,6 +133,25 @@ def test_checkpointing_saves_activations_and_costs_time():
     less = planning.make_plan(found, work, Strategy(checkpointing=True), GPUS["h200"], 1)
     assert less.memory.activations < 0.2 * full.memory.activations
     assert less.tokens_per_second == pytest.approx(0.75 * full.tokens_per_second)
+
+
+def test_checkpointing_is_chosen_by_the_memory(tmp_path):
+    folder = tmp_path / "model"
+    transformers.AutoConfig.for_model(**SMOLLM2).save_pretrained(folder)
+    (folder / "model.safetensors").touch()  # only looked at
+    content = {"model": {"name": "org/model"}, "data": {"train": [{"path": "rows.jsonl"}]}, "train": {"batch_size": 8}}
+
+    def chosen(gib, **train):
+        config = RunConfig.model_validate({**content, "train": {**content["train"], **train}})
+        return choose_checkpointing(config, str(folder), "float32", 1, gib)
+
+    need = estimate(shape("SmolLM2-135M"), Workload(2048, 4, 2)).total
+    assert chosen(need / 0.89).why.startswith("gradient checkpointing is off: a step needs about 11 of")
+    assert not chosen(need / 0.89).on and chosen(need / 0.91).on and "is on" in chosen(need / 0.91).why
+    assert not chosen(None).on and not chosen(None).why
+    assert chosen(None, gradient_checkpointing=True).on and not chosen(1.0, gradient_checkpointing=False).on
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    assert chosen(80.0).on and "the memory was not counted (plan: the config of" in chosen(80.0).why
 
 
 def test_what_cannot_be_planned_is_refused():

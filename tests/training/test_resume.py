@@ -13,6 +13,7 @@ from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import ConfigError
 from deftune.artifacts.runs import Run, summary
 from deftune.training.train import Outcome, train_run
+from tiny import make_tokenizer, save_model
 
 STEPS = 40
 # 60 rows, 8 a step: epochs of 7 whole steps and one of 4 rows, which is one micro-batch where the others have two
@@ -130,6 +131,11 @@ VARIANTS = {
     "lora": LORA,  # its dropout draws from the random state that a checkpoint keeps
     "lora, mass": {**LORA, "objective": "mile(1)"},
     "lora, step": {**LORA, "objective": "clip"},  # the forward pass before the step draws, too
+    "4-bit": {**LORA, "model.quantization": "4bit"},
+    "adafactor": {"train.optimizer": "adafactor"},
+    "muon": {"train.optimizer": "muon"},
+    "NEFTune": {"train.neftune_alpha": 5.0},
+    "NEFTune, step": {"train.neftune_alpha": 5.0, "objective": "clip"},  # as dropout: one noise for both passes
     "packing": {"data.packing": True},
     "workers": {"train.workers": 2},
     "checkpointing": {"train.gradient_checkpointing": True, **LORA},
@@ -140,9 +146,14 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("places", [(3,), pytest.param((4, 6), marks=pytest.mark.slow)], ids=["within", "ends"])
 def test_resumed_in_every_way_of_training(tmp_path, make_config, variant, places):
+    own: dict[str, object] = {}
+    if variant == "4-bit":  # bitsandbytes quantises blocks of 64
+        pytest.importorskip("bitsandbytes")
+        wide = save_model(tmp_path / "wide", make_tokenizer(size=320), hidden_size=64, intermediate_size=128)
+        own = {"model.name": str(wide)}
     steps = 6
     settings = {"train.batch_size": 16, "train.max_steps": steps, "train.save_steps": 1, "train.keep": 9}
-    settings |= VARIANTS[variant]
+    settings |= VARIANTS[variant] | own
     reference = tmp_path / "reference"
     train(make_config(reference, settings))
     for step in (2,) if variant == "holdout" and places == (3,) else places:
@@ -209,6 +220,26 @@ def test_the_run_says_which_step_it_kept(tmp_path, make_config, best, worse):
     evaluated = [r for r in outcome.run.read_metrics() if r["kind"] == "eval"]
     result = next(r for r in evaluated if r.get("final"))
     assert result["eval_loss"] == next(r["eval_loss"] for r in evaluated if r["step"] == kept)
+
+
+def test_a_run_stops_when_evaluations_no_longer_improve(tmp_path, make_config, worse):
+    """Its words, its status and its card say so; resumed anywhere, also after its end, it stops at the same step."""
+    printed = Console(file=io.StringIO(), width=1000)
+    settings = {**worse, "train.stop_after": 2, "train.max_steps": 40, "train.save_steps": 1, "train.keep": 99}
+    outcome = train(make_config(tmp_path / "run", settings), printed)
+    best = best_step(outcome.run.folder)
+    assert outcome.step == best + 2 * 2 < 40 and outcome.run.status()["kept"] == best
+    words = f"stopped early: 2 evaluations without improvement at step {outcome.step} of 40"
+    assert words in printed.file.getvalue() and words in (outcome.run.model / "README.md").read_text()
+    assert outcome.run.status()["stopped_early"] in words
+    for step in (best + 1, best + 3, outcome.step):
+        copy = rewound(outcome.run.folder, step, tmp_path / f"copy-{step}")
+        for kept in range(1, step):  # the best one is among them
+            place = f"checkpoints/checkpoint-{kept}"
+            shutil.copytree(outcome.run.folder / place, copy / place, dirs_exist_ok=True)
+        again = train(make_config(copy, settings))
+        assert again.step == outcome.step and again.run.status()["stopped_early"] in words
+        assert weights(copy) == weights(outcome.run.folder)
 
 
 def test_evaluations_leave_the_checkpoints_to_the_config(tmp_path, make_config, worse):

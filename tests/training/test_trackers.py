@@ -16,7 +16,7 @@ import pytest
 from deftune.artifacts.config import ConfigError, render_yaml
 from deftune.artifacts.runs import Run
 from deftune.cli import main
-from deftune.training import preparation, train
+from deftune.training import assembly, preparation
 from deftune.training.trackers import check_trackers
 from waiting import HANG_SECONDS
 
@@ -150,7 +150,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_read(
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == tracker else find(name, *more))
-    for room, name in ((preparation, "read_mixture"), (preparation, "load_tokenizer"), (train, "load_model")):
+    for room, name in ((preparation, "read_mixture"), (preparation, "load_tokenizer"), (assembly, "load_model")):
         monkeypatch.setattr(room, name, lambda *args, **kwargs: pytest.fail("began"))
     path = write_config(make_config, tmp_path / "a" / "run", tracker)
     assert main(["train", str(path)]) == 2

@@ -33,8 +33,9 @@ from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives.stats import from_columns
 from deftune.tokens.head import shifted
 from deftune.training import guard
+from deftune.training.assembly import Batches, make_dataset
 from deftune.training.recording import P_EDGES, StepRecord
-from deftune.training.train import Batches, make_dataset
+from deftune.training.refusals import check_divided
 from deftune.training.trainer import DeftSFTTrainer, input_tokens
 
 PARAMETERS = {"alpha": "alpha(0.7)", "top": "top(0.02)", "bottom": "bottom(0.02)"}
@@ -413,7 +414,7 @@ REFUSED = {
     "logits for metrics": (
         {}, {"preprocess_logits_for_metrics": lambda *_: None}, r"preprocess_logits_for_metrics cannot .*no logits"
     ),
-    "quantisation": ({}, {"quantization_config": object()}, r"quantization_config cannot .*original weights"),
+    "quantisation": ({}, {"quantization_config": object()}, r"quantization_config cannot .*pass a LoRA peft_config"),
     "an adapter on the head": (
         {}, {"peft_config": LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")}, r"lm_head"
     ),
@@ -452,8 +453,22 @@ def test_other_houses_parallelism_is_refused(field, message, tmp_path):
 def test_a_part_of_a_row_on_a_rank_is_refused(name):
     parallel = type("Parallel", (), {f"{name}_enabled": True})
     arguments = type("Arguments", (), {"parallelism_config": parallel})
-    with pytest.raises(ValueError, match=f"{name} parallelism cannot be combined"):
+    message = {"tp": "tensor parallelism needs a model that transformers divided"}
+    with pytest.raises(ValueError, match=message.get(name, f"{name} parallelism cannot be combined")):
         DeftSFTTrainer(make_model(), arguments)
+
+
+def test_tensor_parallel_ranks_train_local_objectives_without_adapters():
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    weight.full_tensor = None  # as a DTensor has it
+    head = torch.nn.Linear(2, 2)
+    head.weight = weight
+    model = type("Divided", (), {"tp_size": 2, "get_output_embeddings": lambda self: head})()
+    check_divided(model, deftune.objective("deft"), None)
+    with pytest.raises(ValueError, match="'clip' sums over the rows of all ranks"):
+        check_divided(model, deftune.objective("clip"), None)
+    with pytest.raises(ValueError, match="and no adapter"):
+        check_divided(model, deftune.objective("deft"), None, adapter=object())
 
 
 def test_a_router_loss_is_not_left_out_silently(tmp_path):

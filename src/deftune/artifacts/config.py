@@ -46,6 +46,19 @@ class Model(Section):
     revision: str | None = Field(None, description="of a hub id; best a commit")
     trust_remote_code: bool = Field(False, description="run code from the model's repository")
     lora: Lora | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of the frozen weights under lora: auto is bfloat16 where a GPU computes in it, else float32; "
+        "weights that are trained are float32",
+    )
+    attention_implementation: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field("auto", description="transformers' attention; auto is its default, mostly sdpa (see train.attention)")
+    quantization: Literal["4bit"] | None = Field(
+        None,
+        description="4bit: the frozen weights of the layers under lora in NF4 (QLoRA), by bitsandbytes; embeddings, "
+        "norms and head are bfloat16 (or dtype)",
+    )
 
 
 class Source(Section):
@@ -122,6 +135,10 @@ class Train(Section):
     max_steps: Positive | None = Field(None, description="stop after so many optimizer steps")
     batch_size: Positive = Field(256, description="rows of an optimizer step, over all ranks")
     micro_batch_size: Positive = Field(4, description="rows of one forward pass on one rank")
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = Field(
+        "adamw",
+        description="adamw_8bit is bitsandbytes' (on a GPU); muon takes the matrices of the layers, and AdamW the rest",
+    )
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[Share, Share] = (0.9, 0.95)
     warmup_ratio: Share = 0.1
@@ -129,10 +146,21 @@ class Train(Section):
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 is no clipping")
     seed: NotNegative = 42
     precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
-        "auto", description="torch's attention kernels: auto is all but cuDNN's, which can give NaN gradients"
+    gradient_checkpointing: Literal[True, False, "auto"] = Field(
+        "auto", description="compute activations again in the backward pass; auto: where a GPU's memory needs it"
+    )
+    neftune_alpha: float | None = Field(
+        None, gt=0, description="NEFTune: uniform noise on the embeddings, alpha / sqrt(length x width) at most"
+    )
+    liger: bool = Field(False, description="Liger's kernels for the layers (never its cross-entropy); on a GPU")
+    compile: Literal[True, False, "layers"] = Field(
+        False,
+        description="torch.compile: the whole model (true), or each decoder layer, which compiles faster (layers)",
+    )
+    attention: Literal["auto", "varlen", "flash", "efficient", "math", "cudnn"] = Field(
+        "auto",
+        description="torch's attention kernels: varlen takes rows end to end, without padding; auto is varlen in bf16 "
+        "on a GPU where the model allows it, elsewhere all but cuDNN's, which can give NaN gradients",
     )
     sparse: float | None = Field(
         None, gt=0, le=1, description="share of the vocabulary in the head's gradients, an approximation (off: exact)"
@@ -146,6 +174,11 @@ class Train(Section):
         description="with fsdp: ranks that hold one copy of the weights together; several copies are hybrid sharding, "
         "HSDP (default: all ranks hold one)",
     )
+    tensor_parallel: Positive = Field(
+        1,
+        description="ranks that share every layer and the vocabulary of the head (transformers' tensor parallelism): "
+        "all those of torchrun; checkpoints resume on one rank, too",
+    )
     workers: NotNegative = Field(0, description="processes that make batches, for each rank")
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
     keep: Positive = Field(2, description="newest checkpoints kept; the best one and those of save_at stay besides")
@@ -156,6 +189,9 @@ class Train(Section):
         description="which step's weights the run ends with: none (the last step's), eval_loss (the objective on the "
         "held-out rows), eval_nll, or a task of data.tasks by its score",
     )
+    stop_after: Positive | None = Field(
+        None, description="stop after so many evaluations in a row that do not improve `best`; the best step is kept"
+    )
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default_factory=list)
     push_to_hub: str | None = Field(None, description="a hub id to upload the result to")
 
@@ -163,6 +199,10 @@ class Train(Section):
     def _batches(self) -> Train:
         if self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
+        if self.optimizer == "adafactor" and self.betas != Train.model_fields["betas"].default:
+            raise ValueError("betas: adafactor has none; leave them out")
+        if self.optimizer != "adamw" and self.fsdp:
+            raise ValueError(f"optimizer: {self.optimizer} was not tested with fsdp; drop one")
         return self
 
 
@@ -198,15 +238,56 @@ class RunConfig(Section):
             )
         if self.train.best != "none" and self.train.eval_steps is None:
             raise ValueError(f"train.best: {self.train.best} is measured at evaluations; give train.eval_steps")
+        if self.train.stop_after is not None and self.train.best == "none":
+            raise ValueError("train.stop_after: say what must improve with train.best: eval_loss, eval_nll or a task")
         if self.train.fsdp and names:
             raise ValueError("data.tasks: cannot be asked of a model that train.fsdp shards; drop one")
         if self.train.shard_size is not None and not self.train.fsdp:
             raise ValueError("train.shard_size: needs train.fsdp=true; without it every rank holds all weights")
         if self.train.shard_size == 1:
             raise ValueError("train.shard_size: 1 shards nothing; leave out train.fsdp and train.shard_size for DDP")
+        if self.train.tensor_parallel > 1:
+            check_tensor_parallel(self)
+        implementation = self.model.attention_implementation
+        if self.train.attention != "auto" and implementation not in ("auto", "sdpa"):
+            raise ValueError(
+                f"train.attention: chooses among the kernels of sdpa and does nothing with "
+                f"model.attention_implementation={implementation}; drop one"
+            )
+        if self.model.quantization is not None:
+            if self.model.lora is None:
+                raise ValueError("model.quantization: 4-bit weights cannot be trained; train adapters with model.lora")
+            for name in ("fsdp", "compile"):
+                if getattr(self.train, name):
+                    raise ValueError(f"model.quantization: was not tested with train.{name}; drop one")
+        if self.model.dtype == "bfloat16" and self.model.lora is None:
+            raise ValueError(
+                "model.dtype: trained weights are float32, because bfloat16 rounds most of AdamW's updates to nothing; "
+                "leave it out (a GPU computes in bfloat16 anyway: train.precision), or train adapters with model.lora"
+            )
+        if self.model.dtype == "bfloat16" and self.train.fsdp:
+            raise ValueError("model.dtype: train.fsdp was tested with float32 weights only; drop one")
         if self.train.fsdp and self.model.lora is not None and self.train.compile:
             raise ValueError("train: fsdp, compile and lora together are not supported; drop one")
         return self
+
+
+def check_tensor_parallel(config: RunConfig) -> None:
+    """Refuse what a model whose layers are divided among ranks cannot be trained with."""
+    reasons = {
+        "train.fsdp": (config.train.fsdp, "both divide the weights"),
+        "train.sparse": (config.train.sparse is not None, "a rank knows the mass of its own classes only"),
+        "train.compile": (config.train.compile, "it was not tried"),
+        "model.lora": (config.model.lora is not None, "adapters are not divided"),
+        "data.tasks": (bool(config.data.tasks), "one rank alone would answer the questions, with its part of a model"),
+        "objective": (
+            parse_objective(config.objective).kind != "local",
+            f"{config.objective} sums over the rows of all ranks, which are the same rows here",
+        ),
+    }
+    for name, (given, why) in reasons.items():
+        if given:
+            raise ValueError(f"train.tensor_parallel: cannot be combined with {name}: {why}; drop one")
 
 
 class ConfigError(ValueError):

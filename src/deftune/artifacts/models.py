@@ -7,7 +7,9 @@ asked for.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,8 +20,9 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from deftune.artifacts.config import ConfigError, Model
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import FolderError, UnreadableError, disk_error, sealed_folder, sha256, verify
 from deftune.objectives.suggest import did_you_mean
@@ -89,6 +92,8 @@ def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, 
     if parent.is_dir():  # runs/frist: a folder here, not an organisation of the hub
         hint = did_you_mean(path.name, [entry.name for entry in parent.iterdir()])
         raise ValueError(f"model: {name}: no such folder in {parent}.{hint}")
+    if parent == Path("runs"):  # the folder that `deftune init` names, not an organisation of the hub
+        raise ValueError(f"model: {name}: there is no folder runs here; go where the run was trained, or pass its path")
     return name
 
 
@@ -275,22 +280,80 @@ def load_tokenizer(source: str, *, revision: str | None = None, trust_remote_cod
 
 
 def load_model(
-    source: str, *, revision: str | None = None, trust_remote_code: bool = False, dtype: str = "float32"
-) -> Any:
+    source: str, *, revision: str | None = None, trust_remote_code: bool = False, dtype: str = "float32",
+    tensor_parallel: int = 1, quantization: str | None = None, attention: str = "auto",
+) -> Any:  # fmt: skip
     """A causal LM from safetensors, in ``dtype`` (training keeps float32 master weights).
 
+    ``tensor_parallel``: how many ranks share each layer; every rank calls this and gets its part.
+    ``quantization="4bit"`` loads the layers' matrices as NF4 with doubly quantised scales; ``dtype`` is that of the
+    rest, and of the computation. ``attention`` is transformers' ``attn_implementation``, auto its default.
+
     Raises:
-        ValueError: the weights cannot be read, or do not all belong to the model (``check_loaded``).
+        ValueError: the weights cannot be read, do not all belong to the model (``check_loaded``), or cannot be divided.
     """
     import torch
 
-    model = read_weights(
-        source, revision=revision, trust_remote_code=trust_remote_code, use_safetensors=True,
-        dtype=getattr(torch, dtype),
-    )  # fmt: skip
-    if getattr(model, "is_quantized", False):
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    more: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    if tensor_parallel > 1:
+        more["distributed_config"] = distributed_config(source, tensor_parallel, options)
+    if quantization is not None:
+        import transformers
+
+        check_bitsandbytes("model.quantization")
+        more["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, dtype),
+        )  # fmt: skip
+    model = read_weights(source, use_safetensors=True, dtype=getattr(torch, dtype), **options, **more)
+    if tensor_parallel > 1 and not hasattr(model.get_output_embeddings().weight, "full_tensor"):
+        raise ValueError(
+            f"train.tensor_parallel: transformers has no plan for {type(model).__name__} that divides its head; use "
+            f"train.fsdp, or one rank"
+        )
+    if quantization is None and getattr(model, "is_quantized", False):
         raise ValueError(f"model: {source} is quantised; its weights cannot be trained. Pass the original weights")
     return model
+
+
+def distributed_config(source: str, ranks: int, options: dict[str, Any]) -> Any:
+    """transformers' request to divide a model's layers among the ranks.
+
+    Raises:
+        ValueError: this transformers has none, or the ranks do not divide the attention heads.
+    """
+    import transformers
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if not hasattr(transformers.PreTrainedModel, "is_distributed_loading_by_transformers"):  # its Trainer asks for it
+        raise ValueError(
+            f"train.tensor_parallel: the Trainer of transformers {transformers.__version__} does not train divided "
+            f"layers; install 5.22 or later"
+        )
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(source, **options).get_text_config()
+    except Exception as error:
+        raise cannot_load(source, error) from error
+    names = ("num_attention_heads", "num_key_value_heads")
+    heads = {name: size for name in names if isinstance(size := getattr(config, name, None), int)}
+    if any(size % ranks for size in heads.values()):
+        found = " and ".join(f"{size} {name.removeprefix('num_').replace('_', ' ')}" for name, size in heads.items())
+        raise ValueError(
+            f"train.tensor_parallel: {ranks} ranks cannot share {found} of {source}; the ranks must divide both: at "
+            f"most {math.gcd(*heads.values())}. Or use train.fsdp"
+        )
+    return DistributedConfig(tp_size=ranks)
+
+
+def quantized_dtype(model: Model) -> Literal["float32", "bfloat16"]:
+    """The dtype beside 4-bit weights: the same on every machine, so that a result is loaded as it was trained."""
+    return "bfloat16" if model.dtype == "auto" else model.dtype
+
+
+def check_bitsandbytes(key: str) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f'{key}: bitsandbytes is not installed; pip install "deftune[quantization]"')
 
 
 def read_weights(source: str, *, name: str | None = None, **options: Any) -> Any:

@@ -13,7 +13,15 @@ from typing import Any
 from deftune.artifacts.checkpoints import PREFIX, checkpoints, step_of
 from deftune.artifacts.config import Data
 from deftune.artifacts.folders import MANIFEST, FolderError, verify
-from deftune.artifacts.models import cannot_load, check_loaded, load_model, load_tokenizer, read_object, resolve_model
+from deftune.artifacts.models import (
+    cannot_load,
+    check_loaded,
+    load_model,
+    load_tokenizer,
+    quantized_dtype,
+    read_object,
+    resolve_model,
+)
 from deftune.artifacts.options import OptionError
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import set_template
@@ -35,8 +43,15 @@ def load_result(
         (model, tokenizer).
     """
     source, tokenizer, options, adapter = locate(name, notice, trust_remote_code=trust_remote_code)
+    return (load_model(source, **options) if adapter is None else load_adapted(source, options, adapter)), tokenizer
+
+
+def load_adapted(source: str, options: dict[str, Any], adapter: Path) -> Any:
+    """A base model with its adapter, all in float32; weights that were trained on in 4 bits have their 4-bit values."""
     model = load_model(source, **options)
-    return (model if adapter is None else load_adapter(model, adapter)), tokenizer
+    if getattr(model, "is_quantized", False):
+        model = model.dequantize().float()
+    return load_adapter(model, adapter)
 
 
 # what `deftune train` sets in an adapter's config, and what peft notes there
@@ -107,6 +122,8 @@ def locate(
     if not is_adapter(folder):
         return str(folder), tokenizer, trust, None
     source = resolve_model(config.model.name, notice, revision=config.model.revision)
+    if config.model.quantization is not None:
+        options |= {"quantization": config.model.quantization, "dtype": quantized_dtype(config.model)}
     return source, tokenizer, options, folder
 
 
@@ -118,7 +135,7 @@ def plain_model(
     if adapter is None:
         return source, tokenizer, options
     notice(f"adding the adapter of {name} into its model's weights, in {place}")
-    merged = load_adapter(load_model(source, **options), adapter).merge_and_unload(safe_merge=True)
+    merged = load_adapted(source, options, adapter).merge_and_unload(safe_merge=True)
     merged.save_pretrained(place)
     tokenizer.save_pretrained(place)
     return str(place), tokenizer, {"trust_remote_code": trust_remote_code}

@@ -145,12 +145,15 @@ def summary(run: Run) -> dict[str, Any]:
     """One line of `deftune runs`. Nothing is written."""
     state = run.status()["state"]
     last: dict[str, Any] = {}
+    evaluated: dict[str, Any] = {}
     objective = model = None
     kept = 0
     try:
         if state == "running" and not is_locked(run.folder):  # killed, or the power went
             state = "interrupted"
-        last = next((record for record in reversed(run.read_metrics()) if "nll" in record), {})
+        records = run.read_metrics()[::-1]
+        last = next((record for record in records if "nll" in record), {})
+        evaluated = next((record for record in records if "eval_loss" in record), {})
         kept = len(checkpoints(run.checkpoints))
         objective, model = names_in(run)
     except (ValueError, RecursionError, yaml.YAMLError):
@@ -167,5 +170,7 @@ def summary(run: Run) -> dict[str, Any]:
         "loss": last.get("loss"),
         "nll": last.get("nll"),
         "p": last.get("p"),
+        "eval_loss": evaluated.get("eval_loss"),
+        "eval_nll": evaluated.get("eval_nll"),
         "checkpoints": kept,
     }

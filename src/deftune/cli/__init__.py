@@ -12,6 +12,7 @@ from pathlib import Path
 
 from deftune._version import __version__
 from deftune.cli import (
+    advise,
     analyze,
     compare,
     completion,
@@ -26,6 +27,7 @@ from deftune.cli import (
     results,
     selftest,
     train,
+    watch,
 )
 from deftune.cli.output import error_text, notice, say
 
@@ -37,6 +39,7 @@ GREETING = f"""deftune {__version__}: fine-tune with objectives that are gate x 
   deftune quickstart                           compare two objectives on a small model, some minutes on two cores
   deftune init, deftune train run.yaml         write a config, and train on your data
   deftune inspect runs/first rows.jsonl        see which tokens the model was told to change its mind about
+  deftune advise smollm2 rows.jsonl            see which objective the evidence supports for your data
   deftune compare run compare.yaml             compare objectives at the same seeds, with intervals
   deftune eval run runs/first --task gsm8k     evaluate a model or a run
 
@@ -54,12 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
     objectives.add_to(commands)
     results.add_to(commands)
     train.add_to(commands)
+    watch.add_to(commands)
     plan.add_to(commands)
     export.add_to(commands)
     evaluate.add_to(commands)
     compare.add_to(commands)
     report.add_to(commands)
     inspect.add_to(commands)
+    advise.add_to(commands)
     analyze.add_to(commands)
     paper.add_to(commands)
     doctor.add_to(commands)

@@ -42,6 +42,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--tokens", type=Path, metavar="FILE", help="reuse this token table, or write it where not there"
     )
+    add_data_options(parser)
+    parser.set_defaults(run=run_inspect)
+
+
+def add_data_options(parser: Any) -> None:
+    """How the data is read and encoded for a pass over it."""
     parser.add_argument("--format", help="of the data (default: by its fields)")
     add_fields(parser)
     parser.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
@@ -51,7 +57,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--batch-tokens", type=int, help="places of a batch, padding included (default: 8192)")
     parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read")
     add_trust(parser)
-    parser.set_defaults(run=run_inspect)
 
 
 def run_inspect(args: argparse.Namespace) -> int:

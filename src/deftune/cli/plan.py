@@ -64,7 +64,9 @@ def run_plan(args: argparse.Namespace) -> int:
             model.name if model else name, revision=model.revision if model else None,
             trust_remote_code=bool(model and model.trust_remote_code),
         )  # fmt: skip
-    chosen, tried = plan(shape, work, gpu=args.gpu, gpus=args.gpus, lora_rank=lora)
+    narrow = work.bf16 and (model is None or model.dtype != "float32")
+    base = "4bit" if model and model.quantization else "bfloat16" if narrow else "float32"
+    chosen, tried = plan(shape, work, gpu=args.gpu, gpus=args.gpus, lora_rank=lora, base=base)
     if args.json:
         print(json.dumps({"parameters": shape.parameters, "work": asdict(work), "chosen": record(chosen),
                           "tried": [record(found) for found in tried], "notes": chosen.notes}, indent=1))  # fmt: skip

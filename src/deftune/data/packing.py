@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from itertools import accumulate
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -101,23 +102,36 @@ class Joined:
         return self.first[place] if place < len(self.first) else self.second[place - len(self.first)]
 
 
+def row_boundaries(lengths: Sequence[int]) -> dict[str, Tensor | int]:
+    """Where rows that lie end to end begin and end, as transformers passes it to attention kernels.
+
+    >>> row_boundaries([3, 2])["cu_seq_lens_q"]
+    tensor([0, 3, 5], dtype=torch.int32)
+    """
+    edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    longest = max(lengths, default=0)
+    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+
+
 class Collator:
     """Examples to a batch of tensors; no target and no attention crosses from one example to the next.
 
     Examples: padded on the right, ``input_ids``, ``attention_mask`` and ``labels``, [B, T]. Packs: ``input_ids``,
     ``labels`` and ``position_ids`` that restart at each example, [B, T], with no attention mask: the model makes one
-    from the positions; what pads a row is a sequence of its own. ``padding_free``: all of it end to end, [1, T], which
-    is for attention kernels that take the boundaries without a mask.
+    from the positions; what pads a row is a sequence of its own. ``padding_free``: all of it end to end, [1, T], with
+    the `row_boundaries`, for attention kernels that take them instead of a mask.
     """
 
     def __init__(self, pad_token_id: int, *, padding_free: bool):
         self.pad_token_id = pad_token_id
         self.padding_free = padding_free
 
-    def __call__(self, examples: Sequence[Encoded | Pack]) -> dict[str, Tensor]:
-        if self.padding_free or any(isinstance(example, Pack) for example in examples):
-            rows = [_joined(examples)] if self.padding_free else [_joined([example]) for example in examples]
-            return self._packed(rows)
+    def __call__(self, examples: Sequence[Encoded | Pack]) -> dict[str, Any]:
+        if self.padding_free:
+            joined = _joined(examples)
+            return self._packed([joined]) | row_boundaries(joined.lengths)
+        if any(isinstance(example, Pack) for example in examples):
+            return self._packed([_joined([example]) for example in examples])
         width = max(len(example.input_ids) for example in examples)
         batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
         for example in examples:

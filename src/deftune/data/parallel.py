@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from deftune.data.encoding import EncodedRows, Encoder, checked
@@ -117,7 +117,8 @@ def _pool(encoder: Encoder, workers: int) -> Generator[Callable[[list[bytes]], F
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             processes.append(process)
             assert process.stdin is not None
-            process.stdin.write(setting)
+            with suppress(BrokenPipeError):  # the process is dead already; `_ask` says of what
+                process.stdin.write(setting)
             idle.put(process)
         yield lambda chunk: threads.submit(work, chunk)
     finally:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from deftune.data.packing import row_boundaries
 from deftune.losses import Sparse, linear_token_stats
+from deftune.losses.dtensors import is_dtensor, local_head
 from deftune.losses.eager import eager
 from deftune.losses.head import Head
 from deftune.losses.linear import fused_loss
@@ -139,6 +142,8 @@ def _set_forwards(model: Any) -> list[tuple[Any, Any]]:
     """Set ``forward`` on the model and its head; returns each module with the instance attribute it had before."""
     head = head_of(model)
     before = [(module, module.__dict__.get("forward")) for module in (model, head)]
+    if is_dtensor(head.weight) and before[1][1] is not None:  # tensor parallel: its forward gathers the logits
+        head.__dict__.setdefault("divided_forward", before[1][1])
     model.__dict__["forward"] = MethodType(_forward_of(type(model)), model)
     head.__dict__["forward"] = MethodType(_head_forward, head)
     return before
@@ -179,7 +184,10 @@ def _head_forward(
     self: nn.Linear, input: Tensor, targets: Tensor | None = None, call: Any = None, options: Any = None
 ) -> Any:
     # the head is called as a module, because FSDP2 may shard it as a unit of its own and gather it in its hooks
-    return type(self).forward(self, input) if targets is None else call(self, input, targets, options)
+    if targets is not None:
+        return call(self, input, targets, options)
+    divided = self.__dict__.get("divided_forward")
+    return type(self).forward(self, input) if divided is None else divided(input)
 
 
 def head_of(model: Any) -> nn.Linear:
@@ -221,16 +229,32 @@ def check_head(model: Any, tolerance: float = 1e-2) -> None:
         )
 
 
-def check_packing(model: Any, tolerance: float = 1e-2) -> None:
-    """Refuse attention that crosses the boundary of two rows in a pack, tried on two short rows."""
+def check_packing(
+    model: Any, tolerance: float | None = None, *, attention: AbstractContextManager[None] | None = None
+) -> None:
+    """Refuse attention that crosses the boundary of two rows in a pack, tried on two short rows.
+
+    Args:
+        model: the causal LM, or PEFT's wrapper of one.
+        tolerance: the largest relative difference of the logits; by default 1e-2, and 5e-2 for weights of 16 bits.
+        attention: a context for the joined rows, whose attention takes their boundaries; the single rows are computed
+            outside.
+    """
     weight = model.get_input_embeddings().weight
     if weight.is_meta or weight.numel() == 0:
         return
+    if tolerance is None:
+        tolerance = 5e-2 if weight.element_size() < 4 else 1e-2
     with evaluating(model):
         first = torch.arange(5, device=weight.device)[None] % weight.shape[0]
         second = first.flip(1)[:, :4]
         positions = torch.cat([torch.arange(5), torch.arange(4)]).to(weight.device)[None]
-        joined = model(input_ids=torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
+        places = {"input_ids": torch.cat([first, second], 1), "position_ids": positions}
+        if attention is not None:
+            bounds = row_boundaries([5, 4])
+            places |= {k: v.to(weight.device) if isinstance(v, Tensor) else v for k, v in bounds.items()}
+        with attention or contextlib.nullcontext():
+            joined = model(**places, use_cache=False).logits
         alone = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
     expected = torch.cat(alone, 1).float()
     error = _relative_error(joined.float(), expected)
@@ -257,10 +281,11 @@ class ObjectiveCall:
     @eager
     def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
         hidden, targets = _inputs(head, hidden, targets)
-        chunk_rows, backend = chunk_options(hidden, head.weight)
+        hidden, own = _divided(hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets)
+        chunk_rows, backend = chunk_options(hidden, own.weight)
         request = make_request(
-            hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets, self.objective,
-            num_items=self.num_items, context=self.context, chunk_rows=chunk_rows, sparse=self.sparse, gates=True,
+            hidden, own, targets, self.objective, num_items=self.num_items, context=self.context,
+            chunk_rows=chunk_rows, sparse=self.sparse, gates=True,
         )  # fmt: skip
         result = fused_loss(request, backend)
         assert result.gate is not None and result.values is not None
@@ -276,9 +301,10 @@ class StatisticsCall:
     @eager
     def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
         hidden, targets = _inputs(head, hidden, targets)
+        hidden, own = _divided(hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets)
         stats = linear_token_stats(
-            hidden, head.weight, targets, bias=head.bias, softcap=options.softcap, logit_scale=options.logit_scale,
-            top_k=self.top_k, chunk_rows=CHUNK_ROWS,
+            hidden, own.weight, targets, bias=own.bias, softcap=own.softcap, logit_scale=own.scale, top_k=self.top_k,
+            chunk_rows=CHUNK_ROWS, shard=own.shard,
         )  # fmt: skip
         return ObjectiveOutput(None, stats.detach())
 
@@ -289,6 +315,23 @@ def _inputs(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, T
     if not torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(head.weight.dtype)
     return hidden, targets
+
+
+def _divided(hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Head]:
+    """The states and the head of this rank, where tensor parallelism divides the vocabulary among ranks.
+
+    Such a head's weight is a DTensor, and every rank has the same states. (FSDP2 has gathered its weights here.) The
+    gradient of the states is summed over the ranks.
+    """
+    if not is_dtensor(head.weight):
+        return hidden, head
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole: Any = head.weight
+    mesh = whole.device_mesh
+    same = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    hidden, weight, bias, _, _, shard = local_head(same, head.weight, head.bias, targets, None, None)
+    return hidden, replace(head, weight=weight, bias=bias, shard=shard)
 
 
 def base_of(model: Any) -> Any:

@@ -1,51 +1,93 @@
-"""What a run shows while it trains: one live line in a terminal, a line now and then elsewhere."""
+"""What a run shows while it trains: one live line in a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from deftune.artifacts.terminal import line_printer
 
-SHOWN = ("loss", "nll", "p", "focus", "gate", "suppressed", "grad_norm")
+EVERY = 10.0  # seconds between two lines of a log
+SHOWN = {"loss": "loss", "p": "p", "learning_rate": "lr", "eval_loss": "eval", "nll": "nll", "gate": "gate",
+         "grad_norm": "norm"}  # fmt: skip
+EVALUATED = ("eval_loss", "eval_nll", "eval_p")
 
 
-def render_step(logs: dict[str, Any]) -> str:
-    """The numbers of a step: loss 0.31 | nll 1.92 | p 0.51 | ..."""
-    parts = [f"{name} {logs[name]:.3g}" for name in SHOWN if name in logs]
+def render_step(logs: dict[str, Any], width: int | None = None) -> str:
+    """The numbers of a step, the most important first; those that do not fit into ``width`` columns are left out.
+
+    >>> render_step({"loss": 0.3111, "p": 0.5, "learning_rate": 5e-5, "nll": 1.92}, 26)
+    'loss 0.311 p 0.5 lr 5e-05'
+    """
+    parts = [f"{short} {logs[name]:.3g}" for name, short in SHOWN.items() if name in logs]
     if "tokens_per_second" in logs:
         parts.append(f"{logs['tokens_per_second']:,.0f} tok/s")
-    return " | ".join(parts)
+    text = ""
+    for part in parts:
+        if width is not None and len(text) + len(part) + bool(text) > width:
+            break
+        text += f" {part}" if text else part
+    return text
+
+
+def render_evaluation(logs: dict[str, Any], tasks: Sequence[str] = ()) -> str:
+    """eval_loss 0.312 | eval_nll 1.41 | eval_p 0.55, and the scores of tasks"""
+    names = [*EVALUATED, *(f"eval_{task}" for task in tasks)]
+    return " | ".join(f"{name} {logs[name]:.4g}" for name in names if name in logs)
 
 
 class StepDisplay:
-    """A progress bar over the optimizer steps."""
+    """The optimizer steps of a run: a bar in a terminal, lines elsewhere. Evaluations are lines that stay."""
 
-    def __init__(self, console: Console, title: str):
-        self.console, self.title = console, title
+    BAR = 8
+
+    def __init__(
+        self, console: Console, title: str, tasks: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+    ):
+        self.console, self.title, self.tasks, self.clock = console, title, tasks, clock
         self.progress = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
-            TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"), console=console,
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=self.BAR), MofNCompleteColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
+            console=console,
         )  # fmt: skip
         self.task: Any = None
-        self.last_printed = -1
+        self.newest: dict[str, Any] = {}  # evaluation
+        self.begun = self.printed = 0.0
+        self.first = 0
 
     def start(self, done: int, total: int) -> None:
         self.task = self.progress.add_task(self.title, total=total, completed=done, numbers="")
+        self.begun = self.printed = self.clock()
+        self.first = done
         if self.console.is_terminal:
             self.progress.start()
 
     def step(self, done: int, total: int, logs: dict[str, Any]) -> None:
-        self.progress.update(self.task, completed=done, numbers=render_step(logs))
-        every = max(1, total // 20)
-        if not self.console.is_terminal and (done // every != self.last_printed // every or done in (1, total)):
-            line_printer(self.console)(f"{self.title} {done}/{total}  {render_step(logs)}")
-            self.last_printed = done
+        logs = {**{name: self.newest[name] for name in ("eval_loss",) if name in self.newest}, **logs}
+        taken = len(self.title) + self.BAR + len(f"{done}/{total}") + len("0:00:00") + 4  # and the spaces between
+        numbers = render_step(logs, max(0, self.console.width - taken))
+        self.progress.update(self.task, completed=done, numbers=numbers)
+        now = self.clock()
+        if not self.console.is_terminal and (done in (self.first + 1, total) or now - self.printed >= EVERY):
+            left = timedelta(seconds=round((now - self.begun) / (done - self.first) * (total - done)))
+            self.say(f"{self.title} {done}/{total}  {left} left  {render_step(logs)}")
+            self.printed = now
+
+    def evaluation(self, done: int, total: int, logs: dict[str, Any], *, final: bool = False) -> None:
+        """A line with the numbers of an evaluation; ``final`` is the one of the result."""
+        self.newest = logs
+        place = "result" if final else f"{self.title} {done}/{total}"
+        self.say(f"{place}  {render_evaluation(logs, self.tasks)}")
+
+    def say(self, text: str) -> None:
+        line_printer(self.console)(text)
 
     def stop(self) -> None:
         if self.console.is_terminal:

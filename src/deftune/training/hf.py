@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,24 @@ def hf_loss(
     context = Context(special_ids=special_ids)
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        check_whole_rows()
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
         return token_loss(logits, shifted(labels), objective, num_items=num_items_in_batch, context=context)
 
     return loss
+
+
+def check_whole_rows() -> None:
+    """Refuse context parallelism: the Trainer hands this hook a rank's labels, without the target of their last place.
+
+    Raises:
+        ValueError: accelerate divides the sequences of this process among ranks.
+    """
+    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    config = None if state is None else state._shared_state.get("parallelism_config")
+    if config is not None and config.cp_enabled:
+        raise ValueError(
+            "hf_loss: context parallelism divides each row among ranks, and compute_loss_func gets labels that are not "
+            "shifted across them, so targets would be lost or wrong; call deftune.token_loss with the Trainer's "
+            "shift_labels in a compute_loss of your own (docs/other_trainers.md, Context parallel)"
+        )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deftune.training.attention import KERNELS, attention_kernels
+from deftune.training.attention import KERNELS, VARLEN, attention_kernels
 
 FINITE, NOT_FINITE, UNAVAILABLE = "finite", "not finite", "unavailable"
 
@@ -101,7 +101,7 @@ def diagnose(
             return Diagnosis(**found, weights=name)
     for number, batch in enumerate(batches):
         watch = Watch(model)
-        with attention_kernels(attention), watch:
+        with attention_kernels(attention, model), watch:
             finite = backward(model, lambda batch=batch: loss_of(batch, autocast))
         if finite:
             continue
@@ -109,13 +109,14 @@ def diagnose(
         found["forward"] = watch.forward
         if watch.forward is None:
             found["gradient"] = watch.gradient
-            with attention_kernels(attention):
+            with attention_kernels(attention, model):
                 found["operation"] = operation_of_nan(model, lambda batch=batch: loss_of(batch, autocast))
         if autocast:
-            with attention_kernels(attention):
+            with attention_kernels(attention, model):
                 found["float32"] = outcome(model, lambda batch=batch: loss_of(batch, False))
         if uses_sdpa(model):
-            found["kernels"] = {
+            failed = {VARLEN: NOT_FINITE} if attention == VARLEN else {}
+            found["kernels"] = failed | {
                 name: try_kernel(model, name, lambda batch=batch: loss_of(batch, autocast)) for name in KERNELS
             }
         break

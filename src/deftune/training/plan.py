@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from deftune.artifacts.config import ConfigError, RunConfig
 from deftune.objectives.suggest import did_you_mean
 
 GIB = 2**30
+Base = Literal["float32", "bfloat16", "4bit"]  # the frozen weights under LoRA
+MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0, "muon": 4}  # a trained weight of a layer's matrices
+NF4_BYTES = 0.5 + (1 + 4 / 256) / 64  # a weight, with its share of the doubly quantised scales
 RESERVE = 0.9  # share of a GPU's memory that a plan may fill: the allocator's fragments and NCCL need the rest
 
 
@@ -150,6 +153,7 @@ class Workload:
     rows: int  # of a micro-batch
     accumulation: int = 1
     bf16: bool = True
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,7 @@ class Strategy:
     copies: int = 1
     checkpointing: bool = False
     lora_rank: int = 0
+    base: Base = "float32"
 
     def __str__(self) -> str:
         if self.shards > 1:
@@ -167,14 +172,16 @@ class Strategy:
         else:
             name = "one GPU" if self.copies == 1 else "DDP"
         name += " + gradient checkpointing" * self.checkpointing
-        return name + (f" + LoRA r={self.lora_rank}" if self.lora_rank else "")
+        return name + (f" + LoRA r={self.lora_rank} over {self.base}" if self.lora_rank else "")
 
     def options(self) -> list[str]:
         """The ``--set`` options of `deftune train`."""
         found = ["train.fsdp=true"] if self.shards > 1 else []
         found += [f"train.shard_size={self.shards}"] if self.shards > 1 and self.copies > 1 else []
         found += ["train.gradient_checkpointing=true"] if self.checkpointing else []
-        return found + ([f"model.lora.r={self.lora_rank}"] if self.lora_rank else [])
+        found += [f"model.lora.r={self.lora_rank}"] if self.lora_rank else []
+        extra = {"bfloat16": ["model.dtype=bfloat16"], "4bit": ["model.quantization=4bit"], "float32": list[str]()}
+        return found + extra[self.base]
 
 
 WHOLE = Strategy()
@@ -196,15 +203,18 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.copies + self.activations + self.head
 
 
-def layer_bytes(shape: Shape, work: Workload) -> int:
-    """Bytes that a layer saves for the backward pass, a token.
+def layer_bytes(shape: Shape, work: Workload, base: str = "float32") -> int:
+    """Bytes that a layer saves for the backward pass, a token; ``base`` is the dtype of its weights.
 
     Under autocast, d the width and f the width of the MLP: two norms keep their input and their output in float32
     (16 d); each of the five matrices after a norm keeps a bfloat16 copy of its input (10 d); attention keeps queries,
     repeated keys and values, its output and a copy of it (10 d), and a row of its mask (2 T); the MLP keeps four
-    tensors (8 f). In float32 the matrices share the norm's scaled output (8 d), and the rest is twice as large.
+    tensors (8 f). In float32 the matrices share the norm's scaled output (8 d), and the rest is twice as large. With
+    bfloat16 weights the layers pass bfloat16 to each other, and each norm keeps one float32 copy of its input (8 d).
     """
     d, f = shape.hidden, shape.intermediate
+    if base != "float32":
+        return 28 * d + 8 * f + 2 * work.length
     if work.bf16:
         return 36 * d + 8 * f + 2 * work.length
     return 16 * d + 8 * d + 20 * d + 16 * f + 4 * work.length
@@ -215,9 +225,10 @@ def estimate(shape: Shape, work: Workload, strategy: Strategy = WHOLE) -> Memory
 
         peak = max(end of the forward pass, optimizer step)
 
-    At the end of the forward pass there are the weights (4 bytes a parameter), AdamW's moments (8), the bfloat16 copies
-    (2 a matrix), all activations, and the head's gradient; gradients (4) only where an earlier micro-batch left them.
-    In the optimizer step there are weights, gradients and moments.
+    At the end of the forward pass there are the weights (4 bytes a parameter, 2 a frozen bfloat16 one), AdamW's moments
+    (8), the bfloat16 copies (2 a float32 matrix; of 4-bit matrices one at a time), all activations, and the head's
+    gradient; gradients (4) only where an earlier micro-batch left them. In the optimizer step there are weights,
+    gradients and moments.
 
     Args:
         shape: of the model.
@@ -232,20 +243,29 @@ def estimate(shape: Shape, work: Workload, strategy: Strategy = WHOLE) -> Memory
     if strategy.lora_rank:  # two thin matrices beside each of the seven of a layer
         widths = 8 * shape.hidden + 3 * (shape.hidden + shape.intermediate)
         trained = strategy.lora_rank * widths * shape.layers
-    everything = shape.parameters + (trained if strategy.lora_rank else 0)
+    narrow = strategy.base != "float32"
+    stored = 4.0 * trained
+    if strategy.lora_rank:
+        matrix = {"float32": 4.0, "bfloat16": 2.0, "4bit": NF4_BYTES}[strategy.base]
+        stored += matrix * shape.linear + (2 if narrow else 4) * (shape.parameters - shape.linear)
     part = 1 / strategy.shards
     tokens = work.rows * work.length
-    saved = layer_bytes(shape, work)
+    saved = layer_bytes(shape, work, strategy.base)
     if strategy.checkpointing:  # the input of each layer, and one layer that is computed again
-        activations = tokens * (4 * shape.hidden * shape.layers + saved)
+        activations = tokens * ((2 if narrow else 4) * shape.hidden * shape.layers + saved)
     else:
         activations = tokens * saved * shape.layers
     width = 2 if work.bf16 else 4
-    copies = 2.0 * shape.linear if work.bf16 else 0.0
+    copies = 2.0 * shape.linear if work.bf16 and not narrow else 0.0
+    if strategy.base == "4bit":
+        copies = 2.0 * shape.hidden * shape.intermediate
     if strategy.shards > 1:
         copies = width * (2 * shape.linear / shape.layers + shape.head)
     head = 0.0 if strategy.lora_rank else 4.0 * shape.head  # the gradient of the head, whole even where it is sharded
-    weights, gradients, moments = 4 * everything * part, 4 * trained * part, 8 * trained * part
+    weights, gradients, matrices = stored * part, 4 * trained * part, trained if strategy.lora_rank else shape.linear
+    moments = MOMENT_BYTES[work.optimizer] * matrices * part
+    if work.optimizer != "adafactor":  # embeddings, norms and head: AdamW's, in float32
+        moments += 8 * (trained - matrices) * part
     buckets = gradients if strategy.shards == 1 and strategy.copies > 1 else 0.0
     kept = gradients if work.accumulation > 1 else 0.0
     forward = (weights, kept + buckets, moments, copies, activations, head)
@@ -285,13 +305,17 @@ class Plan:
         return self.memory.total <= RESERVE * self.gpu.gib
 
 
-def strategies(gpus: int, lora_rank: int = 0) -> Iterator[Strategy]:
-    """What a plan tries, the fastest first; LoRA changes what is trained and comes last, unless it is asked for."""
+def strategies(gpus: int, lora_rank: int = 0, base: Base = "bfloat16") -> Iterator[Strategy]:
+    """What a plan tries, the fastest first; LoRA changes what is trained and comes last, unless it is asked for.
+
+    ``base`` is the frozen weights under LoRA, with 4-bit ones as the last resort; FSDP2 has float32 ones.
+    """
     for rank in dict.fromkeys((lora_rank, lora_rank or 16)):
-        for checkpointing in (False, True):
-            yield Strategy(1, gpus, checkpointing, rank)
-            if gpus > 1:
-                yield Strategy(gpus, 1, checkpointing, rank)
+        for frozen in dict.fromkeys((base, "4bit")) if rank else ("float32",):
+            for checkpointing in (False, True):
+                yield Strategy(1, gpus, checkpointing, rank, frozen)
+                if gpus > 1 and frozen != "4bit":
+                    yield Strategy(gpus, 1, checkpointing, rank)
 
 
 def make_plan(shape: Shape, work: Workload, strategy: Strategy, gpu: Gpu, gpus: int) -> Plan:
@@ -313,8 +337,9 @@ def make_plan(shape: Shape, work: Workload, strategy: Strategy, gpu: Gpu, gpus: 
 
 
 def plan(
-    shape: Shape, work: Workload, *, gpu: str = "h200", gpus: int = 1, lora_rank: int = 0
-) -> tuple[Plan, list[Plan]]:
+    shape: Shape, work: Workload, *, gpu: str = "h200", gpus: int = 1, lora_rank: int = 0,
+    base: Base = "bfloat16",
+) -> tuple[Plan, list[Plan]]:  # fmt: skip
     """The fastest strategy that fits into the GPUs, and all that were tried.
 
     Args:
@@ -323,6 +348,7 @@ def plan(
         gpu: a name of `GPUS`.
         gpus: how many.
         lora_rank: of a run with adapters; 0 is full fine-tuning, with LoRA as the last resort.
+        base: the frozen weights under LoRA.
 
     Returns:
         (the plan, all plans). Where nothing fits, the plan is the one that needs least memory.
@@ -339,9 +365,46 @@ def plan(
         raise ValueError(f"plan: unknown GPU {gpu!r}.{did_you_mean(gpu, GPUS)} Known: {', '.join(GPUS)}")
     if gpus < 1:
         raise ValueError(f"plan: --gpus from 1, got {gpus}")
-    tried = [make_plan(shape, work, strategy, GPUS[gpu], gpus) for strategy in strategies(gpus, lora_rank)]
+    tried = [make_plan(shape, work, strategy, GPUS[gpu], gpus) for strategy in strategies(gpus, lora_rank, base)]
     fitting = [found for found in tried if found.fits]
     return (fitting[0] if fitting else min(tried, key=lambda found: found.memory.total)), tried
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Whether a run computes activations again in the backward pass, and why."""
+
+    on: bool
+    why: str = ""
+
+
+NO_CHECKPOINTING = Checkpointing(False)
+
+
+def choose_checkpointing(config: RunConfig, source: str, base: Base, gpus: int, gib: float | None) -> Checkpointing:
+    """What ``train.gradient_checkpointing: auto`` means for a run: off, unless the counted memory exceeds the GPU's.
+
+    Args:
+        config: of the run.
+        source: what from_pretrained takes.
+        base: the frozen weights under LoRA.
+        gpus: ranks of the run.
+        gib: the memory of a GPU; None on a CPU.
+    """
+    chosen = config.train.gradient_checkpointing
+    if chosen != "auto" or gib is None:
+        return Checkpointing(chosen is True)
+    model, train = config.model, config.train
+    try:
+        shape = find_shape(source, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except ValueError as error:
+        return Checkpointing(True, f"gradient checkpointing is on: the memory was not counted ({error})")
+    shards = min(train.shard_size or gpus, gpus) if train.fsdp else 1
+    lora = model.lora.r if model.lora else 0
+    needed = estimate(shape, workload_of(config, gpus), Strategy(shards, gpus // shards, False, lora, base)).total
+    on = needed > RESERVE * gib
+    words = f"gradient checkpointing is {'on' if on else 'off'}"
+    return Checkpointing(on, f"{words}: a step needs about {needed:.0f} of {gib:.0f} GiB without")
 
 
 def workload_of(config: RunConfig, gpus: int) -> Workload:
@@ -357,4 +420,5 @@ def workload_of(config: RunConfig, gpus: int) -> Workload:
             f"whole number; change batch_size, micro_batch_size or --gpus"
         )
     accumulation = train.batch_size // (train.micro_batch_size * gpus)
-    return Workload(config.data.max_length, train.micro_batch_size, accumulation, train.precision != "fp32")
+    bf16 = train.precision != "fp32"
+    return Workload(config.data.max_length, train.micro_batch_size, accumulation, bf16, train.optimizer)

@@ -9,12 +9,18 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
-from deftune.artifacts.models import cache_folder, load_tokenizer, resolve_model
+from deftune.artifacts.models import (
+    cache_folder,
+    check_bitsandbytes,
+    load_tokenizer,
+    quantized_dtype,
+    resolve_model,
+)
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
@@ -27,6 +33,7 @@ from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
 from deftune.objectives import objective as parse_objective
 from deftune.training.display import RowProgress
+from deftune.training.plan import NO_CHECKPOINTING, Checkpointing, choose_checkpointing
 from deftune.training.trackers import check_trackers
 
 MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
@@ -43,6 +50,7 @@ class Prepared:
     eval: EncodedRows | None
     bad: BadRows
     sequences: Sequence[Any]  # what a micro-batch is made of: rows, or packs of them
+    checkpointing: Checkpointing = NO_CHECKPOINTING
 
     @property
     def steps(self) -> int:
@@ -56,6 +64,16 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def tensor_ranks(config: RunConfig) -> int:
+    """How many ranks share the layers of the model; a single process holds them all."""
+    return config.train.tensor_parallel if world_size() > 1 else 1
+
+
+def data_ranks(config: RunConfig) -> int:
+    """How many ranks have rows of their own; those that share a model have the same rows."""
+    return world_size() // tensor_ranks(config)
+
+
 def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
@@ -65,14 +83,46 @@ def can_shard() -> bool:
     return torch.accelerator.is_available()
 
 
+def precision_of(config: RunConfig) -> str:
+    """auto: bfloat16 compute where the GPU has it, float32 elsewhere."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def base_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
+    """The dtype in which the model is loaded; auto is bfloat16 for the frozen weights of a LoRA run on a GPU.
+
+    With 4-bit layers this is the dtype of what is not quantised, and of the computation in the layers.
+    """
+    if config.model.quantization is not None:
+        return quantized_dtype(config.model)
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    frozen = config.model.lora is not None and not config.train.fsdp
+    return "bfloat16" if frozen and torch.cuda.is_available() and precision_of(config) == "bf16" else "float32"
+
+
+def base_name(config: RunConfig) -> str:
+    """The frozen weights in words: float32, bfloat16, or 4-bit and bfloat16."""
+    return ("4-bit and " if config.model.quantization else "") + base_dtype(config)
+
+
 def check_config(config: RunConfig) -> None:
     """Refuse a config that this machine cannot run."""
     train, ranks = config.train, world_size()
+    if ranks > 1 and train.tensor_parallel not in (1, ranks):
+        raise ConfigError(
+            f"train.tensor_parallel: {train.tensor_parallel} ranks share the model, and torchrun started {ranks}; "
+            f"start as many, or one"
+        )
+    ranks = data_ranks(config)
     if train.batch_size % (train.micro_batch_size * ranks):
         raise ConfigError(
             f"train.batch_size: {train.batch_size} rows a step cannot be {ranks} ranks x {train.micro_batch_size} rows "
             f"x a whole number; change batch_size or micro_batch_size"
         )
+    ranks = world_size()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if train.workers * here > max(MOST_WORKERS, 4 * cores):
@@ -83,10 +133,28 @@ def check_config(config: RunConfig) -> None:
     check_trackers(train.report_to)
     if config.model.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
+    if config.model.attention_implementation.startswith("flash") and not torch.cuda.is_available():
+        raise ConfigError("model.attention_implementation: flash attention needs a GPU; leave it out")
+    if train.liger and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError("train.liger: liger-kernel is not installed; pip install liger-kernel")
+    if train.liger and not torch.cuda.is_available():
+        raise ConfigError("train.liger: Liger's kernels need a GPU; leave it out")
+    if train.optimizer == "adamw_8bit":
+        check_bitsandbytes("train.optimizer")
+        if not torch.cuda.is_available():
+            raise ConfigError("train.optimizer: adamw_8bit needs a GPU; use adamw, or adafactor to save memory")
+    if train.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ConfigError(f"train.optimizer: torch {torch.__version__} has no Muon; take torch 2.9 or newer, or adamw")
+    if config.model.quantization is not None:
+        check_bitsandbytes("model.quantization")
     if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
+    if base_dtype(config) == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise ConfigError("model.dtype: this GPU has no bfloat16; use float32")
     if train.fsdp and ranks > 1 and not can_shard():
         raise ConfigError("train.fsdp: accelerate shards over GPUs only and would run DDP here; leave it out")
+    if tensor_ranks(config) > 1 and not can_shard():
+        raise ConfigError("train.tensor_parallel: accelerate divides models among GPUs only; leave it out")
     if train.shard_size is not None and ranks > 1 and ranks % train.shard_size:
         raise ConfigError(
             f"train.shard_size: {ranks} ranks cannot be divided into groups of {train.shard_size}; use a divisor, or "
@@ -144,6 +212,10 @@ def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = Tr
         check_embedding(encoded, tokenizer, source, **options)
     sequences: Sequence[Any] = pack(train.examples, data.max_length) if data.packing else train.examples
     prepared = Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+    if here:
+        gpu = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
+        base = config.model.quantization or base_dtype(config)
+        prepared.checkpointing = choose_checkpointing(config, source, base, world_size(), gpu)
     late = [step for step in config.train.save_at if step > prepared.steps]
     if late and sequences:
         raise ConfigError(f"train.save_at: step {late[0]} never comes, the run has {prepared.steps}; leave it out")
@@ -188,19 +260,26 @@ def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options
 
 def facts(prepared: Prepared) -> list[str]:
     """What follows from the config and the data, as a reader would want to check it."""
-    config, ranks = prepared.config, world_size()
+    config, ranks = prepared.config, data_ranks(prepared.config)
     train = config.train
     micro = train.micro_batch_size
     unit = "packed sequences" if config.data.packing else "rows"
     model = shown_model(config.model.name)
     lines = [
         f"objective {config.objective} ({parse_objective(config.objective).kind}); model {model}"
-        + (f" with LoRA r={config.model.lora.r}" if config.model.lora else ""),
+        + (f" with LoRA r={config.model.lora.r} over {base_name(config)} weights" if config.model.lora else ""),
         *[f"train: {line}" for line in prepared.train.facts()],
         *([f"eval: {line}" for line in prepared.eval.facts()] if prepared.eval else []),
         f"{train.batch_size} {unit}/step = {ranks} rank{'s' * (ranks > 1)} x {micro} x "
         f"{train.batch_size // (micro * ranks)}; {len(prepared.sequences):,} {unit}; {prepared.steps:,} steps",
     ]
+    if train.tensor_parallel > 1:
+        lines.append(
+            f"tensor parallel: {train.tensor_parallel} ranks share each layer and the vocabulary"
+            if tensor_ranks(config) > 1
+            else "train.tensor_parallel: one rank holds all weights; start several with torchrun to divide them"
+        )
+    lines += [prepared.checkpointing.why] if prepared.checkpointing.why else []
     if train.fsdp:
         size = min(train.shard_size or ranks, ranks)
         lines.append(

@@ -29,9 +29,11 @@ SUPPRESSED_GATE = 0.1  # a token is suppressed where its gradient is less than a
 class StepRecord:
     """Sums over the supervised tokens since the last `take`."""
 
-    def __init__(self, objective: Objective, special_ids: Sequence[int]):
+    def __init__(self, objective: Objective, special_ids: Sequence[int], copies: int = 1):
+        """``copies``: how many ranks have the same rows (tensor parallel)."""
         self.objective = objective
         self.special_ids = tuple(special_ids)
+        self.copies = copies
         self.sums: Tensor | None = None
         self.constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -72,6 +74,7 @@ class StepRecord:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             assert sums is not None, "every rank counts every micro-batch, even one without supervised tokens"
             dist.all_reduce(sums)
+            sums /= self.copies
         return {} if sums is None else means(sums.tolist())
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,20 +22,28 @@ from deftune.artifacts.config import RunConfig
 from deftune.artifacts.display import quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import FolderError, disk_error, locked, sealed_folder
-from deftune.artifacts.models import first_line, load_model
+from deftune.artifacts.models import first_line
 from deftune.artifacts.runs import Run, cut_metrics, find_run, open_run
 from deftune.artifacts.terminal import line_printer
-from deftune.data.encoding import end_tokens_of
-from deftune.data.packing import Collator, Joined
-from deftune.losses import Sparse
-from deftune.tokens.head import base_of, check_packing, detach_objective
+from deftune.tokens.head import base_of, detach_objective
+from deftune.training.assembly import ScoreTasks, best_metric, load_base, make_trainer
 from deftune.training.card import name_base_model, render_card
 from deftune.training.display import StepDisplay
-from deftune.training.preparation import Prepared, facts, fingerprint, is_main, prepare, world_size
-from deftune.training.trackers import tracker_name, tracking
+from deftune.training.plan import MOMENT_BYTES
+from deftune.training.preparation import (
+    Prepared,
+    base_dtype,
+    data_ranks,
+    facts,
+    fingerprint,
+    is_main,
+    precision_of,
+    prepare,
+    world_size,
+)
+from deftune.training.trackers import tracking
 
 TRAINING = "training this run"
-ScoreTasks = Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> {task: score}
 
 
 @dataclass(frozen=True)
@@ -69,166 +77,6 @@ def from_main(value: Any) -> Any:
 # --- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def precision_of(config: RunConfig) -> str:
-    """auto: bfloat16 compute where the GPU has it, float32 elsewhere."""
-    if config.train.precision != "auto":
-        return config.train.precision
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
-
-
-def make_arguments(prepared: Prepared, run: Run) -> Any:
-    """The config as TRL's SFTConfig."""
-    from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
-
-    config = prepared.config
-    train = config.train
-    evaluating = prepared.eval is not None and train.eval_steps is not None
-    options: dict[str, Any] = {}
-    if train.fsdp and world_size() > 1:
-        options["fsdp"] = True
-        options["fsdp_config"] = {
-            "version": 2,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "reshard_after_forward": True,
-            "state_dict_type": "FULL_STATE_DICT",  # of the saved model; the state to resume from is in shards
-        }
-        if train.shard_size is not None:
-            from accelerate import ParallelismConfig
-
-            copies = world_size() // train.shard_size
-            options["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=train.shard_size)
-    return SFTConfig(
-        output_dir=str(run.checkpoints),
-        per_device_train_batch_size=train.micro_batch_size,
-        per_device_eval_batch_size=train.micro_batch_size,
-        gradient_accumulation_steps=train.batch_size // (train.micro_batch_size * world_size()),
-        learning_rate=train.learning_rate,
-        num_train_epochs=train.epochs,
-        max_steps=prepared.steps,  # as printed: alone, transformers' max_steps would overrule the epochs
-        weight_decay=train.weight_decay,
-        adam_beta1=train.betas[0],
-        adam_beta2=train.betas[1],
-        lr_scheduler_type={"constant": "constant_with_warmup"}.get(train.schedule, train.schedule),
-        warmup_steps=round(train.warmup_ratio * prepared.steps),
-        max_grad_norm=train.clip,
-        seed=train.seed,
-        data_seed=train.seed,
-        bf16=precision_of(config) == "bf16",
-        use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=train.gradient_checkpointing,
-        torch_compile=train.compile,
-        dataloader_num_workers=train.workers,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="steps",
-        save_steps=train.save_steps,
-        save_total_limit=None,  # DeftSFTTrainer rotates: transformers would drop the last one for the best
-        eval_strategy="steps" if evaluating else "no",
-        eval_steps=train.eval_steps,
-        metric_for_best_model=best_metric(train.best),
-        greater_is_better=train.best not in ("eval_loss", "eval_nll"),
-        prediction_loss_only=True,
-        report_to=list(train.report_to),
-        run_name=tracker_name(run),
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        ddp_find_unused_parameters=False,
-        **options,
-    )
-
-
-def best_metric(best: str) -> str | None:
-    """The name under which an evaluation reports what ``train.best`` chooses by."""
-    return None if best == "none" else best if best.startswith("eval_") else f"eval_{best}"
-
-
-class Batches:
-    """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
-    them."""
-
-    def __init__(self, sequences: Joined | Sequence[Any], collator: Collator):
-        self.sequences, self.collator = sequences, collator
-
-    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        sequences = [self.sequences[row["place"]] for row in rows]
-        batch = self.collator(sequences)
-        batch["places"] = torch.tensor([row["place"] for row in rows])  # names the rows of a batch that is not finite
-        if "attention_mask" not in batch:  # the batch itself does not show where a sequence ends: -1 is padding
-            lengths = [len(sequence.input_ids) for sequence in sequences]
-            batch["row_of"] = torch.full_like(batch["labels"], -1)
-            places = batch["row_of"].view(-1).split(lengths) if self.collator.padding_free else batch["row_of"]
-            for row, (place, length) in enumerate(zip(places, lengths)):
-                place[:length] = row
-        return batch
-
-
-def make_dataset(places: range) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_dict({"place": list(places)})
-
-
-def lora_config(config: RunConfig) -> Any:
-    from peft import LoraConfig
-
-    lora = config.model.lora
-    assert lora is not None
-    return LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
-        task_type="CAUSAL_LM", revision=None,
-    )  # fmt: skip
-
-
-def load_base(prepared: Prepared) -> Any:
-    """The model that the run begins with."""
-    model = prepared.config.model
-    return load_model(prepared.source, revision=model.revision, trust_remote_code=model.trust_remote_code)
-
-
-def make_trainer(
-    prepared: Prepared, run: Run, callbacks: list[Any], score_tasks: ScoreTasks | None = None, model: Any = None
-) -> Any:
-    """A trainer for the run's model, which is loaded unless ``model`` is given."""
-    from transformers import PrinterCallback
-
-    from deftune.training.trainer import DeftSFTTrainer
-
-    config = prepared.config
-    arguments = make_arguments(prepared, run)  # before the model: it starts torch.distributed
-    if model is None:
-        model = load_base(prepared)
-    evaluated = prepared.eval.examples if prepared.eval else []
-    total = len(prepared.sequences)
-    # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
-    flat = config.data.packing and "flash" in str(model.config._attn_implementation)
-    collator = Collator(prepared.tokenizer.pad_token_id, padding_free=flat)
-    trainer = DeftSFTTrainer(
-        model,
-        arguments,
-        objective=config.objective,
-        data_collator=Batches(Joined(prepared.sequences, evaluated), collator),
-        train_dataset=make_dataset(range(total)),
-        eval_dataset=make_dataset(range(total, total + len(evaluated))) if evaluated else None,
-        processing_class=prepared.tokenizer,
-        peft_config=lora_config(config) if config.model.lora else None,
-        callbacks=callbacks,
-        special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),
-        attention=config.train.attention,
-        sparse=None if config.train.sparse is None else Sparse(config.train.sparse),
-        score_tasks=score_tasks and (lambda model: score_tasks(model, prepared.tokenizer)),
-        checkpoint_root=run.checkpoints,
-        keep=config.train.keep,
-        pinned=config.train.save_at,
-        distributed_checkpoints=config.train.fsdp,
-    )
-    if config.data.packing:
-        check_packing(trainer.model)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
 def make_callback(
     run: Run, display: StepDisplay, stop: StopSignal, get_trainer: Callable[[], Any], save: bool = True
 ) -> Any:
@@ -251,8 +99,10 @@ def make_callback(
             if kind == "train":
                 record["p_histogram"] = get_trainer().last_record.get("p_histogram")
                 display.step(state.global_step, state.max_steps, logs)
-            elif not get_trainer().is_in_train:
-                record["final"] = True  # of the result, after the last step
+            else:
+                final = not get_trainer().is_in_train
+                record |= {"final": True} if final else {}  # of the result, after the last step
+                display.evaluation(state.global_step, state.max_steps, logs, final=final)
             with run.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
                 if control.should_save:  # no checkpoint survives a power cut without the records before it
@@ -327,10 +177,14 @@ def train_run(
             A run whose model is in its folder already has an outcome without them.
 
     Raises:
-        ValueError: ``save=False`` together with `train.best`, `train.push_to_hub` or several ranks, which need files.
+        ValueError: ``save=False`` together with `train.best`, `train.push_to_hub`, several ranks or a base that is not
+            float32, which need files.
     """
     if not save and not fits_in_memory(config):
-        raise ValueError("save=False: several ranks, train.best, train.push_to_hub and train.fsdp need the saved model")
+        raise ValueError(
+            "save=False: several ranks, train.best, train.push_to_hub, train.fsdp, a frozen base in fewer bits and "
+            "model.attention_implementation need saved files"
+        )
     if config.data.tasks and score_tasks is None:
         raise ValueError("data.tasks: pass score_tasks=deftune.evaluation.in_training.task_scorer(config)")
     console = console or Console(stderr=True)
@@ -357,9 +211,14 @@ def train_run(
 
 
 def fits_in_memory(config: RunConfig) -> bool:
-    """Whether a run can end without files: nothing is read back from a checkpoint, uploaded or sharded."""
+    """Whether a run can end without files: nothing is read back from a checkpoint, uploaded or sharded.
+
+    Frozen weights in bfloat16 or 4 bits, or another attention, are not what `load_result` loads.
+    """
     train = config.train
-    return train.best == "none" and not train.push_to_hub and not train.fsdp and world_size() == 1
+    model = config.model
+    whole = base_dtype(config) == "float32" and model.quantization is None and model.attention_implementation == "auto"
+    return whole and train.best == "none" and not train.push_to_hub and not train.fsdp and world_size() == 1
 
 
 def _train(
@@ -378,7 +237,7 @@ def _train(
         say(f"training from the beginning; the checkpoints are in {aside}")
     stop = StopSignal()
     trainer: Any = None
-    display = StepDisplay(console, title)
+    display = StepDisplay(console, title, [task.name for task in config.data.tasks])
     callback = make_callback(run, display, stop, lambda: trainer, save)
     base = None if save else load_base(prepared)
     untrained = None if base is None else Settings.of(base)
@@ -512,13 +371,15 @@ class Kept:
     by: str = "none"
     value: float | None = None
     last: float | None = None  # the measure at the last step
+    stopped_early: str | None = None  # why the run ended before its steps were done
 
     def __str__(self) -> str:
         if self.by == "none":
             return f"the weights of step {self.kept}, the last"
-        if self.value == self.last:
-            return f"the weights of step {self.kept}: best {self.by} {self.value:.4g}"
-        return f"the weights of step {self.kept}: best {self.by} {self.value:.4g} (last step: {self.last:.4g})"
+        text = f"the weights of step {self.kept}: best {self.by} {self.value:.4g}"
+        if self.value != self.last:
+            text += f" (last step: {self.last:.4g})"
+        return text + (f"; stopped early: {self.stopped_early}" if self.stopped_early else "")
 
 
 def keep_best(trainer: Any, config: RunConfig, run: Run) -> Kept:
@@ -531,7 +392,13 @@ def keep_best(trainer: Any, config: RunConfig, run: Run) -> Kept:
     last = next(r[metric] for r in reversed(trainer.state.log_history) if metric in r)
     if best != step:
         trainer.load_checkpoint_weights(run.checkpoints / f"{checkpoints.PREFIX}{best}")
-    return Kept(best, config.train.best, float(trainer.state.best_metric), float(last))
+    early = None
+    if trainer.has_stopped_early and step < trainer.state.max_steps:
+        number = config.train.stop_after
+        early = (
+            f"{number} evaluation{'s' * (number != 1)} without improvement at step {step} of {trainer.state.max_steps}"
+        )
+    return Kept(best, config.train.best, float(trainer.state.best_metric), float(last), early)
 
 
 def record_data(prepared: Prepared, run: Run) -> None:
@@ -616,10 +483,10 @@ def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
             loss.backward()
             seconds = time.perf_counter() - start if not torch.cuda.is_available() else _synced(start)
             model.zero_grad(set_to_none=False)
-        state = 8 * trainable / 2**30
-        accumulation = config.train.batch_size // (config.train.micro_batch_size * world_size())
-        say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)} over fp32 weights")
-        say(f"memory about {peak_gib(trainer.accelerator.device) + state:.1f} GiB, {state:.1f} of it Adam's")
+        state = MOMENT_BYTES[config.train.optimizer] * trainable / 2**30
+        accumulation = config.train.batch_size // (config.train.micro_batch_size * data_ranks(config))
+        say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)}")
+        say(f"memory about {peak_gib(trainer.accelerator.device) + state:.1f} GiB, {state:.1f} of it the optimizer's")
         step = seconds * accumulation
         say(f"a step takes about {step:.1f} s, the run {step * prepared.steps / 60:.0f} min")
 

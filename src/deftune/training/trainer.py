@@ -12,7 +12,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from deftune.artifacts import checkpoints
 from deftune.data.encoding import end_tokens_of
 from deftune.losses import Sparse, raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
@@ -38,11 +37,13 @@ from deftune.tokens.head import (
     head_options,
     shifted,
 )
-from deftune.training import sharded
-from deftune.training.attention import attention_kernels, kernels_of
+from deftune.training.attention import VARLEN, attention_kernels, kernels_of, why_not_varlen
+from deftune.training.checkpointing import CheckpointingTrainer
+from deftune.training.compiling import compiled_layers
 from deftune.training.guard import UnseenNorm, clear_skip, skip_nonfinite
 from deftune.training.nonfinite import diagnose
 from deftune.training.recording import StepRecord, scalars
+from deftune.training.refusals import check_arguments, check_divided, check_model
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
 
@@ -57,46 +58,7 @@ class StepInputs:
     stats: StepStats | None = None  # of the whole step, for objectives that need them
 
 
-def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> None:
-    """Refuse what would be ignored, before anything is loaded."""
-
-    def refuse(what: str, why: str) -> None:
-        raise ValueError(f"DeftSFTTrainer: {what} cannot be combined with objective={str(objective)!r}: {why}")
-
-    if extra.get("compute_loss_func") is not None:
-        refuse("compute_loss_func", "the objective is the loss; drop one of the two")
-    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-        if extra.get(name) is not None:
-            refuse(name, "the fused head makes no logits; evaluation reports eval_loss, eval_nll and eval_p by itself")
-    if extra.get("quantization_config") is not None:
-        refuse("quantization_config", "a quantised head has no weight to multiply; load the original weights")
-    if args is None:
-        return
-    if getattr(args, "loss_type", "nll") != "nll":
-        refuse(f"loss_type={args.loss_type!r}", "name it as the objective instead, e.g. objective='dft'")
-    if getattr(args, "label_smoothing_factor", 0):
-        refuse("label_smoothing_factor", "a smoothed target is not gate x error; set it to 0")
-    if getattr(args, "use_liger_kernel", False):
-        config = getattr(args, "liger_kernel_config", None) or {}
-        if config.get("fused_linear_cross_entropy", False) or config.get("cross_entropy", False):
-            refuse("Liger's cross-entropy", "it would compute plain NLL; leave Liger its layer kernels only")
-    if not getattr(args, "average_tokens_across_devices", True):
-        refuse("average_tokens_across_devices=False", "ranks with few tokens would weigh as much as full ones")
-    if getattr(args, "deepspeed", None) is not None:
-        refuse(
-            "DeepSpeed",
-            "DeepSpeed updates the weights inside the backward pass, before a gradient can be checked or rescaled, and "
-            "ZeRO-3 leaves the head without its weight; use FSDP2 or DDP, or deftune.hf_loss in transformers' Trainer",
-        )
-    if getattr(args, "n_gpu", 1) > 1:
-        refuse("DataParallel", "a process with several GPUs would average unequal shares; start with torchrun")
-    parallel = getattr(args, "parallelism_config", None)
-    for name in ("sp_enabled", "cp_enabled", "tp_enabled"):
-        if parallel is not None and getattr(parallel, name, False):
-            refuse(name.removesuffix("_enabled") + " parallelism", "a rank would see part of a row; use FSDP2 or DDP")
-
-
-class DeftSFTTrainer(SFTTrainer):
+class DeftSFTTrainer(CheckpointingTrainer):
     """TRL's SFTTrainer, trained with ``objective`` instead of NLL.
 
         step loss = sum over the step's supervised tokens of L / their number,  d / d z = gate (P - onehot)
@@ -116,12 +78,15 @@ class DeftSFTTrainer(SFTTrainer):
         special_ids: the tokens that end an answer, for ``eos(...)`` and the record ``eos_p``; by default those of the
             tokenizer and its chat template (`deftune.data.encoding.end_tokens_of`).
         attention: the kernels that ``scaled_dot_product_attention`` may use: ``auto`` (all but cuDNN's, whose backward
-            can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``.
+            can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``; or ``varlen``, for a
+            collator that lays rows end to end with their boundaries (`deftune.data.packing.Collator`).
+        compile_layers: compile each decoder layer with torch.compile while training; layers of one kind share the code.
         sparse: make the head's gradients from a share of the classes (`deftune.Sparse`), an approximation whose error
             is logged as ``sparse_dropped``, ``sparse_error_hidden`` and ``sparse_error_weight``; not for a head with a
             softcap.
         score_tasks: ``score_tasks(model)`` is {task: score}, measured at every evaluation and logged as
             ``eval_<task>``.
+        stop_after: end the training after so many evaluations in a row without a new best ``metric_for_best_model``.
         checkpoint_root: write verified checkpoints there.
         keep: how many of the newest checkpoints to keep there (None: all); the best one stays besides.
         pinned: steps whose checkpoints stay, too.
@@ -130,19 +95,23 @@ class DeftSFTTrainer(SFTTrainer):
     """
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
-                 special_ids: tuple[int, ...] | None = None, attention: str = "auto",
+                 special_ids: tuple[int, ...] | None = None, attention: str = "auto", compile_layers: bool = False,
                  sparse: Sparse | None = None, score_tasks: Callable[[Any], dict[str, float]] | None = None,
-                 checkpoint_root: Path | None = None,
+                 stop_after: int | None = None, checkpoint_root: Path | None = None,
                  keep: int | None = None, pinned: Collection[int] = (), distributed_checkpoints: bool = False,
                  **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
         kernels_of(attention)  # an unknown name is an error before anything is loaded
-        self.attention = attention
+        self.attention, self.compile_layers = attention, compile_layers
         given = inspect.signature(SFTTrainer.__init__).bind_partial(self, model, args, *positional, **kwargs)
         check_arguments(self.objective, args, given.arguments)
-        super().__init__(model, args, *positional, **kwargs)
+        adapter = given.arguments.get("peft_config")
+        check_divided(model, self.objective, getattr(args, "parallelism_config", None), adapter)
+        with unsaved(args if distributed_checkpoints else None):
+            super().__init__(model, args, *positional, **kwargs)
         parallel = self.accelerator.parallelism_config  # from an accelerate YAML, of which args know nothing
         check_arguments(self.objective, type("_", (), {"parallelism_config": parallel}), {})
+        check_divided(self.model, self.objective, parallel)
         if self.args.fsdp and not self.accelerator.is_fsdp2:
             raise ValueError(
                 f"DeftSFTTrainer: fsdp was asked for, but accelerate runs {self.accelerator.distributed_type.value} "
@@ -152,7 +121,10 @@ class DeftSFTTrainer(SFTTrainer):
         if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
             # gradients are summed over the ranks in float32, as DDP does, and a loss is not rounded
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
+        self.data_ranks = self.accelerator.num_processes // self.get_tp_size()
         check_model(self.model, self.aux_loss_enabled, self.objective)
+        if getattr(base_of(self.model), "is_quantized", False):
+            prepare_quantised(self.model)
         self.sparse = sparse
         if sparse is not None and head_options(base_of(self.model).config).softcap is not None:
             raise ValueError(
@@ -160,7 +132,11 @@ class DeftSFTTrainer(SFTTrainer):
                 f"head; leave sparse out"
             )
         attach_objective(base_of(self.model))
-        if self.padding_free or getattr(self.data_collator, "padding_free", False):
+        if attention == VARLEN:
+            if (reason := why_not_varlen(self.model, fast=False)) is not None:
+                raise ValueError(f"DeftSFTTrainer: attention='varlen': {reason}; use another attention")
+            self.check_varlen()
+        elif self.padding_free or getattr(self.data_collator, "padding_free", False):
             check_packing(self.model)
         self.special_ids = special_ids or tuple(sorted(end_tokens_of(self._tokenizer).values()))
         if "special_ids" in self.objective.requires and not self.special_ids:
@@ -168,12 +144,18 @@ class DeftSFTTrainer(SFTTrainer):
                 f"DeftSFTTrainer: {str(self.objective)!r} needs the tokens that end an answer, and the tokenizer has "
                 f"none; pass special_ids=(...)"
             )
-        self.records = {mode: StepRecord(self.objective, self.special_ids) for mode in ("train", "eval")}
-        self.score_tasks = score_tasks
+        self.records = {
+            mode: StepRecord(self.objective, self.special_ids, self.get_tp_size()) for mode in ("train", "eval")
+        }
+        self.score_tasks, self.stop_after = score_tasks, stop_after
+        if stop_after is not None and (self.args.metric_for_best_model is None or self.args.eval_strategy != "steps"):
+            raise ValueError(
+                "DeftSFTTrainer: stop_after needs metric_for_best_model and eval_strategy='steps', which say what must "
+                "improve and how often it is measured"
+            )
         self.checkpoint_root, self.keep, self.pinned = checkpoint_root, keep, frozenset(pinned)
         self.distributed_checkpoints = distributed_checkpoints
         self.last_record: dict[str, float | list[int]] = {}
-        self._staging: Path | None = None
         self._inputs: StepInputs | None = None
         self._inputs_before: StepInputs | None = None
         # what is recorded once the whole step, or evaluation set, is known
@@ -181,6 +163,11 @@ class DeftSFTTrainer(SFTTrainer):
         self._mass: Tensor | None = None
         self._unseen: UnseenNorm | None = None
         self._clock = time.perf_counter()
+
+    def check_varlen(self) -> None:
+        """Refuse a model whose logits change where ``varlen`` joins two rows; the bound allows bfloat16's rounding."""
+        with self.accelerator.autocast():
+            check_packing(self.model, tolerance=5e-2, attention=attention_kernels(VARLEN, self.model))
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +210,7 @@ class DeftSFTTrainer(SFTTrainer):
 
     def _mask_repeats(self, batch: dict[str, Any], rows: int, total: int) -> None:
         """Mask the rows that fill up the last batches of an epoch: they are its first rows, trained already."""
-        ranks = self.accelerator.num_processes
+        ranks = self.data_ranks
         left = total % (rows * ranks)
         if ranks == 1 or left == 0 or not self.accelerator.gradient_state.end_of_dataloader:
             return
@@ -286,7 +273,7 @@ class DeftSFTTrainer(SFTTrainer):
             self.records["train"].add(output.stats, context, input_tokens(inputs), output.gated)
         assert output.loss is not None
         # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
-        return output.loss * self.accelerator.num_processes
+        return output.loss * self.data_ranks
 
     def _evaluation_loss(self, model: Any, inputs: Any) -> Tensor:
         """The mean objective of one batch; `evaluation_loop` takes the mean of the whole set from the record."""
@@ -310,7 +297,7 @@ class DeftSFTTrainer(SFTTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         self.loss_is_scaled_for_ga = True
-        with attention_kernels(self.attention):
+        with attention_kernels(self.attention, self.model):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
@@ -318,7 +305,7 @@ class DeftSFTTrainer(SFTTrainer):
         loader: Any = self.accelerator.gradient_state.active_dataloader
         if loader is not None and hasattr(loader.dataset, "__len__") and not self.args.dataloader_drop_last:
             self._mask_repeats(inputs, self.args.eval_batch_size, len(loader.dataset))
-        with torch.no_grad(), self.compute_loss_context_manager(), attention_kernels(self.attention):
+        with torch.no_grad(), self.compute_loss_context_manager(), attention_kernels(self.attention, self.model):
             return self.compute_loss(model, inputs).detach(), None, None
 
     def _before_clipping(self, model: Any) -> None:
@@ -380,7 +367,7 @@ class DeftSFTTrainer(SFTTrainer):
             text += f" Its micro-batches are in {saved}."
         except OSError as error:
             text += f" Its micro-batches could not be saved ({error})."
-        if self.accelerator.is_fsdp2:
+        if self.accelerator.is_fsdp2 or self.get_tp_size() > 1:
             return ValueError(text + " They were not run again: the model is sharded.")
         try:
             found = self._diagnose(inputs)
@@ -417,7 +404,12 @@ class DeftSFTTrainer(SFTTrainer):
         # a NaN is an error here: nothing to filter, and to look at the loss after every backward is to wait for it
         filtered, self.args.logging_nan_inf_filter = self.args.logging_nan_inf_filter, False
         try:
-            output = super().train(*args, **kwargs)
+            with (
+                compiled_layers(self.model, dynamic=self.attention == VARLEN or None)
+                if self.compile_layers
+                else (contextlib.nullcontext())
+            ):
+                output = super().train(*args, **kwargs)
             self._look_back()
             return output
         finally:
@@ -482,91 +474,25 @@ class DeftSFTTrainer(SFTTrainer):
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         """As in transformers; the best step so far gets a checkpoint, also between multiples of ``save_steps``."""
         is_best = super()._determine_best_metric(*args, **kwargs)
-        if is_best and self.checkpoint_root is not None:
+        stops = self.has_stopped_early
+        if (is_best or stops) and self.checkpoint_root is not None:
             self.control.should_save = True
+        if stops:
+            self.control.should_training_stop = True
         return is_best
 
-    def load_checkpoint_weights(self, folder: Path) -> None:
-        """Replace the weights (or the adapter) by those of a verified checkpoint."""
-        checkpoints.verify(folder)
-        if sharded.is_sharded(folder):
-            sharded.load(folder, self.model)
-            return
-        self.state.best_model_checkpoint = str(folder)
-        super()._load_best_model()
-
-    # --- the checkpoints ----------------------------------------------------------------------------------------------
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The run writes its own card."""
-        if self.checkpoint_root is None:
-            super().create_model_card(*args, **kwargs)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return super()._get_output_dir(trial) if self._staging is None else str(self._staging.parent)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """TRL's checkpoint; below ``checkpoint_root`` it is written under a temporary name, sealed and renamed."""
-        if self.checkpoint_root is None:
-            super()._save_checkpoint(model, trial)
-            return
-        root, step = self.checkpoint_root, self.state.global_step
-        main = self.accelerator.is_main_process
-        # every rank writes into the staging folder of the main one, which seals it when all are done
-        staging = root / f"{checkpoints.STAGING}{step}" / f"{checkpoints.PREFIX}{step}"
-        with checkpoints.staged(root, step) if main else contextlib.nullcontext():
-            self.accelerator.wait_for_everyone()
-            self._staging = staging
-            clock = time.perf_counter()
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._staging = None
-            self.accelerator.wait_for_everyone()
-            if main:
-                self._flatten(staging, root)
-        self._clock += time.perf_counter() - clock
-        if main:
-            self.rotate_checkpoints()
-        self.accelerator.wait_for_everyone()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.distributed_checkpoints:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        sharded.save(Path(output_dir), self.model, self.optimizer)
-        scheduler: Any = self.lr_scheduler
-        if self.args.should_save:
-            torch.save(scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not sharded.is_sharded(Path(resume_from_checkpoint)):  # otherwise together with the optimizer's state
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not sharded.is_sharded(Path(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        sharded.load(Path(checkpoint), self.model, self.optimizer)
-        scheduler: Any = self.lr_scheduler
-        scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
-
-    def rotate_checkpoints(self) -> None:
-        """Remove the checkpoints below ``checkpoint_root`` that are not to be kept."""
-        assert self.checkpoint_root is not None
-        step, best = self.state.global_step, self.state.best_global_step
-        checkpoints.rotate(self.checkpoint_root, self.keep, best, newest=step, pinned=self.pinned)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """As in transformers; the path of the best checkpoint follows a run's folder that was moved."""
-        epochs, skipped = super()._init_training_state(*args, **kwargs)
-        if self.checkpoint_root is not None and (best := self.state.best_global_step) is not None:
-            self.state.best_model_checkpoint = str(self.checkpoint_root / f"{checkpoints.PREFIX}{best}")
-        return epochs, skipped
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether ``stop_after`` evaluations have passed since the best one; a checkpoint's state is enough to know."""
+        if self.stop_after is None or self.state.best_global_step is None:
+            return False
+        every = int(self.args.eval_steps or 1)
+        evaluations = self.state.global_step // every - self.state.best_global_step // every
+        return evaluations >= self.stop_after
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, without its extra step after resuming from the checkpoint of the last step."""
-        if self.state.global_step >= self.state.max_steps:
+        if self.state.global_step >= self.state.max_steps or self.has_stopped_early:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **kwargs)
@@ -578,22 +504,6 @@ class DeftSFTTrainer(SFTTrainer):
         if inner.num_workers:
             inner.worker_init_fn = Undisturbed(inner.worker_init_fn)
         return loader
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As in transformers; tied weights, which FSDP gathers twice, are written once."""
-        if state_dict is not None:
-            tied: dict[str, str] = getattr(base_of(self.model), "all_tied_weights_keys", {})
-            state_dict = {k: v for k, v in state_dict.items() if tied.get(k) not in state_dict}
-        super()._save(output_dir, state_dict=state_dict)
-
-    def _flatten(self, written: Path, root: Path) -> None:
-        """The checkpoint's files one level up, where the sealed folder wants them; the state names final places."""
-        if (best := self.state.best_global_step) is not None:
-            self.state.best_model_checkpoint = str(root / f"{checkpoints.PREFIX}{best}")
-        self.state.save_to_json(str(written / "trainer_state.json"))
-        for path in list(written.iterdir()):
-            path.rename(written.parent / path.name)
-        written.rmdir()
 
 
 class Undisturbed:
@@ -609,22 +519,33 @@ class Undisturbed:
             self.then(worker)
 
 
-def check_model(model: Any, router_loss: bool, objective: Objective) -> None:
-    """Refuse what only the loaded model shows."""
-    name = type(base_of(model)).__name__
-    if router_loss:
-        raise ValueError(
-            f"DeftSFTTrainer: {name} has a router loss, which objective={str(objective)!r} would leave out; set "
-            f"router_aux_loss_coef=0.0 to train without it"
-        )
-    if getattr(base_of(model), "is_quantized", False):
-        raise ValueError(f"DeftSFTTrainer: {name} is quantised; load the original weights")
-    peft = getattr(model, "active_peft_config", None)
-    if peft is not None and peft.is_prompt_learning:
-        raise ValueError(
-            f"DeftSFTTrainer: {type(peft).__name__} puts virtual tokens before the row, which moves its labels; use "
-            f"LoRA or another adapter inside the layers"
-        )
+@contextlib.contextmanager
+def unsaved(args: Any) -> Generator[None]:
+    """transformers refuses to save the optimizer of a model that was divided at its loading; `sharded.save` can."""
+    if args is None:
+        yield
+        return
+    before, args.save_only_model = args.save_only_model, True
+    try:
+        yield
+    finally:
+        args.save_only_model = before
+
+
+def prepare_quantised(model: Any) -> None:
+    """Adapters in float32 over 4-bit layers whose gradients are right on a CPU, too."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # TRL rounds adapters to bfloat16, which rounds most of AdamW's updates to nothing
+            parameter.data = parameter.data.float()
+    for name, module in model.named_modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # an evaluation would pack the weights for a CPU kernel that has no gradient, and training would go on
+            module.support_avx512bf16_for_cpu = False
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"DeftSFTTrainer: bitsandbytes has packed {name} for inference on a CPU, which has no gradient; "
+                    f"load the model again and train it before it is evaluated"
+                )
 
 
 def save_batches(folder: Path, batches: list[Any]) -> Path:

@@ -1,9 +1,10 @@
-"""FSDP2 over gloo.
+"""FSDP2 and tensor parallel over gloo.
 
 accelerate shards only where there are GPUs and runs DDP on CPUs (no MULTI_CPU in the list of its AcceleratorState), and
 deftune refuses that. `allow_on_cpu` tells both otherwise, so that the sharded path can be tested without a GPU.
 """
 
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
@@ -23,4 +24,10 @@ def allow_on_cpu() -> None:
             self.fsdp_plugin = plugin
 
     AcceleratorState.__init__ = shard_anywhere
+    preparation.can_shard = lambda: True
+
+
+def allow_tensor_parallel_on_cpu() -> None:
+    """accelerate takes a tensor-parallel model on several GPUs only."""
+    Accelerator.multi_device = property(lambda self: self.num_processes > 1)
     preparation.can_shard = lambda: True

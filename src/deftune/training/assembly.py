@@ -1,0 +1,210 @@
+"""From a config and its data to a trainer: transformers' arguments, batches, the base model, its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deftune.artifacts.config import RunConfig
+from deftune.artifacts.models import load_model
+from deftune.artifacts.runs import Run
+from deftune.data.encoding import end_tokens_of
+from deftune.data.packing import Collator, Joined
+from deftune.losses import Sparse
+from deftune.tokens.head import check_packing
+from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
+from deftune.training.optimizers import NAMES, muon_factory
+from deftune.training.preparation import Prepared, base_dtype, data_ranks, precision_of, tensor_ranks, world_size
+from deftune.training.trackers import tracker_name
+
+NO_LIGER_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+ScoreTasks = Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> {task: score}
+
+
+def make_arguments(prepared: Prepared, run: Run) -> Any:
+    """The config as TRL's SFTConfig."""
+    from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
+
+    config = prepared.config
+    train = config.train
+    evaluating = prepared.eval is not None and train.eval_steps is not None
+    options: dict[str, Any] = {}
+    if train.fsdp and world_size() > 1:
+        options["fsdp"] = True
+        options["fsdp_config"] = {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": True,
+            "state_dict_type": "FULL_STATE_DICT",  # of the saved model; the state to resume from is in shards
+        }
+        if train.shard_size is not None:
+            from accelerate import ParallelismConfig
+
+            copies = world_size() // train.shard_size
+            options["parallelism_config"] = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=train.shard_size)
+    return SFTConfig(
+        output_dir=str(run.checkpoints),
+        per_device_train_batch_size=train.micro_batch_size,
+        per_device_eval_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=train.batch_size // (train.micro_batch_size * data_ranks(config)),
+        learning_rate=train.learning_rate,
+        num_train_epochs=train.epochs,
+        max_steps=prepared.steps,  # as printed: alone, transformers' max_steps would overrule the epochs
+        weight_decay=train.weight_decay,
+        optim=NAMES.get(train.optimizer, NAMES["adamw"]),
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(train.schedule, train.schedule),
+        warmup_steps=round(train.warmup_ratio * prepared.steps),
+        max_grad_norm=train.clip,
+        seed=train.seed,
+        data_seed=train.seed,
+        bf16=precision_of(config) == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=prepared.checkpointing.on,
+        neftune_noise_alpha=train.neftune_alpha,
+        use_liger_kernel=train.liger,
+        liger_kernel_config=NO_LIGER_LOSS if train.liger else None,
+        torch_compile=train.compile is True,
+        dataloader_num_workers=train.workers,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=train.save_steps,
+        save_total_limit=None,  # DeftSFTTrainer rotates: transformers would drop the last one for the best
+        eval_strategy="steps" if evaluating else "no",
+        eval_steps=train.eval_steps,
+        metric_for_best_model=best_metric(train.best),
+        greater_is_better=train.best not in ("eval_loss", "eval_nll"),
+        prediction_loss_only=True,
+        report_to=list(train.report_to),
+        run_name=tracker_name(run),
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        ddp_find_unused_parameters=False,
+        **options,
+    )
+
+
+def best_metric(best: str) -> str | None:
+    """The name under which an evaluation reports what ``train.best`` chooses by."""
+    return None if best == "none" else best if best.startswith("eval_") else f"eval_{best}"
+
+
+class Batches:
+    """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
+    them."""
+
+    def __init__(self, sequences: Joined | Sequence[Any], collator: Collator):
+        self.sequences, self.collator = sequences, collator
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        sequences = [self.sequences[row["place"]] for row in rows]
+        batch = self.collator(sequences)
+        batch["places"] = torch.tensor([row["place"] for row in rows])  # names the rows of a batch that is not finite
+        if "attention_mask" not in batch:  # the batch itself does not show where a sequence ends: -1 is padding
+            lengths = [len(sequence.input_ids) for sequence in sequences]
+            batch["row_of"] = torch.full_like(batch["labels"], -1)
+            places = batch["row_of"].view(-1).split(lengths) if self.collator.padding_free else batch["row_of"]
+            for row, (place, length) in enumerate(zip(places, lengths)):
+                place[:length] = row
+        return batch
+
+
+def make_dataset(places: range) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"place": list(places)})
+
+
+def lora_config(config: RunConfig) -> Any:
+    from peft import LoraConfig
+
+    lora = config.model.lora
+    assert lora is not None
+    return LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
+        task_type="CAUSAL_LM", revision=None,
+    )  # fmt: skip
+
+
+def load_base(prepared: Prepared) -> Any:
+    """The model that the run begins with."""
+    model = prepared.config.model
+    return load_model(
+        prepared.source, revision=model.revision, trust_remote_code=model.trust_remote_code,
+        tensor_parallel=tensor_ranks(prepared.config), dtype=base_dtype(prepared.config),
+        quantization=model.quantization, attention=model.attention_implementation,
+    )  # fmt: skip
+
+
+def chosen_attention(config: RunConfig, model: Any) -> str:
+    """The attention of a run: ``auto`` is ``varlen`` in bfloat16 on a GPU, if the model allows it.
+
+    The model is tried where it is: float32 weights on a GPU take the exact path, row by row.
+    """
+    if config.train.attention != "auto" or precision_of(config) != "bf16" or why_not_varlen(model) is not None:
+        return config.train.attention
+    if config.train.tensor_parallel > 1:  # not tried
+        return "auto"
+    try:
+        check_packing(model, attention=attention_kernels(VARLEN, model))
+    except ValueError:  # the model adds something to its attention that the kernel would leave out
+        return "auto"
+    return VARLEN
+
+
+def make_trainer(
+    prepared: Prepared, run: Run, callbacks: list[Any], score_tasks: ScoreTasks | None = None, model: Any = None
+) -> Any:
+    """A trainer for the run's model, which is loaded unless ``model`` is given."""
+    from transformers import PrinterCallback
+
+    from deftune.training.trainer import DeftSFTTrainer
+
+    config = prepared.config
+    arguments = make_arguments(prepared, run)  # before the model: it starts torch.distributed
+    if model is None:
+        model = load_base(prepared)
+    evaluated = prepared.eval.examples if prepared.eval else []
+    total = len(prepared.sequences)
+    if (
+        not config.train.fsdp and config.model.quantization is None
+    ):  # the trainer would move it anyway; checks of a large model are quick on a GPU
+        model.to(arguments.device)
+    attention = chosen_attention(config, model)
+    # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
+    flat = attention == VARLEN or (config.data.packing and "flash" in str(model.config._attn_implementation))
+    collator = Collator(prepared.tokenizer.pad_token_id, padding_free=flat)
+    train = config.train
+    muon = muon_factory(train.learning_rate, train.betas, train.weight_decay) if train.optimizer == "muon" else None
+    trainer = DeftSFTTrainer(
+        model,
+        arguments,
+        objective=config.objective,
+        data_collator=Batches(Joined(prepared.sequences, evaluated), collator),
+        train_dataset=make_dataset(range(total)),
+        eval_dataset=make_dataset(range(total, total + len(evaluated))) if evaluated else None,
+        processing_class=prepared.tokenizer,
+        peft_config=lora_config(config) if config.model.lora else None,
+        callbacks=callbacks,
+        optimizer_cls_and_kwargs=muon,
+        special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),
+        attention=attention,
+        compile_layers=config.train.compile == "layers",
+        sparse=None if config.train.sparse is None else Sparse(config.train.sparse),
+        score_tasks=score_tasks and (lambda model: score_tasks(model, prepared.tokenizer)),
+        stop_after=config.train.stop_after,
+        checkpoint_root=run.checkpoints,
+        keep=config.train.keep,
+        pinned=config.train.save_at,
+        distributed_checkpoints=config.train.fsdp or config.train.tensor_parallel > 1,
+    )
+    if config.data.packing and attention != VARLEN:
+        check_packing(trainer.model)
+    trainer.remove_callback(PrinterCallback)
+    return trainer

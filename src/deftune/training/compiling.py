@@ -1,0 +1,41 @@
+"""Compile the decoder layers of a model, each by itself, for the time of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from deftune.tokens.head import base_of
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The repeated blocks of a causal LM of transformers: the modules that its class says must not be split."""
+    names: set[str] = set(getattr(base_of(model), "_no_split_modules", None) or ())
+    layers = [module for module in base_of(model).modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"{type(base_of(model)).__name__}: its class does not name its decoder layers (_no_split_modules), so they "
+            f"cannot be compiled one by one; use train.compile=true, which compiles the whole model, or false"
+        )
+    return layers
+
+
+@contextmanager
+def compiled_layers(model: Any, *, dynamic: bool | None = None) -> Generator[None]:
+    """Inside, every decoder layer runs as torch.compile's code; the layers share the code, which is compiled once.
+
+    Args:
+        model: the causal LM, or PEFT's wrapper of one.
+        dynamic: True where the number of tokens changes with every micro-batch; None lets torch find out.
+    """
+    layers = decoder_layers(model)
+    for layer in layers:
+        layer.compile(dynamic=dynamic)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,84 @@
+"""What `DeftSFTTrainer` refuses: options that it could not honour, and models that it cannot train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deftune.objectives import Objective
+from deftune.tokens.head import base_of
+
+
+def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> None:
+    """Refuse what would be ignored, before anything is loaded."""
+
+    def refuse(what: str, why: str) -> None:
+        raise ValueError(f"DeftSFTTrainer: {what} cannot be combined with objective={str(objective)!r}: {why}")
+
+    if extra.get("compute_loss_func") is not None:
+        refuse("compute_loss_func", "the objective is the loss; drop one of the two")
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        if extra.get(name) is not None:
+            refuse(name, "the fused head makes no logits; evaluation reports eval_loss, eval_nll and eval_p by itself")
+    if extra.get("quantization_config") is not None and extra.get("peft_config") is None:
+        refuse("quantization_config", "quantised weights cannot be trained; pass a LoRA peft_config, or leave it out")
+    if args is None:
+        return
+    if getattr(args, "loss_type", "nll") != "nll":
+        refuse(f"loss_type={args.loss_type!r}", "name it as the objective instead, e.g. objective='dft'")
+    if getattr(args, "label_smoothing_factor", 0):
+        refuse("label_smoothing_factor", "a smoothed target is not gate x error; set it to 0")
+    if getattr(args, "use_liger_kernel", False):
+        config = getattr(args, "liger_kernel_config", None) or {}
+        if config.get("fused_linear_cross_entropy", False) or config.get("cross_entropy", False):
+            refuse("Liger's cross-entropy", "it would compute plain NLL; leave Liger its layer kernels only")
+    if not getattr(args, "average_tokens_across_devices", True):
+        refuse("average_tokens_across_devices=False", "ranks with few tokens would weigh as much as full ones")
+    if getattr(args, "deepspeed", None) is not None:
+        refuse(
+            "DeepSpeed",
+            "DeepSpeed updates the weights inside the backward pass, before a gradient can be checked or rescaled, and "
+            "ZeRO-3 leaves the head without its weight; use FSDP2 or DDP, or deftune.hf_loss in transformers' Trainer",
+        )
+    if getattr(args, "n_gpu", 1) > 1:
+        refuse("DataParallel", "a process with several GPUs would average unequal shares; start with torchrun")
+    parallel = getattr(args, "parallelism_config", None)
+    for name in ("sp_enabled", "cp_enabled"):
+        if parallel is not None and getattr(parallel, name, False):
+            refuse(name.removesuffix("_enabled") + " parallelism", "a rank would see part of a row; use FSDP2 or DDP")
+
+
+def check_divided(model: Any, objective: Objective, parallel: Any, adapter: Any = None) -> None:
+    """Refuse what tensor-parallel ranks, which share the layers of a model and have the same rows, do not train."""
+    divided = (getattr(model, "tp_size", None) or 1) > 1
+    if not divided and not getattr(parallel, "tp_enabled", False):
+        return
+    if objective.kind != "local":
+        raise ValueError(
+            f"DeftSFTTrainer: {str(objective)!r} sums over the rows of all ranks, and tensor-parallel ranks have the "
+            f"same rows; use FSDP2 or DDP"
+        )
+    if not divided or adapter is not None or not hasattr(model.get_output_embeddings().weight, "full_tensor"):
+        raise ValueError(
+            "DeftSFTTrainer: tensor parallelism needs a model that transformers divided together with its head, "
+            "from_pretrained(..., distributed_config=DistributedConfig(tp_size=N)), and no adapter"
+        )
+
+
+def check_model(model: Any, router_loss: bool, objective: Objective) -> None:
+    """Refuse what only the loaded model shows."""
+    name = type(base_of(model)).__name__
+    if router_loss:
+        raise ValueError(
+            f"DeftSFTTrainer: {name} has a router loss, which objective={str(objective)!r} would leave out; set "
+            f"router_aux_loss_coef=0.0 to train without it"
+        )
+    base, peft = base_of(model), getattr(model, "active_peft_config", None)
+    if getattr(base, "is_quantized", False) and (peft is None or not getattr(base, "is_loaded_in_4bit", False)):
+        raise ValueError(
+            f"DeftSFTTrainer: {name} is quantised; load the original weights, or 4-bit ones (bitsandbytes) under LoRA"
+        )
+    if peft is not None and peft.is_prompt_learning:
+        raise ValueError(
+            f"DeftSFTTrainer: {type(peft).__name__} puts virtual tokens before the row, which moves its labels; use "
+            f"LoRA or another adapter inside the layers"
+        )

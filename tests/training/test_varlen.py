@@ -1,0 +1,211 @@
+"""Rows end to end with their boundaries (`varlen`): the same losses and gradients as padded rows."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from small import PAD, Gradients, deviation, make_arguments, make_model, make_rows, make_trainer
+
+from deftune.artifacts.config import RunConfig
+from deftune.data.examples import Encoded
+from deftune.data.packing import Collator, pack
+from deftune.training import attention
+from deftune.training.assembly import Batches, chosen_attention, make_dataset
+from deftune.training.attention import attention_kernels, why_not_varlen
+
+FLOAT32 = 2e-5  # of a step's largest gradient: two orders of float32 sums over a few hundred tokens
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+
+
+def one_step(folder, sequences, model, *, padding_free: bool, **more) -> tuple[dict, dict, Gradients]:
+    """The record and the gradients of one optimizer step over all sequences, two in a micro-batch."""
+    arguments = make_arguments(
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=16, optim="sgd", learning_rate=0.0,
+        remove_unused_columns=False, gradient_checkpointing=more.pop("gradient_checkpointing", False),
+    )  # fmt: skip
+    trainer, watch = make_trainer(
+        model, arguments, make_dataset(range(len(sequences))).to_list(),
+        data_collator=Batches(list(sequences), Collator(PAD, padding_free=padding_free)), **more,
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history[0], watch.steps[0], trainer
+
+
+def rows() -> list[Encoded]:
+    return [Encoded(row["input_ids"], row["labels"], "here", "rows") for row in make_rows(16)]
+
+
+@pytest.mark.parametrize("spec", ["deft", "clip", "mile"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_rows_end_to_end_are_trained_as_padded_ones(spec, packed, checkpointing, tmp_path):
+    record, gradients, _ = one_step(
+        tmp_path, rows(), make_model(torch.float32), padding_free=False, objective=spec, attention="math"
+    )
+    sequences = pack(rows(), 40) if packed else rows()
+    model = make_model(torch.float32)
+    other, found, _ = one_step(
+        tmp_path, sequences, model, padding_free=True, objective=spec, attention="varlen",
+        gradient_checkpointing=checkpointing,
+    )  # fmt: skip
+    assert other["tokens"] == record["tokens"] and other["input_tokens"] == record["input_tokens"]
+    assert abs(other["loss"] - record["loss"]) <= FLOAT32 * max(1, record["loss"])
+    assert deviation(found, gradients) <= FLOAT32
+    assert model.config._attn_implementation == "sdpa"  # for whoever uses the model next
+
+
+def test_adapters_are_trained_on_rows_end_to_end(tmp_path):
+    """LoRA, through PEFT's wrapper: the same loss and gradients of the adapters as on padded rows."""
+    from peft import LoraConfig
+
+    found = []
+    for choice, padding_free in (("math", False), ("varlen", True)):
+        torch.manual_seed(0)  # the adapters' random start
+        lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        found.append(
+            one_step(tmp_path, rows(), make_model(torch.float32), padding_free=padding_free, attention=choice,
+                     peft_config=lora)
+        )  # fmt: skip
+    (record, gradients, _), (other, others, _) = found
+    assert all("lora" in name for name in gradients)
+    assert abs(other["loss"] - record["loss"]) <= FLOAT32 * max(1, record["loss"])
+    assert deviation(others, gradients) <= FLOAT32
+
+
+def test_a_sliding_window_is_kept(tmp_path):
+    """Mistral's layers see four tokens back; rows are longer than that."""
+    model = make_model(torch.float32, transformers.MistralForCausalLM, sliding_window=4)
+    free = make_model(torch.float32, transformers.MistralForCausalLM, sliding_window=None)
+    record, gradients, _ = one_step(tmp_path, rows(), copy.deepcopy(model), padding_free=False)
+    unlimited, _, _ = one_step(tmp_path, rows(), free, padding_free=False)
+    assert abs(unlimited["loss"] - record["loss"]) > 100 * FLOAT32  # the window matters here
+    other, found, _ = one_step(tmp_path, rows(), model, padding_free=True, attention="varlen")
+    assert abs(other["loss"] - record["loss"]) <= FLOAT32 * record["loss"]
+    assert deviation(found, gradients) <= FLOAT32
+
+
+def test_a_batch_without_boundaries_is_an_error(tmp_path):
+    trainer, _ = make_trainer(make_model(torch.float32), make_arguments(tmp_path), make_rows(4), attention="varlen")
+    with pytest.raises(ValueError, match=r"varlen needs rows that lie end to end, with their boundaries"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"attn_implementation": "eager"}, "attn_implementation is 'eager'"),
+        ({"attention_dropout": 0.1}, "has attention dropout"),
+    ],
+)
+def test_models_that_the_kernel_cannot_train_are_refused_with_the_reason(options, reason, tmp_path):
+    model = make_model(torch.float32, **options)
+    assert reason in str(why_not_varlen(model))
+    with pytest.raises(ValueError, match=f"attention='varlen': .*{reason}.*; use another attention"):
+        make_trainer(model, make_arguments(tmp_path), make_rows(4), attention="varlen")
+
+
+def test_attention_without_the_model_is_an_error():
+    with pytest.raises(ValueError, match="varlen needs the model"), attention_kernels("varlen"):
+        pass
+
+
+def run_config(tmp_path, **train) -> RunConfig:
+    data = {"train": [{"path": "rows.jsonl"}]}
+    return RunConfig.model_validate({"run": str(tmp_path), "model": {"name": "m"}, "data": data, "train": train})
+
+
+def test_auto_is_varlen_in_bfloat16_where_the_model_allows_it(tmp_path, monkeypatch):
+    """The GPU and its kernel are assumed; the check of the model's attention runs for real."""
+    model = make_model(torch.float32)
+    assert chosen_attention(run_config(tmp_path), model) == "auto" or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention, "TORCH_VARLEN", attention._attend)
+    assert chosen_attention(run_config(tmp_path, precision="bf16"), model) == "varlen"
+    assert chosen_attention(run_config(tmp_path, precision="fp32"), model) == "auto"
+    assert chosen_attention(run_config(tmp_path, precision="bf16", attention="flash"), model) == "flash"
+    assert chosen_attention(run_config(tmp_path, precision="bf16"), make_model(attention_dropout=0.1)) == "auto"
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 48])
+@pytest.mark.parametrize("lengths", [[128, 7, 1, 300, 64], [1024]])
+def test_torchs_kernel_agrees_with_float64(lengths, window):
+    """Qwen's heads (12 of 128, 2 for the keys): outputs and gradients against the plain formula, in float64."""
+    from deftune.data.packing import row_boundaries
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    total = sum(lengths)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(total, heads, 128, device="cuda", generator=generator).bfloat16().requires_grad_()
+
+    inputs = [draw(12), draw(2), draw(2)]
+    upstream = torch.randn(total, 12, 128, device="cuda", generator=generator).bfloat16()
+    bounds = row_boundaries(lengths)
+    output = attention._attend(*inputs, bounds["cu_seq_lens_q"].cuda(), bounds["max_length_q"], None, window)
+    found = [output, *torch.autograd.grad(output, inputs, upstream)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+    place = torch.arange(total, device="cuda")
+    back = place[:, None] - place[None]
+    seen = (row[:, None] == row[None]) & (back >= 0) & (back < (window or total))
+    q, k, v = exact[0], exact[1].repeat_interleave(6, 1), exact[2].repeat_interleave(6, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / 128**0.5
+    reference = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    expected = [reference, *torch.autograd.grad(reference, exact, upstream.double())]
+    for one, other in zip(found, expected):
+        assert float((one - other).norm() / other.norm()) <= 1e-2  # bfloat16 operands
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("cls", ["LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"])
+def test_a_bfloat16_step_on_a_gpu_agrees_with_padded_rows(cls, tmp_path):
+    found = []
+    for choice, padding_free in (("math", False), ("varlen", True)):
+        model = make_model(
+            torch.float32, getattr(transformers, cls), scale=1.0, hidden_size=128, num_attention_heads=2, head_dim=64,
+            sliding_window=4,
+        )  # fmt: skip
+        arguments = make_arguments(tmp_path, use_cpu=False, bf16=True, per_device_train_batch_size=16, max_steps=1,
+                                   remove_unused_columns=False)  # fmt: skip
+        trainer, watch = make_trainer(
+            model, arguments, make_dataset(range(16)).to_list(), attention=choice,
+            data_collator=Batches(rows(), Collator(PAD, padding_free=padding_free)),
+        )  # fmt: skip
+        trainer.train()
+        found.append((trainer.state.log_history[0]["loss"], watch.steps[0]))
+    (loss, gradients), (other, others) = found
+    assert abs(loss - other) <= 2e-3 * loss  # bfloat16 compute, float32 sums
+    assert deviation(others, gradients) <= 2e-2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("choice", ["auto", "varlen"])
+def test_compiled_layers_train_as_plain_ones_and_leave_the_model_plain(choice, tmp_path):
+    """Micro-batches of several lengths; afterwards no layer is compiled."""
+    flat = choice == "varlen"
+    record, gradients, _ = one_step(tmp_path, rows(), make_model(torch.float32), padding_free=flat, attention=choice)
+    model = make_model(torch.float32)
+    calls = []
+    for layer in model.model.layers:
+        layer.compile = lambda layer=layer, **options: (
+            calls.append(options),
+            torch.nn.Module.compile(layer, **options),
+        )
+    other, found, _ = one_step(tmp_path, rows(), model, padding_free=flat, attention=choice, compile_layers=True)
+    assert calls == [{"dynamic": True if flat else None}] * 2
+    assert abs(other["loss"] - record["loss"]) <= FLOAT32 * max(1, record["loss"])
+    assert deviation(found, gradients) <= FLOAT32
+    assert all(layer._compiled_call_impl is None for layer in model.model.layers)
+
+
+def test_a_model_that_does_not_name_its_layers_is_refused(tmp_path):
+    model = make_model(torch.float32)
+    model._no_split_modules = None
+    trainer, _ = make_trainer(model, make_arguments(tmp_path), make_rows(4), compile_layers=True)
+    with pytest.raises(ValueError, match="does not name its decoder layers"):
+        trainer.train()
