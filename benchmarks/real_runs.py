@@ -79,8 +79,8 @@ def train(prepared: Any, model: Any, steps: int, *, trl: bool) -> list[dict[str,
     from deftune.artifacts.display import quiet
     from deftune.artifacts.runs import Run
     from deftune.data.packing import Collator
+    from deftune.training.assembly import Batches, lora_config, make_arguments, make_dataset, make_trainer
     from deftune.training.attention import attention_kernels
-    from deftune.training.train import Batches, lora_config, make_arguments, make_dataset, make_trainer
 
     records: list[dict[str, float]] = []
 

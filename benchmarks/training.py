@@ -32,10 +32,15 @@ import torch
 CONTENDERS = {
     "deftune deft": {"objective": "deft"},
     "deftune nll": {"objective": "nll"},
+    "deftune deft; varlen": {"objective": "deft", "attention": "varlen"},
+    "deftune deft; compiled layers": {"objective": "deft", "compile_layers": True},
+    "deftune deft; varlen; compiled layers": {"objective": "deft", "attention": "varlen", "compile_layers": True},
     "TRL nll": {"loss_type": "nll"},
     "TRL dft": {"loss_type": "dft"},
     "TRL nll + Liger layers": {"loss_type": "nll", "use_liger_kernel": True},
+    "TRL nll + Liger layers + compile": {"loss_type": "nll", "use_liger_kernel": True, "torch_compile": True},
     "deftune deft + Liger layers": {"objective": "deft", "use_liger_kernel": True},
+    "deftune deft; varlen + Liger layers": {"objective": "deft", "use_liger_kernel": True, "attention": "varlen"},
 }
 
 
@@ -73,11 +78,12 @@ class Entrant:
 
         from deftune.artifacts.display import quiet
         from deftune.data.packing import Collator
-        from deftune.training.train import Batches, make_dataset
+        from deftune.training.assembly import Batches, make_dataset
         from deftune.training.trainer import DeftSFTTrainer
 
         options: dict[str, Any] = dict(CONTENDERS[contender])
         objective = options.pop("objective", None)
+        ours = {name: options.pop(name) for name in ("attention", "compile_layers") if name in options}
         cuda = torch.cuda.is_available()
         seconds = self.seconds = list[float]()
 
@@ -102,12 +108,13 @@ class Entrant:
                 disable_tqdm=True, remove_unused_columns=False, max_length=None,
                 dataset_kwargs={"skip_prepare_dataset": True}, **options,
             )  # fmt: skip
+            flat = ours.get("attention") == "varlen"
             kwargs: dict[str, Any] = {
-                "data_collator": Batches(packs, Collator(tokenizer.pad_token_id, padding_free=False)),
+                "data_collator": Batches(packs, Collator(tokenizer.pad_token_id, padding_free=flat)),
                 "train_dataset": make_dataset(range(len(packs))), "processing_class": tokenizer, "callbacks": [Clock()],
             }  # fmt: skip
             make: Any = SFTTrainer if objective is None else DeftSFTTrainer
-            extra = {} if objective is None else {"objective": objective}
+            extra = {} if objective is None else {"objective": objective, **ours}
             self.trainer = make(copy.deepcopy(model), config, **kwargs, **extra)
             self.trainer.remove_callback(PrinterCallback)
 
