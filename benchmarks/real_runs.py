@@ -200,6 +200,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="rows or packs of a step (default: 16 rows, 4 packs)")
     parser.add_argument("--template", help="for a base model without a chat template: chatml or plain")
     parser.add_argument("--datasets", default=",".join(DATASETS))
+    parser.add_argument("--layouts", default="padded,packed", help="padded, packed or both (default)")
     parser.add_argument("--render", type=Path, nargs="+", help="print the table of these results and stop")
     args = parser.parse_args()
     if args.render:
@@ -207,6 +208,8 @@ def main() -> int:
         return 0
     if not args.models or args.data is None or args.results is None:
         parser.error("give NAME=MODEL, --data and --results")
+    if unknown := set(args.layouts.split(",")) - {"padded", "packed"}:
+        parser.error(f"--layouts: unknown {', '.join(sorted(unknown))}; known: padded, packed")
     from deftune.artifacts.models import load_model, resolve_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,7 +221,7 @@ def main() -> int:
         name, _, source = given.partition("=")
         model: Any = None
         for dataset in args.datasets.split(","):
-            for packed in (False, True):
+            for packed in [layout == "packed" for layout in args.layouts.split(",")]:
                 for lora in (False, True):
                     key = {"model": name, "dataset": dataset, "packed": packed, "lora": lora}
                     if any(all(cell[k] == v for k, v in key.items()) for cell in done):

@@ -22,8 +22,9 @@ torch.set_num_threads(1)  # the tests are many and small, and run beside each ot
 with contextlib.suppress(ImportError):  # the environments of other stacks lack it
     from hypothesis import settings
 
-    settings.register_profile("any machine", deadline=None)  # on a loaded machine an example may take long
-    settings.load_profile("any machine")
+    if settings.get_current_profile_name() in ("default", "ci"):  # benchmarks/mutation.py has its own
+        settings.register_profile("any machine", deadline=None)  # on a loaded machine an example may take long
+        settings.load_profile("any machine")
 
 # files whose tests train, draw, or start processes and browsers: more than a few seconds of cpu time each
 HEAVY = {
