@@ -172,10 +172,8 @@ def make_trainer(
         model = load_base(prepared)
     evaluated = prepared.eval.examples if prepared.eval else []
     total = len(prepared.sequences)
-    if (
-        not config.train.fsdp and config.model.quantization is None
-    ):  # the trainer would move it anyway; checks of a large model are quick on a GPU
-        model.to(arguments.device)
+    if not config.train.fsdp and config.model.quantization is None:
+        model.to(arguments.device)  # the trainer would move it anyway; checks of a large model are quick on a GPU
     attention = chosen_attention(config, model)
     # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
     flat = attention == VARLEN or (config.data.packing and "flash" in str(model.config._attn_implementation))
