@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import platform
 import re
@@ -17,16 +18,22 @@ HASH = r"[0-9a-f]{40}|[0-9a-f]{64}"
 PACKAGES = ("deftune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton", "reasoning-gym")
 
 
+@functools.cache
+def versions() -> dict[str, str]:
+    """The versions of the packages that are installed; read once, since each is a file to parse."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def environment() -> dict[str, Any]:
     """Where a run happens: versions, machine, the working tree's commit."""
     import torch
 
-    versions: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": sys.argv,
@@ -34,7 +41,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "gpus": gpus,
-        "versions": versions,
+        "versions": versions(),
         "git": git_state() or named_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

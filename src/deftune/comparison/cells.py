@@ -28,10 +28,9 @@ from deftune.data.rows import BadRows
 from deftune.evaluation.evaluate import Result, Settings, ask, write_summary
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.in_training import task_scorer
-from deftune.evaluation.items import Item
 from deftune.evaluation.local import TransformersSampler
 from deftune.evaluation.questions import Questions, load_items
-from deftune.evaluation.suites import Task
+from deftune.evaluation.results import Tasks
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table
@@ -45,7 +44,18 @@ PARTS = ("prepare", "train", "save")  # of a run, in `Outcome.seconds`
 
 
 class Shared(Reuse):
-    """What the cells of one process share: data, model, and the processes that grade."""
+    """What the cells of one process share: data, model, questions, and the processes that grade."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._questions: dict[str, tuple[Tasks, dict[str, str]]] = {}
+
+    def questions(self, evaluation: Evaluation) -> tuple[Tasks, dict[str, str]]:
+        """`evaluation_items`, read once."""
+        key = evaluation.model_dump_json()
+        if key not in self._questions:
+            self._questions[key] = evaluation_items(evaluation)
+        return self._questions[key]
 
     @cached_property
     def grader(self) -> Grader:
@@ -249,7 +259,7 @@ def evaluate_cell(
     cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say, shared: Shared
 ) -> None:  # fmt: skip
     """Evaluate a cell's model as `deftune eval` does; recorded answers are kept."""
-    tasks, missing = evaluation_items(evaluation)
+    tasks, missing = shared.questions(evaluation)
     encoding = prompt_options(encoder_options(cell.config.data))
     settings = Settings(
         model=cell.name, suite=evaluation.suite or "", tasks={name: task.version for name, (task, _) in tasks.items()},
@@ -265,6 +275,6 @@ def evaluate_cell(
     say(f"{result.folder}: {sum(row['items'] * row['samples'] for row in summary['rows']):,} answers")
 
 
-def evaluation_items(evaluation: Evaluation) -> tuple[dict[str, tuple[Task, list[Item]]], dict[str, str]]:
+def evaluation_items(evaluation: Evaluation) -> tuple[Tasks, dict[str, str]]:
     """The tasks with their items, and the tasks that lack data."""
     return load_items(evaluation.wanted(), Path(evaluation.data) if evaluation.data else None, evaluation.limit)
