@@ -63,12 +63,12 @@ def test_measurements_are_those_of_a_saved_model(tmp_path, model, monkeypatch, k
     kept, not_kept = (one_cell(tmp_path / str(keep), model, keep_models=keep, **KINDS[kind]) for keep in (True, False))
     seen = {}
 
-    def look(cell, say, model=None, tokenizer=None, measure=cells.measure_cell):
+    def look(cell, say, shared, model=None, tokenizer=None, measure=cells.measure_cell):
         seen[cell.comparison.keep_models] = model
         names = sorted(path.name for path in cell.run.checkpoints.iterdir())
         assert names == (["checkpoint-2", "checkpoint-3"] if model is None else ["checkpoint-2"])
         assert cell.run.model.exists() == (model is None)
-        return measure(cell, say, model, tokenizer)
+        return measure(cell, say, shared, model, tokenizer)
 
     monkeypatch.setattr(cells, "measure_cell", look)
     assert cells.run_cell(kept) == cells.run_cell(not_kept) == "finished"

@@ -62,16 +62,16 @@ def group_of(leader: int) -> list[int]:
 
 
 def leader_of(cell: Cell) -> int:
-    """The process that runs a cell."""
+    """The process that runs a cell: it writes to the cell's log, and leads its session."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                output = (entry / "fd" / "2").resolve()
                 session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
             except (OSError, IndexError):
                 continue
-            if cell.name.encode() in words and cell.comparison.folder.encode() in words and session == int(entry.name):
+            if output == (cell.folder / "log.txt").resolve() and session == int(entry.name):
                 found.append(int(entry.name))
     (leader,) = found
     return leader
@@ -147,14 +147,14 @@ def test_a_killed_process_group_of_the_command_stops_its_cells(tmp_path, model):
 
 @pytest.fixture
 def stand_in(tmp_path, model, monkeypatch):
-    """``stand_in(code)``: cells whose process runs ``code`` instead of training."""
+    """``stand_in(code)``: cells whose process runs ``code`` instead of training, with the comparison's folder."""
 
     def make(code: str, **changes) -> list[Cell]:
         comparison = load_comparison(write(tmp_path / "c.yaml", content(model, tmp_path / "grid") | changes))
         real = subprocess.Popen
         monkeypatch.setattr(
             "deftune.comparison.schedule.subprocess.Popen",
-            lambda command, **more: real([sys.executable, "-c", code, *command[5:]], **more),
+            lambda command, **more: real([sys.executable, "-c", code, command[5]], **more),
         )
         return comparison.cells()
 
@@ -164,9 +164,10 @@ def stand_in(tmp_path, model, monkeypatch):
 def test_helpers_of_a_dead_cell_are_ended(stand_in):
     """A process that dies and leaves a child behind, which would hold the cell's lock."""
     cell = stand_in(
-        "import os, subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); os._exit(3)"
+        "import os, subprocess; os.write(2, str(subprocess.Popen(['sleep', '1000']).pid).encode()); os._exit(3)"
     )[0]
     child = Child(cell)
+    child.start(cell)
     wait_until(child.is_over)
     assert child.end(told=False) == "failed" and cell.state()["error"].startswith("exit code 3; see ")
     helper = int((cell.folder / "log.txt").read_text())
@@ -175,8 +176,9 @@ def test_helpers_of_a_dead_cell_are_ended(stand_in):
 
 def test_a_cell_stopped_while_it_measures_says_so(stand_in):
     """The default action of SIGTERM leaves it no time: whoever started it writes the state."""
-    cell = stand_in("import time; print('up', flush=True); time.sleep(1000)")[0]
+    cell = stand_in("import os, time; os.write(2, b'up'); time.sleep(1000)")[0]
     child = Child(cell)
+    child.start(cell)
     wait_until(lambda: "up" in log(cell))
     cell.set_state("running", stage="measure")
     child.stop()
@@ -186,7 +188,7 @@ def test_a_cell_stopped_while_it_measures_says_so(stand_in):
 
 
 def test_the_first_signal_is_the_exit_code(stand_in):
-    cells = stand_in("import time; print('up', flush=True); time.sleep(1000)")
+    cells = stand_in("import time; time.sleep(1000)")
     before = signal.getsignal(signal.SIGINT)
     runner = Children(1, watch=lambda _: os.kill(os.getpid(), signal.SIGINT), clock=Clock(WATCH_SECONDS))
     found = list(runner(cells, lambda cell: True))
@@ -232,11 +234,12 @@ def test_where_a_cell_stands(stand_in):
 
 OUT_OF_MEMORY_ONCE = """
 import json, pathlib, sys, time
-folder = pathlib.Path(sys.argv[1], sys.argv[3])
+name = sys.stdin.readline().split()[1]
+folder = pathlib.Path(sys.argv[1], name)
 tries = folder / "tries"
 tries.write_text((tries.read_text() if tries.exists() else "") + "x")
 time.sleep(0.5)  # beside the other one
-hungry = "deft" in sys.argv[3]
+hungry = "deft" in name
 fails = hungry and (ALWAYS or len(tries.read_text()) == 1)
 state = {"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."} if fails else {"state": "finished"}
 (folder / "cell.json").write_text(json.dumps(state))
@@ -257,3 +260,39 @@ def test_a_cell_without_gpu_memory_beside_others_runs_again_alone(stand_in, alwa
 def test_a_single_cell_without_gpu_memory_fails(stand_in):
     cells = stand_in(OUT_OF_MEMORY_ONCE.replace("ALWAYS", "True"), base=False, seeds=[0], objectives=["deft"])
     assert [state for _, state in Children(2)(cells, lambda cell: True)] == ["failed"]
+
+
+SEVERAL = """
+import json, os, pathlib, sys
+for line in sys.stdin:
+    name = line.split()[1]
+    folder = pathlib.Path(sys.argv[1], name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pid").write_text(str(os.getpid()))
+    if "deft" in name:
+        os._exit(7)
+    (folder / "cell.json").write_text('{"state": "finished"}')
+    os.write(1, name.encode() + b"\\n")
+(pathlib.Path(sys.argv[1]) / f"left-{os.getpid()}").touch()
+"""
+
+
+def test_a_process_runs_cells_until_one_fails(stand_in):
+    """nll, eaft and linear share a process; deft ends it, and cayley and mile get a new one, which ends on request."""
+    cells = stand_in(SEVERAL, base=False, seeds=[0], objectives=["nll", "eaft", "linear", "deft", "cayley", "mile"])
+    found = [(cell.objective, state) for cell, state in Children(1)(cells, lambda cell: True)]
+    assert found == [(cell.objective, "failed" if cell.objective == "deft" else "finished") for cell in cells]
+    assert cells[3].state()["error"].startswith("exit code 7; see ")
+    first, second = (int((cell.folder / "pid").read_text()) for cell in (cells[0], cells[4]))
+    assert [int((cell.folder / "pid").read_text()) for cell in cells] == [first] * 4 + [second] * 2
+    left = [path.name for path in Path(cells[0].comparison.folder).glob("left-*")]
+    assert first != second and left == [f"left-{second}"]
+
+
+def test_liger_kernels_stay_out_of_cells_without_them(stand_in):
+    """Liger's functions replace those of transformers for good: the untuned model needs a process of its own."""
+    cells = stand_in(SEVERAL, seeds=[0], objectives=["nll", "linear"], train={"liger": True, "max_steps": 1})
+    base, *tuned = cells
+    list(Children(1)([*tuned, base], lambda cell: True))
+    first, second, third = ((cell.folder / "pid").read_text() for cell in (*tuned, base))
+    assert first == second != third

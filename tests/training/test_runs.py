@@ -15,7 +15,7 @@ from rich.console import Console
 from test_faults import last_record, write_config
 
 from deftune.artifacts import folders
-from deftune.artifacts.environment import git_state
+from deftune.artifacts.environment import environment, git_state
 from deftune.artifacts.folders import is_locked, locked
 from deftune.artifacts.runs import Run, open_run
 from deftune.cli import main
@@ -265,6 +265,16 @@ def test_a_worktree(tmp_path):
     (tmp_path / "w").mkdir()
     (tmp_path / "w" / ".git").write_text(f"gitdir: {tmp_path / 'main' / '.git' / 'worktrees' / 'w'}\n")
     assert git_state(tmp_path / "w") == {"commit": COMMIT}
+
+
+def test_a_variable_names_the_commit_of_a_folder_without_a_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert environment()["git"] is None
+    monkeypatch.setenv("DEFTUNE_COMMIT", COMMIT)
+    assert environment()["git"] == {"commit": COMMIT}
+    monkeypatch.setenv("DEFTUNE_COMMIT", COMMIT[:7])
+    with pytest.raises(ValueError, match=f"DEFTUNE_COMMIT: a whole commit hash, .*; got '{COMMIT[:7]}'"):
+        environment()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import platform
 import re
@@ -12,19 +13,27 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+COMMIT = "DEFTUNE_COMMIT"  # names the commit of a folder that was copied without its repository
+HASH = r"[0-9a-f]{40}|[0-9a-f]{64}"
 PACKAGES = ("deftune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "triton", "reasoning-gym")
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """The versions of the packages that are installed; read once, since each is a file to parse."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def environment() -> dict[str, Any]:
     """Where a run happens: versions, machine, the working tree's commit."""
     import torch
 
-    versions: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": sys.argv,
@@ -32,10 +41,22 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "gpus": gpus,
-        "versions": versions,
-        "git": git_state(),
+        "versions": versions(),
+        "git": git_state() or named_commit(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def named_commit() -> dict[str, Any] | None:
+    """{"commit": ...} of the environment variable DEFTUNE_COMMIT; None if it is not set.
+
+    Raises:
+        ValueError: its value is no commit.
+    """
+    commit = os.environ.get(COMMIT)
+    if commit and not re.fullmatch(HASH, commit):
+        raise ValueError(f"{COMMIT}: a whole commit hash, 40 or 64 digits of 0-9a-f; got {commit!r}")
+    return {"commit": commit} if commit else None
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
@@ -70,7 +91,7 @@ def _commit(git: Path) -> str | None:
         if not head and (common / "packed-refs").is_file():
             packed = (line.split() for line in (common / "packed-refs").read_text(encoding="utf-8").splitlines())
             head = next((parts[0] for parts in packed if parts[1:] == [name]), "")
-    return head if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", head) else None
+    return head if re.fullmatch(HASH, head) else None
 
 
 def _line(path: Path) -> str:

@@ -29,6 +29,7 @@ def add_to(commands: Any) -> None:
     run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the file")
     run.add_argument("--dry-run", action="store_true", help="list the cells and what they would take")
     run.add_argument("--cell", metavar="NAME", help="this cell only, in this process: for an array of jobs")
+    run.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by `schedule.Children`
     run.add_argument(
         "--jobs",
         type=int,
@@ -75,6 +76,8 @@ def run_run(args: argparse.Namespace) -> int:
         raise ValueError(f"--keep-going: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
     if args.dry_run and args.cell:
         raise ValueError("--cell: a dry run lists all cells; leave it out")
+    if args.worker:
+        return run_worker(args)
     if args.cell and sys.stderr.isatty():  # training has a display of its own
         return run_one(args)
     with progress() as shown:
@@ -85,13 +88,20 @@ def run_run(args: argparse.Namespace) -> int:
 def run_one(args: argparse.Namespace) -> int:
     from deftune.comparison.cells import run_cell
     from deftune.comparison.grid import load_comparison, open_comparison
-    from deftune.comparison.schedule import follow_starter
 
     comparison = load_comparison(args.config, args.set)
     check_trust(args, comparison)
-    follow_starter()
     open_comparison(comparison)
     return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    from deftune.comparison.grid import load_comparison
+    from deftune.comparison.worker import serve
+
+    comparison = load_comparison(args.config)
+    check_trust(args, comparison)
+    return serve(comparison)
 
 
 def run_all(args: argparse.Namespace, shown: Progress) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from deftune.artifacts.display import quiet
 from deftune.artifacts.folders import locked
-from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
+from deftune.artifacts.models import load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import encoder_options, load_result, prompt_options
 from deftune.artifacts.terminal import line_printer
@@ -25,25 +26,56 @@ from deftune.comparison.grid import BASE, Cell, Evaluation
 from deftune.data.encoding import Encoder
 from deftune.data.rows import BadRows
 from deftune.evaluation.evaluate import Result, Settings, ask, write_summary
+from deftune.evaluation.grading import Grader
 from deftune.evaluation.in_training import task_scorer
-from deftune.evaluation.items import Item
 from deftune.evaluation.local import TransformersSampler
 from deftune.evaluation.questions import Questions, load_items
-from deftune.evaluation.suites import Task
+from deftune.evaluation.results import Tasks
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table
+from deftune.training.assembly import base_options
 from deftune.training.preparation import read_mixture
+from deftune.training.reuse import Reuse
 from deftune.training.train import Outcome, fits_in_memory, train_run
 
 Say = Callable[[str], None]
 PARTS = ("prepare", "train", "save")  # of a run, in `Outcome.seconds`
 
 
-def run_cell(cell: Cell, console: Console | None = None) -> str:
-    """Train and measure a cell, or resume it; returns its state, which is also in `cell.json`."""
-    console = console or Console(stderr=True)
-    say, begin, stage, outcome = line_printer(console), time.perf_counter(), "train", None
+class Shared(Reuse):
+    """What the cells of one process share: data, model, questions, and the processes that grade."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._questions: dict[str, tuple[Tasks, dict[str, str]]] = {}
+
+    def questions(self, evaluation: Evaluation) -> tuple[Tasks, dict[str, str]]:
+        """`evaluation_items`, read once."""
+        key = evaluation.model_dump_json()
+        if key not in self._questions:
+            self._questions[key] = evaluation_items(evaluation)
+        return self._questions[key]
+
+    @cached_property
+    def grader(self) -> Grader:
+        """Grades the answers of every cell: its processes take seconds to start."""
+        return Grader()
+
+
+def run_cell(
+    cell: Cell, console: Console | None = None, *, shared: Shared | None = None, start_seconds: float = 0.0
+) -> str:
+    """Train and measure a cell, or resume it; returns its state, which is also in `cell.json`.
+
+    Args:
+        cell: the cell.
+        console: where progress is shown; standard error by default.
+        shared: what earlier cells of this process have left for this one.
+        start_seconds: how long the cell has waited for this process, recorded as part of the overhead.
+    """
+    console, shared = console or Console(stderr=True), shared or Shared()
+    say, begin, stage, outcome = line_printer(console), time.perf_counter() - start_seconds, "train", None
     with locked(cell.folder, "running this cell"):
         if cell.state()["state"] == "finished":
             return "finished"
@@ -54,13 +86,13 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
                 if not save and not cell.run.has_result():
                     remove_measurements(cell, say)
                 scorer = task_scorer(cell.config)
-                outcome = train_run(cell.config, console, title=cell.name, score_tasks=scorer, save=save)
+                outcome = train_run(cell.config, console, title=cell.name, score_tasks=scorer, save=save, reuse=shared)
                 if outcome.state != "finished":
                     cell.set_state("stopped", stage=stage, step=outcome.step)
                     return "stopped"
             stage = "measure"
             cell.set_state("running", stage=stage)
-            measured = measure_cell(cell, say, outcome and outcome.model, outcome and outcome.tokenizer)
+            measured = measure_cell(cell, say, shared, outcome and outcome.model, outcome and outcome.tokenizer)
         except KeyboardInterrupt:
             cell.set_state("stopped", stage=stage)
             raise
@@ -71,7 +103,7 @@ def run_cell(cell: Cell, console: Console | None = None) -> str:
         shutil.rmtree(cell.run.checkpoints, ignore_errors=True)  # the result is in run/model
         if not cell.comparison.keep_models:
             shutil.rmtree(cell.run.model, ignore_errors=True)
-        clock = cell_seconds(cell, outcome, measured, time.perf_counter() - begin)
+        clock = cell_seconds(cell, outcome, measured, start_seconds, time.perf_counter() - begin)
         cell.set_state("finished", time=time.time(), cost=training_cost(cell), **measured, **clock)
     return "finished"
 
@@ -86,7 +118,9 @@ def remove_measurements(cell: Cell, say: Say) -> None:
         say(f"removed {', '.join(path.name for path in found)}: the weights they were measured with were not kept")
 
 
-def cell_seconds(cell: Cell, outcome: Outcome | None, measured: dict[str, Any], whole: float) -> dict[str, float]:
+def cell_seconds(
+    cell: Cell, outcome: Outcome | None, measured: dict[str, Any], start: float, whole: float
+) -> dict[str, float]:
     """Wall seconds of the call that finished a cell, by part.
 
     ``overhead_seconds`` is all but the training steps, the token table and the answers.
@@ -94,6 +128,7 @@ def cell_seconds(cell: Cell, outcome: Outcome | None, measured: dict[str, Any], 
     parts = {f"{part}_seconds": (outcome.seconds if outcome else {}).get(part, 0.0) for part in PARTS}
     begun = outcome.begun if outcome else 0
     steps = sum(float(record.get("step_seconds", 0.0)) for record in train_records(cell) if record["step"] > begun)
+    parts["start_seconds"] = start
     return parts | {"overhead_seconds": whole - steps - measured["tokens_seconds"] - measured["eval_seconds"]}
 
 
@@ -119,12 +154,13 @@ def training_cost(cell: Cell) -> dict[str, float]:
     }
 
 
-def measure_cell(cell: Cell, say: Say, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
+def measure_cell(cell: Cell, say: Say, shared: Shared, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
     """Measure token statistics and answers of a cell's model; finished measurements are kept.
 
     Args:
         cell: the cell.
         say: called with each message.
+        shared: the untuned model of the cell "base", and the grader.
         model: the tuned model; None: the cell's model is loaded from its folder.
         tokenizer: its tokenizer.
 
@@ -143,7 +179,7 @@ def measure_cell(cell: Cell, say: Say, model: Any = None, tokenizer: Any = None)
     with quiet():
         start = time.perf_counter()
         if model is None:
-            model, tokenizer = load_cell(cell, say)
+            model, tokenizer = load_cell(cell, say, shared)
         if torch.cuda.is_available():
             model = model.to("cuda")
         found["load_seconds"] = time.perf_counter() - start
@@ -155,7 +191,7 @@ def measure_cell(cell: Cell, say: Say, model: Any = None, tokenizer: Any = None)
             model = model.to(torch.bfloat16)
         start = time.perf_counter()
         for evaluation in waiting:
-            evaluate_cell(cell, evaluation, model, tokenizer, say)
+            evaluate_cell(cell, evaluation, model, tokenizer, say, shared)
         found["eval_seconds"] = time.perf_counter() - start
     return found
 
@@ -166,13 +202,14 @@ def read_left_out(cell: Cell) -> list[str]:
     return list(token_table_facts(path).get("left_out", [])) if path.is_file() else []
 
 
-def load_cell(cell: Cell, say: Say) -> tuple[Any, Any]:
+def load_cell(cell: Cell, say: Say, shared: Shared) -> tuple[Any, Any]:
     if cell.objective != BASE:
         return load_result(str(cell.run.folder), say, trust_remote_code=cell.config.model.trust_remote_code)
     model = cell.config.model
     source = resolve_model(model.name, say, revision=model.revision)
-    options: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    return load_model(source, **options), load_tokenizer(source, **options)
+    plain = {"dtype": "float32", "quantization": None, "attention": "auto"}  # as `load_result` loads a tuned model
+    tokenizer = load_tokenizer(source, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    return shared.load(source, **base_options(cell.config) | plain), tokenizer
 
 
 def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
@@ -218,9 +255,11 @@ def data_fact(cell: Cell) -> dict[str, str]:
     return {"data": source.place}
 
 
-def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say) -> None:
+def evaluate_cell(
+    cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any, say: Say, shared: Shared
+) -> None:  # fmt: skip
     """Evaluate a cell's model as `deftune eval` does; recorded answers are kept."""
-    tasks, missing = evaluation_items(evaluation)
+    tasks, missing = shared.questions(evaluation)
     encoding = prompt_options(encoder_options(cell.config.data))
     settings = Settings(
         model=cell.name, suite=evaluation.suite or "", tasks={name: task.version for name, (task, _) in tasks.items()},
@@ -232,10 +271,10 @@ def evaluate_cell(cell: Cell, evaluation: Evaluation, model: Any, tokenizer: Any
     result.open(settings, tasks)
     sampler = TransformersSampler(model, tokenizer, batch_size=evaluation.batch_size, encoder_options=encoding)
     ask(result, settings, tasks, sampler)
-    summary = write_summary(result, settings, Questions(evaluation.whole_suite, tasks, missing))
+    summary = write_summary(result, settings, Questions(evaluation.whole_suite, tasks, missing), grader=shared.grader)
     say(f"{result.folder}: {sum(row['items'] * row['samples'] for row in summary['rows']):,} answers")
 
 
-def evaluation_items(evaluation: Evaluation) -> tuple[dict[str, tuple[Task, list[Item]]], dict[str, str]]:
+def evaluation_items(evaluation: Evaluation) -> tuple[Tasks, dict[str, str]]:
     """The tasks with their items, and the tasks that lack data."""
     return load_items(evaluation.wanted(), Path(evaluation.data) if evaluation.data else None, evaluation.limit)

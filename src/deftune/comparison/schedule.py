@@ -1,4 +1,4 @@
-"""Run the cells of a comparison, each in a process of its own: a crash costs one cell, and its memory is freed.
+"""Run the cells of a comparison in processes of their own, several at a time: a crash costs one cell.
 
 A finished cell is never run again. A stopped or killed cell resumes. The error of a failed cell is recorded in its
 folder, the other cells go on, and the next call runs the failed cell again. Where cells of different objectives fail
@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -23,10 +22,9 @@ from deftune.artifacts.display import quiet
 from deftune.comparison.cells import Say, evaluation_items
 from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
 from deftune.comparison.summary import summarize_comparison
+from deftune.comparison.worker import needs_liger
 from deftune.evaluation.statistics import half_of
 from deftune.training.preparation import Prepared, prepare
-
-FOLLOW_STDIN = "DEFTUNE_STOP_WITH_STDIN"  # set in the environment of a cell: stop when the starter is gone
 
 
 @dataclass
@@ -108,7 +106,7 @@ def compare(
     Args:
         config: a comparison's YAML file (`deftune compare init` writes one), or its folder.
         overrides: values of the file to replace, as ``"a.b=c"``.
-        jobs: cells at a time, each in a process of its own.
+        jobs: cells at a time, in as many processes.
         keep_going: start every cell, also where objectives fail alike and none succeeds.
         say: called with each message.
 
@@ -176,17 +174,19 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
 
 
 WATCH_SECONDS = 5.0
+CLOSE_SECONDS = 60.0  # for a process without a cell to end, before it is killed
 OUT_OF_MEMORY = "OutOfMemoryError"  # the name of torch's error, as a cell records it
 CROWDED = "crowded"  # the state of such a cell, until it runs alone
 
 
 class Children:
-    """Runs cells in processes of their own, ``jobs`` at a time.
+    """Runs cells in processes, ``jobs`` at a time; a process runs one cell after the other (`worker`).
 
-    SIGTERM and SIGINT are passed on as SIGTERM to each cell's own process, which finishes its step, saves and stops.
-    It alone: its helpers (data loaders, graders) would die of the signal before it has saved. They go with it.
+    SIGTERM and SIGINT are passed on as SIGTERM to each process that runs a cell, which finishes its step, saves and
+    stops. To that process alone: its helpers (data loaders, graders) would die of the signal before it has saved. They
+    go with it.
 
-    A cell that runs out of GPU memory beside other cells runs once more, alone, after all others.
+    A cell that runs out of GPU memory beside other cells runs once more, alone, after all others, in a new process.
     """
 
     def __init__(self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic):
@@ -194,11 +194,11 @@ class Children:
         self.signal: int | None = None  # that asked to stop
 
     def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-        waiting, alone, running = list(cells), list[Cell](), dict[str, Child]()
+        waiting, alone, running, idle = list(cells), list[Cell](), list[Child](), list[Child]()
 
         def stop(number: int, frame: Any) -> None:
             self.signal = self.signal or number
-            for child in running.values():
+            for child in running:
                 child.stop()
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -208,67 +208,129 @@ class Children:
                 while not self.signal and ((waiting and len(running) < self.jobs) or (alone and not running)):
                     cell = (waiting or alone).pop(0)
                     if begin(cell):
-                        running[cell.name] = Child(cell)
-                        for child in running.values():
-                            child.shared = child.shared or len(running) > 1
+                        child = next((child for child in idle if child.suits(cell)), None)
+                        if child is not None:
+                            idle.remove(child)
+                        elif len(running) + len(idle) >= self.jobs:
+                            idle.pop().close()
+                        child = child or Child(cell)
+                        running.append(child)
+                        child.start(cell)
+                        for other in running:
+                            other.shared = other.shared or len(running) > 1
                         if self.signal:  # while it started
-                            running[cell.name].stop()
-                ended = [child for child in running.values() if child.is_over()]
+                            child.stop()
+                if not waiting:  # they would keep memory from the cells that still run
+                    while idle:
+                        idle.pop().close()
+                ended = [child for child in running if child.is_over()]
                 for child in ended:
-                    del running[child.cell.name]
-                    state = child.end(told=self.signal is not None)
-                    if state == "failed" and child.shared and OUT_OF_MEMORY in str(child.cell.state().get("error")):
-                        alone.append(child.cell)
+                    running.remove(child)
+                    cell, state = child.cell, child.end(told=self.signal is not None)
+                    if not child.has_exited:
+                        idle.append(child)
+                    if state == "failed" and child.shared and OUT_OF_MEMORY in str(cell.state().get("error")):
+                        alone.append(cell)
                         state = CROWDED
-                    yield child.cell, state
+                    yield cell, state
                 if self.clock() - watched >= WATCH_SECONDS:
                     watched = self.clock()
-                    self.watch([child.cell for child in running.values()])
+                    self.watch([child.cell for child in running])
                 if running and not ended:
                     time.sleep(0.1)
         finally:
+            for child in running:  # the caller has given up: they stop, as if this process were gone
+                child.leave()
+            for child in idle:
+                child.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 class Child:
-    """A cell in a process of its own, its output in `log.txt`."""
+    """A process for cells, and the cell that it runs or ran last; the output of each is in its `log.txt`."""
 
     def __init__(self, cell: Cell):
-        self.cell, self.shared = cell, False  # shared: another cell ran at the same time
+        self.cell, self.shared, self.liger = cell, False, False  # shared: another cell ran at the same time
         cell.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--cell", cell.name]
-        if cell.config.model.trust_remote_code:  # whoever started the comparison has said so
-            command.append("--trust-remote-code")
-        with (cell.folder / "log.txt").open("ab") as log:
+        command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--worker"]
+        if any(other.config.model.trust_remote_code for other in cell.comparison.cells()):
+            command.append("--trust-remote-code")  # whoever started the comparison has said so
+        with (cell.folder / "log.txt").open("ab") as log:  # until the process has read the cell's name
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, FOLLOW_STDIN: "1"},
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,  # Ctrl-C reaches it once, from here; and it leads its helpers' process group
             )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.requests, self.replies = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.replies, False)
+
+    @property
+    def has_exited(self) -> bool:
+        return self.process.returncode is not None
+
+    def suits(self, cell: Cell) -> bool:
+        """Whether the process, which waits, can run the cell as a new process would."""
+        return not self._exits() and needs_liger(cell) >= self.liger
+
+    def start(self, cell: Cell) -> None:
+        """Ask for a cell."""
+        self.cell, self.shared, self.liger = cell, False, self.liger or needs_liger(cell)
+        with suppress(BrokenPipeError):  # it is gone: `is_over` sees that
+            os.write(self.requests, f"{time.time()} {cell.name}\n".encode())
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
+        if not self.has_exited:  # not `send_signal`, which would reap it before its helpers are ended
+            os.kill(self.process.pid, signal.SIGTERM)
 
     def is_over(self) -> bool:
-        """Whether the cell's process has ended; its remaining child processes are then ended too.
+        """Whether the cell has finished, or its process has ended."""
+        with suppress(BlockingIOError):
+            if os.read(self.replies, 4096):
+                return True
+        return self._exits()
+
+    def _exits(self) -> bool:
+        """Whether the process has ended; its remaining child processes are then ended too.
 
         Helpers of a process that was killed would go on for seconds, and hold the cell's lock.
         """
+        if self.has_exited:
+            return True
         if hasattr(os, "waitid"):  # the process is looked at before it is reaped: until then its number stays its own
             if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return False
         elif self.process.poll() is None:
             return False
+        self._reap()
+        return True
+
+    def _reap(self) -> None:
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        return True
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def leave(self) -> None:
+        """Ask for no other cell: the process ends, and a cell that runs stops as on SIGTERM."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def close(self) -> None:
+        """End a process that waits for a cell."""
+        self.leave()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while not self._exits():
+            if time.monotonic() > deadline:
+                self._reap()
+                return
+            time.sleep(0.02)
 
     def end(self, *, told: bool) -> str:
-        """The state of a cell whose process has ended; ``told``: the process was asked to stop."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        code, about = self.process.returncode, self.cell.state()
+        """The state of a cell that is over; ``told``: the process was asked to stop."""
+        code, about = self.process.returncode or 0, self.cell.state()
         if code == 0 and about["state"] == "finished":
             return "finished"
         if told or about["state"] == "stopped":
@@ -289,18 +351,6 @@ def cell_progress(cell: Cell) -> str:
         return f"{cell.name}: measuring, {answers:,} answers"
     steps = [record["step"] for record in cell.run.read_metrics()]
     return f"{cell.name}: training, step {steps[-1]}" if steps else f"{cell.name}: preparing"
-
-
-def follow_starter() -> None:
-    """In a cell's process: stop as on SIGTERM when the process that started the cell is gone."""
-    if not os.environ.get(FOLLOW_STDIN):
-        return
-
-    def watch() -> None:
-        os.read(0, 1)  # not sys.stdin: Python could not close it while a thread reads
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # --- before running ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.options import OptionError, check_counts
 from deftune.evaluation.engines import Engine, Transformers
+from deftune.evaluation.grading import Grader
 from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers
 from deftune.evaluation.questions import Questions, load_questions
@@ -148,8 +149,13 @@ def ask(
 # --- grading ----------------------------------------------------------------------------------------------------------
 
 
-def grade(result: Result, settings: Settings, tasks: Tasks, *, workers: int = 2) -> list[Record]:
-    """Write `graded.jsonl`: extraction and verdict of every answer, by task, item, temperature and sample."""
+def grade(
+    result: Result, settings: Settings, tasks: Tasks, *, workers: int = 2, grader: Grader | None = None
+) -> list[Record]:
+    """Write `graded.jsonl`: extraction and verdict of every answer, by task, item, temperature and sample.
+
+    ``grader`` stays open; by default one of ``workers`` processes is made and closed.
+    """
     answers = result.latest_samples()
     graded: list[Record] = []
     asked: list[tuple[str, Item, str]] = []
@@ -164,7 +170,7 @@ def grade(result: Result, settings: Settings, tasks: Tasks, *, workers: int = 2)
                     # an error scores 0, whatever text came before it
                     asked.append((task.kind, item, "" if answer["finish"] == "error" else answer["text"]))
     finishes = [record["finish"] for record in graded]  # a text that was cut off is not graded by its last number
-    scores = score_answers(asked, choice_rule=settings.rule, workers=workers, finishes=finishes)
+    scores = score_answers(asked, choice_rule=settings.rule, workers=workers, grader=grader, finishes=finishes)
     for record, score in zip(graded, scores):
         record |= score
     write_atomic(result.graded, "".join(json.dumps(record) + "\n" for record in graded))
@@ -264,9 +270,11 @@ def average(suite: Suite, rows: list[Record], temperature: float) -> Record:
 # --- a whole evaluation -----------------------------------------------------------------------------------------------
 
 
-def write_summary(result: Result, settings: Settings, questions: Questions, *, workers: int = 2) -> Record:
-    """Grade the answers of a result and write `summary.json`."""
-    graded = grade(result, settings, questions.tasks, workers=workers)
+def write_summary(
+    result: Result, settings: Settings, questions: Questions, *, workers: int = 2, grader: Grader | None = None
+) -> Record:
+    """Grade the answers of a result (`grade`) and write `summary.json`."""
+    graded = grade(result, settings, questions.tasks, workers=workers, grader=grader)
     summary = summarize(settings, questions.suite, questions.tasks, graded, questions.missing)
     write_atomic(result.folder / "summary.json", json.dumps(summary, indent=1))
     return summary

@@ -134,12 +134,17 @@ def lora_config(config: RunConfig) -> Any:
 
 def load_base(prepared: Prepared) -> Any:
     """The model that the run begins with."""
-    model = prepared.config.model
-    return load_model(
-        prepared.source, revision=model.revision, trust_remote_code=model.trust_remote_code,
-        tensor_parallel=tensor_ranks(prepared.config), dtype=base_dtype(prepared.config),
-        quantization=model.quantization, attention=model.attention_implementation,
-    )  # fmt: skip
+    return load_model(prepared.source, **base_options(prepared.config))
+
+
+def base_options(config: RunConfig) -> dict[str, Any]:
+    """How the model that a run begins with is loaded: the arguments of `load_model`."""
+    model = config.model
+    return {
+        "revision": model.revision, "trust_remote_code": model.trust_remote_code, "dtype": base_dtype(config),
+        "tensor_parallel": tensor_ranks(config), "quantization": model.quantization,
+        "attention": model.attention_implementation,
+    }  # fmt: skip
 
 
 def chosen_attention(config: RunConfig, model: Any) -> str:

@@ -8,7 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -51,6 +51,7 @@ class Prepared:
     bad: BadRows
     sequences: Sequence[Any]  # what a micro-batch is made of: rows, or packs of them
     checkpointing: Checkpointing = NO_CHECKPOINTING
+    digest: str | None = None  # `fingerprint`, once it was computed
 
     @property
     def steps(self) -> int:
@@ -192,6 +193,11 @@ def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = Tr
     """
     if here:
         check_config(config)
+    return plan_run(read_data(config, notice), config, here=here)
+
+
+def read_data(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
+    """The part of `prepare` that depends on `data_key` alone; runs that have the key in common can share it."""
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
     rows = read_mixture(data.train, config, bad, notice)
@@ -211,13 +217,26 @@ def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = Tr
     for encoded in (train, *([evaluation] if evaluation else [])):
         check_embedding(encoded, tokenizer, source, **options)
     sequences: Sequence[Any] = pack(train.examples, data.max_length) if data.packing else train.examples
-    prepared = Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+    return Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+
+
+def data_key(config: RunConfig) -> str:
+    """Everything in a config that its data depends on; the seed only where it mixes sources or holds rows out."""
+    data = config.data
+    seeded = data.holdout or data.total is not None or max(len(data.train), len(data.eval)) > 1
+    return json.dumps([data.model_dump_json(), config.model.model_dump_json(), config.train.seed if seeded else None])
+
+
+def plan_run(read: Prepared, config: RunConfig, *, here: bool = True) -> Prepared:
+    """The data of `read_data` for a run whose config has the same `data_key`."""
+    prepared = replace(read, config=config)
     if here:
+        source = prepared.source
         gpu = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
         base = config.model.quantization or base_dtype(config)
         prepared.checkpointing = choose_checkpointing(config, source, base, world_size(), gpu)
     late = [step for step in config.train.save_at if step > prepared.steps]
-    if late and sequences:
+    if late and prepared.sequences:
         raise ConfigError(f"train.save_at: step {late[0]} never comes, the run has {prepared.steps}; leave it out")
     return prepared
 
@@ -302,8 +321,11 @@ def facts(prepared: Prepared) -> list[str]:
 
 
 def fingerprint(prepared: Prepared) -> str:
-    """Of the token ids and masks: a resumed run must see the same."""
+    """Of the token ids and masks: a resumed run must see the same. Computed once for data that runs share."""
+    if prepared.digest is not None:
+        return prepared.digest
     digest = hashlib.sha256()
     for sequence in itertools.chain(prepared.sequences, prepared.eval.examples if prepared.eval else ()):
         digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
-    return digest.hexdigest()
+    prepared.digest = digest.hexdigest()
+    return prepared.digest

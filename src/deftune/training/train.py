@@ -41,6 +41,7 @@ from deftune.training.preparation import (
     prepare,
     world_size,
 )
+from deftune.training.reuse import Reuse
 from deftune.training.trackers import tracking
 
 TRAINING = "training this run"
@@ -159,7 +160,7 @@ class StopSignal:
 
 def train_run(
     config: RunConfig, console: Console | None = None, *, title: str = "train", score_tasks: ScoreTasks | None = None,
-    restart: bool = False, save: bool = True,
+    restart: bool = False, save: bool = True, reuse: Reuse | None = None,
 ) -> Outcome:  # fmt: skip
     """Train a run to its end, from the newest checkpoint that verifies if there is one.
 
@@ -175,6 +176,7 @@ def train_run(
         save: False writes neither the last step's checkpoint nor the model's folder; the outcome has the tuned
             ``model`` and ``tokenizer`` instead, as `load_result` would load them, but on the device of the training.
             A run whose model is in its folder already has an outcome without them.
+        reuse: keeps the data and the untrained model for the next run of this process; one rank only.
 
     Raises:
         ValueError: ``save=False`` together with `train.best`, `train.push_to_hub`, several ranks or a base that is not
@@ -202,12 +204,12 @@ def train_run(
             old = run.config.exists()
             if is_main() and old:  # before the data is read, which may take long
                 held.enter_context(locked(run.folder, TRAINING))
-            prepared = prepare(config, say)
+            prepared = (reuse.prepare if reuse else prepare)(config, say)
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run.folder, TRAINING))
                 open_run(config)
             with tracking(config.train.report_to, run.folder / "logs"):
-                return _train(prepared, run, console, say, title, score_tasks, restart, save, begin)
+                return _train(prepared, run, console, say, title, score_tasks, restart, save, reuse, begin)
 
 
 def fits_in_memory(config: RunConfig) -> bool:
@@ -223,7 +225,7 @@ def fits_in_memory(config: RunConfig) -> bool:
 
 def _train(
     prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str,
-    score_tasks: ScoreTasks | None, restart: bool, save: bool, begin: float,
+    score_tasks: ScoreTasks | None, restart: bool, save: bool, reuse: Reuse | None, begin: float,
 ) -> Outcome:  # fmt: skip
     config = prepared.config
     clock = Clock(begin)
@@ -239,8 +241,9 @@ def _train(
     trainer: Any = None
     display = StepDisplay(console, title, [task.name for task in config.data.tasks])
     callback = make_callback(run, display, stop, lambda: trainer, save)
-    base = None if save else load_base(prepared)
-    untrained = None if base is None else Settings.of(base)
+    load = reuse.load_base if reuse else None if save else load_base
+    base = None if load is None else load(prepared)  # else the trainer loads it, after torch.distributed has started
+    untrained = None if save else Settings.of(base)
     trainer = make_trainer(prepared, run, [callback], score_tasks, base)
     resumed = from_main(resumed)
     begun = step = checkpoints.step_of(resumed) or 0 if resumed else 0

@@ -1,0 +1,98 @@
+"""What the runs of one process share: the data of the last run, and the untrained model, of which each run gets a copy.
+
+The kept model is never trained, run or changed. A copy is therefore what `load_model` would load, whatever trainers
+attached to an earlier copy: hooks, forwards, adapters, gradients, changes of its configs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deftune.artifacts.config import RunConfig
+from deftune.artifacts.models import load_model
+from deftune.training.assembly import base_options
+from deftune.training.preparation import Prepared, check_config, data_key, fingerprint, plan_run, read_data
+
+MOST_KEPT = 1 / 8  # of the machine's memory: several processes may keep a model beside each other
+
+
+class Reuse:
+    """Keeps the data and the model of the last run; a run with other data, or another model, replaces them."""
+
+    def __init__(self) -> None:
+        self._data: tuple[str, Prepared] | None = None
+        self._model: tuple[dict[str, Any], Any] | None = None
+
+    def prepare(self, config: RunConfig, notice: Callable[[str], None]) -> Prepared:
+        """As `preparation.prepare`; the rows are read and encoded only if the last run had others."""
+        check_config(config)
+        key = data_key(config)
+        if self._data is None or self._data[0] != key:
+            self._data = None  # freed before the next is read
+            read = read_data(config, notice)
+            fingerprint(read)
+            self._data = key, read
+        else:
+            notice(f"{len(self._data[1].train.examples):,} encoded rows of an earlier run in this process")
+        return plan_run(self._data[1], config)
+
+    def load_base(self, prepared: Prepared) -> Any:
+        """As `assembly.load_base`: the model that the run begins with."""
+        return self.load(prepared.source, **base_options(prepared.config))
+
+    def load(self, source: str, **options: Any) -> Any:
+        """As `load_model`, on the device of the training.
+
+        A quantised model is loaded anew each time: a copy of its packed weights is not known to be exact. So is a model
+        too large to be kept.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        key = {"source": source, **options}
+        if self._model is None or self._model[0] != key:
+            self._model = None  # freed before the next is loaded
+            model = load_model(source, **options)
+            if options.get("quantization") is not None or num_bytes(model) > MOST_KEPT * machine_bytes():
+                return model
+            if device.type == "cuda":
+                pin(model)
+            self._model = key, model
+        return copy_model(self._model[1], device)
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Each parameter and buffer once, tied ones too."""
+    return list(itertools.chain(model.parameters(), model.buffers()))
+
+
+def num_bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(model))
+
+
+def machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def pin(model: nn.Module) -> None:
+    """Move the weights into page-locked memory, from where a GPU copies several times as fast; if there is enough."""
+    with suppress(RuntimeError):
+        for tensor in tensors_of(model):
+            tensor.data = tensor.data.pin_memory()
+
+
+def copy_model(model: Any, device: torch.device) -> Any:
+    """A copy of a model on a device, made there: the weights are not copied twice. Tied weights stay tied."""
+    copies: dict[int, Any] = {}
+    for tensor in tensors_of(model):
+        data = tensor.detach().to(device, copy=True, non_blocking=True)
+        new = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+        vars(new).update(vars(tensor))  # transformers marks the weights that it has loaded
+        copies[id(tensor)] = new
+    return copy.deepcopy(model, copies)
