@@ -56,7 +56,12 @@ def report_figures(comparison: Comparison, summary: Record) -> list[Drawn]:
             shares(comparison),
         ),
         ("progress", "Probability and concentration while training, one seed of each", plot_progress, runs(comparison)),
-        ("continuum", "Score against the untuned model's mean p", plot_continuum_held_out, by_p(scores, summary)),
+        (
+            "continuum",
+            "Scores by regime, in the order of the untuned model's mean p on held-out tokens",
+            plot_continuum,
+            by_p(scores, summary),
+        ),
         ("entropy", "Score against the tuned model's mean entropy", plot_entropy, by_entropy(scores, summary)),
     ]
     return [Drawn(name, title, plot(table), table) for name, title, plot, table in tables if table is not None]
@@ -140,12 +145,6 @@ def by_p(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] 
     lowest = min(line["temperature"] for line in known)
     at = [line for line in known if line["temperature"] == lowest]
     return continuum_table(at, {line["regime"]: base_p[line["of"]] for line in at})
-
-
-def plot_continuum_held_out(table: Any) -> Figure:
-    figure = plot_continuum(table)
-    figure.axes[0].set_xlabel("mean p of the untuned model on held-out tokens")
-    return figure
 
 
 def by_entropy(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:
