@@ -223,7 +223,8 @@ def plot_histograms(table: Table) -> Figure:
             f"{model:{width}} {ends[regime, model]['p<=1e-3']:>5.0%} {ends[regime, model]['p>0.5']:>4.0%}"
             for model in models
         )]  # fmt: skip
-        axis.text(0.03, 0.97, "\n".join(rows), transform=axis.transAxes, va="top", family="monospace", fontsize=5.5)
+        shares = "\n".join(rows).replace(" ", "\N{NO-BREAK SPACE}")  # SVG joins several spaces to one
+        axis.text(0.03, 0.97, shares, transform=axis.transAxes, va="top", family="monospace", fontsize=5.5)
     axes[0][0].set_ylabel("share of tokens per decade of p")
     legend_below(figure, axes[0])
     return figure
