@@ -213,7 +213,7 @@ function tokenDetails(data, token) {
   ];
   const heads = ["objective", "", "gate", "signal"].map((name) => element(name ? "th" : "td", name ? { scope: "col" } : {}, name));
   return [
-    element("h2", {}, element("q", { class: "the-token" }, target.slice(1, -1)), conflict ? element("em", {}, "conflict") : ""),
+    element("h2", {}, element("q", { class: "the-token" }, target.slice(1, -1) || "∅"), conflict ? element("em", {}, "conflict") : ""),
     element("p", {}, verdict),
     element("table", { class: "choices" },
       tableRow(target, meter(p, [0, 158, 115], `p ${number(p)}`), number(p)),
