@@ -107,7 +107,7 @@ def main() -> int:
             config = folder / f"run-{rows}.yaml"
             config.write_text(json.dumps(tiny.run_content(folder / f"run-{rows}", model, data, changes)))
             parts = {
-                "preview": ["data", "preview", str(data), "--model", str(model), "--limit", str(rows), "--rows", "1"],
+                "preview": ["data", "preview", str(data), "--model", str(model), "--rows", str(rows), "--show", "1"],
                 "train": ["train", str(config)],
             }
             for part, command in parts.items():

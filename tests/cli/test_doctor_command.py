@@ -1,21 +1,84 @@
-"""`deftune doctor`: the backends by name, and a self-test that can fail."""
+"""`deftune doctor`: what the machine has, the backends by name, and checks that can fail."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from deftune.cli import doctor, main
+from deftune.cli import main
 from deftune.losses.torch_backend import TorchBackend
+from deftune.training import doctor
+from deftune.training.doctor import checkup, self_test, try_kernel
+
+CPU = torch.device("cpu")
 
 
-def test_it_prints_the_backend_and_why(capsys: pytest.CaptureFixture[str]):
+def lines_of(printed: str, title: str) -> list[str]:
+    """The lines below a title, up to the next blank line."""
+    return printed.partition(f"\n{title}")[2].partition("\n\n")[0].splitlines()[1:]
+
+
+def test_it_prints_the_machine_and_what_a_run_takes(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path):
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "not" / "made"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert torch.__version__.partition("+")[0] in printed  # the package's version has no +cpu or +cu128
-    lines = [line.split() for line in printed.splitlines() if line.startswith("  cpu ")]
-    assert [(line[1], line[2], line[-1]) for line in lines] == [
-        (dtype, "torch", "works") for dtype in ("bfloat16", "float16", "float32", "float64")
+    loss = [line.split() for line in lines_of(printed, "linear_loss")]
+    assert [(*line[:3], line[-1]) for line in loss] == [
+        ("cpu", dtype, "torch", "works") for dtype in ("bfloat16", "float16", "float32", "float64")
     ]
     assert "the device is cpu, not cuda" in printed
+    kernels = {line.split()[2]: line for line in lines_of(printed, "attention kernels")}
+    assert list(kernels) == ["flash", "efficient", "math", "cudnn"]
+    assert kernels["flash"].endswith("works") and kernels["math"].endswith("works")
+    assert "not available for this device" in kernels["cudnn"]
+    assert "compute dtype          fp32" in printed
+    assert "train.attention: auto  sdpa with flash, math (no varlen: the kernel needs a GPU" in printed
+    assert f"{tmp_path / 'not' / 'made'}, " in printed and "GiB free" in printed
+    assert printed.endswith("a run can start here\n")
+
+
+def test_varlen_agrees_with_plain_attention():
+    """On a CPU the rows are computed one by one; the comparison is the one that a GPU's kernel goes through."""
+    assert try_kernel("varlen", CPU, torch.float32).verdict == "works"
+
+
+def attend_with(change):
+    """`scaled_dot_product_attention`, whose float32 output ``change`` alters."""
+    true = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query, *args, **kwargs):
+        out = true(query, *args, **kwargs)
+        return change(out) if query.dtype == torch.float32 else out
+
+    return attend
+
+
+@pytest.mark.parametrize(("change", "verdict"), [
+    (lambda out: 1.01 * out, "WRONG: attention off by"),
+    (lambda out: out + 0 * torch.log(out.detach() * 0), "WRONG: output or gradients are not finite"),
+])  # fmt: skip
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, change, verdict):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend_with(change))
+    found = checkup()
+    assert [line.partition(": WRONG")[0] for line in found.broken] == [
+        "attention kernel flash", "attention kernel math",
+        "attention: no kernel of train.attention=auto works on a padded batch",
+    ]  # fmt: skip
+    assert verdict in found.broken[0]
+
+
+def test_a_wrong_kernel_that_auto_leaves_out_breaks_nothing(monkeypatch: pytest.MonkeyPatch):
+    true = doctor.try_kernel
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "try_kernel", lambda name, *place: (
+        true(name, *place)._replace(verdict="WRONG: output or gradients are not finite") if name == "cudnn"
+        else true(name, *place)
+    ))  # fmt: skip
+    assert checkup().broken == []
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -24,9 +87,25 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         TorchBackend, "over_classes", lambda self, e: true(self, e) * (1 + (self.dtype != torch.float64))
     )
     assert main(["doctor"]) == 1
-    assert "WRONG: gradient off by" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "WRONG: gradient off by" in printed and "BROKEN: fused loss on cpu bfloat16: WRONG" in printed
 
 
 def test_an_exception_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TorchBackend, "measure", lambda *_: 1 / 0)
-    assert doctor.self_test(torch.device("cpu"), torch.float32) == "FAILED: ZeroDivisionError: division by zero"
+    assert self_test(CPU, torch.float32) == "FAILED: ZeroDivisionError: division by zero"
+
+
+def test_it_needs_torch_only():
+    """Without the extra for training it says what is missing, and checks the rest."""
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'trl', 'datasets', 'pydantic', 'yaml', 'rich'): sys.modules[name] = None\n"
+        "import importlib.util as util; true = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if sys.modules.get(name, 1) is None else true(name, *rest)\n"
+        "from deftune.cli import main\n"
+        "sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'not installed: transformers, trl, datasets, pydantic; pip install "deftune[train]"' in done.stdout

@@ -1,5 +1,6 @@
 """The commands around a run, as a user types them."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -75,12 +76,45 @@ def test_the_rows_of_a_config_are_previewed_as_its_run_reads_them(tmp_path, monk
         "data": {"train": [{"path": str(rows), "fields": {"prompt": "q", "completion": "a"}}], "max_length": 64},
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    assert main(["data", "preview", "run.yaml", "--rows", "1"]) == 0
+    assert main(["data", "preview", "run.yaml", "--show", "1"]) == 0
     out = capsys.readouterr().out
     assert "twelve" in out and "two" not in out.replace("twelve", "")
     assert not (tmp_path / "run").exists()
     assert main(["data", "preview", "run.yaml", "--mask", "all", "--max-length", "9"]) == 2
     assert "--mask, --max-length: run.yaml says how its rows are read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "now"), [
+    ("data preview rows.jsonl --limit 5", "deftune data preview: --limit is now --rows"),
+    ("eval show results/a --rows 5", "deftune eval show: --rows is now --show"),
+    ("plan org/model --rows 4", "deftune plan: --rows is now --micro-batch-size"),
+])  # fmt: skip
+def test_an_options_former_name_leads_to_the_new_one(line, now, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(line.split())
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith(now)
+
+
+def test_an_option_means_the_same_in_every_command():
+    """--rows reads the first rows, --show says how many are shown, --limit samples a task's items."""
+    found: dict[str, set[str]] = {}
+
+    def walk(parser):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for one in action.choices.values():
+                    walk(one)
+            for name in set(action.option_strings) & {"--rows", "--show", "--limit", "--first", "--top"}:
+                if action.help != argparse.SUPPRESS:
+                    found.setdefault(name, set()).add(str(action.help).partition(" (")[0])
+
+    walk(build_parser())
+    assert found == {
+        "--rows": {"the first rows only"},
+        "--show": {"how many rows to show", "how many answers or rows"},
+        "--limit": {"a sample of N items of each task: for a try"},
+        "--top": {"rows to list, and at most to export"},
+    }
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

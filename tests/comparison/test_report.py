@@ -3,11 +3,13 @@
 import json
 import re
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from accessibility import violations
 from deftune.cli import main
 from deftune.comparison import report_figures as report_figures_module
 from deftune.comparison.grid import Comparison, load_comparison, open_comparison
@@ -90,7 +92,7 @@ def test_it_has_everything(finished, page):
     for words in (
         "grid: nll, deft", "5 of 5", "What it says", "Scores", "figfont similarity", "Figures",
         "Score against sampling temperature", "Target probabilities on held-out tokens", "Held-out tokens: weak",
-        "Cost: weak", "The paper's claims", "How to reproduce it", f"deftune report {finished.folder}",
+        "Cost: weak", "The paper's claims", "How to reproduce it", "deftune report grid",
         "Configuration", "Environment", "tokens/s", "weak/deft/lr0.001-s1",
     ):  # fmt: skip
         assert words in text, words
@@ -98,6 +100,49 @@ def test_it_has_everything(finished, page):
         "batch_size: 4" in page
         and json.loads((Path(finished.folder) / "environment.json").read_text())["python"] in text
     )
+
+
+def test_it_has_a_date_and_no_folder_of_this_machine(finished, page):
+    started = json.loads((Path(finished.folder) / "environment.json").read_text())["started"]
+    assert f"<dt>started</dt><dd>{started[:10]}</dd>" in page
+    assert str(Path(finished.folder).parent) not in page and f"{Path(sys.argv[0]).parent}/" not in page
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need playwright")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=1000 * HANG_SECONDS
+        )
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 1200), ("light", 390)])
+def test_assistive_technology_can_read_it(finished, page, browser, scheme, width):
+    shown = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
+    shown.goto((Path(finished.folder) / "report.html").as_uri(), timeout=1000 * HANG_SECONDS)
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width  # wide tables scroll inside the page
+    wide = shown.locator(".wide").evaluate_all("all => all.map(x => [x.tabIndex, x.getAttribute('aria-label')])")
+    assert len(wide) > 5 and all(index == 0 and name for index, name in wide)
+    found = violations(shown)
+    shown.close()
+    assert found == []
+
+
+def test_figures_follow_the_colours_of_the_page(finished, page, browser):
+    """Text, axes and the black line of NLL have the page's colour of text; no panel stays white."""
+    path = (Path(finished.folder) / "report.html").as_uri()
+    for scheme, text in (("light", "rgb(28, 30, 33)"), ("dark", "rgb(230, 232, 234)")):
+        shown = browser.new_page(color_scheme=scheme)
+        shown.goto(path, timeout=1000 * HANG_SECONDS)
+        colours = shown.locator(".drawing svg").evaluate_all(
+            """all => all.flatMap(svg => [...svg.querySelectorAll('text, path, use')].flatMap(
+                 x => { const s = getComputedStyle(x); return [s.fill, s.stroke]; }))"""
+        )
+        shown.close()
+        assert text in colours and not {"rgb(0, 0, 0)", "rgb(255, 255, 255)"} & set(colours)
 
 
 def test_the_numbers_are_the_summarys(finished, page):

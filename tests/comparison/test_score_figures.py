@@ -107,11 +107,21 @@ def test_temperatures_show_scores_and_intervals(scores):
     for name, (points, segments) in drawn.items():
         mine = [line for line in scores if line["objective"] == name]
         assert points[:, 1].tolist() == pytest.approx([100 * line["score"] for line in mine])
-        assert points[:, 0] == pytest.approx([line["temperature"] for line in mine], abs=0.03)
+        assert points[:, 0].tolist() == [line["temperature"] for line in mine]
         for segment, line in zip(segments, mine):
             assert segment[:, 1].tolist() == pytest.approx([100 * line["low"], 100 * line["high"]])
     assert axis.containers[1][0].get_color() == look_of("deft").colour
     assert axis.containers[1][0].get_marker() == look_of("deft").marker
+
+
+def test_objectives_stand_side_by_side_without_moving_on_the_axis(scores):
+    """Four points apart on the page; coordinates, limits and ticks are those of the table."""
+    figure = plot_temperatures([line for line in scores if line["temperature"] == 0])
+    (axis,) = figure.axes
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["0"]  # not -0.004 to 0.004
+    figure.draw_without_rendering()
+    places = [bars[0].get_transform().transform((0, 0))[0] for bars in axis.containers]
+    assert places[1] - places[0] == pytest.approx(4 * figure.dpi / 72)
 
 
 def test_a_table_without_intervals_has_no_bars():
@@ -136,16 +146,20 @@ def test_equal_scores_are_not_drawn_apart(score):
             assert high - low >= 5 and -0.2 < low < 100 * score < high
 
 
-def test_the_continuum_joins_regimes_by_the_base_models_p(tmp_path, scores):
+def test_the_continuum_orders_regimes_by_the_base_models_p(tmp_path, scores):
     weak = make_result(tmp_path / "weak", lambda i, t: i < 2)
     every = [*scores, *score_table([("weak", "nll", weak)])]
     table = continuum_table(every, {"strong": 0.55, "weak": 0.01}, temperature=1.0)
     assert len(table) == 3 and {line["base_p"] for line in table} == {0.55, 0.01}
-    (axis,) = plot_continuum(table).axes
-    drawn = errorbars(axis)
-    assert drawn["nll"][0] == pytest.approx(np.array([[0.01, 25.0], [0.55, 25.0]]), abs=0.01)
-    assert drawn["deft"][0] == pytest.approx(np.array([[0.55, 50.0]]), abs=0.01)
-    assert [text.get_text() for text in axis.texts] == ["strong", "weak"]
+    weak, strong = plot_continuum(table).axes  # in the order of p, each with its own axis of scores
+    assert [axis.get_title().splitlines() for axis in (weak, strong)] == [
+        ["weak", "base p = 0.01"], ["strong", "base p = 0.55"]
+    ]  # fmt: skip
+    for axis, expected in ((weak, {"nll": 25.0}), (strong, {"nll": 25.0, "deft": 50.0})):
+        drawn = {name: points for name, (points, _) in errorbars(axis).items() if len(points)}
+        assert {name: points[:, 1].tolist() for name, points in drawn.items()} == {n: [y] for n, y in expected.items()}
+        names = [tick.get_text() for tick in axis.get_xticklabels()]
+        assert [names[int(points[0, 0])] for points in drawn.values()] == list(drawn)
     with pytest.raises(ValueError, match=r"several temperatures \(0, 0.5, 1\); choose one"):
         continuum_table(every, {"strong": 0.5, "weak": 0.1})
     with pytest.raises(ValueError, match=r"no scores at temperature 0\.7; there are 0, 0\.5, 1"):
@@ -162,6 +176,13 @@ def test_entropy_has_a_panel_per_temperature(scores):
     assert errorbars(axes[2])["deft"][0].tolist() == [[0.4, 50.0]]
     with pytest.raises(ValueError, match=r"no token table of strong/deft \(there are: strong/nll\)"):
         entropy_table(scores, {("strong", "nll"): 0.9})
+
+
+def test_entropies_that_were_not_measured_are_named(scores):
+    mixed = [*scores, *({**line, "regime": "weak"} for line in scores if line["temperature"] == 0)]
+    axes = plot_entropy([{**line, "entropy": 2.0} for line in mixed]).axes
+    assert [[text.get_text() for text in axis.texts] for axis in axes] == [[]] * 4 + [["not measured"]] * 2
+    assert all(axis.get_xlim() == pytest.approx((1.975, 2.025)) for axis in axes)  # equal entropies look equal
 
 
 def test_the_commands(tmp_path, capsys, results, model_folder, data_file):

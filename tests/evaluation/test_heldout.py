@@ -267,7 +267,7 @@ def test_a_run_is_measured_as_it_was_trained_and_its_base_like_it(folder, monkey
     assert rows["nll"]["difference"] < 0  # of the rows it was trained on
     assert main(["eval", "compare", "results/base", "results/run"]) == 0
     assert "held-out tokens, paired by row" in capsys.readouterr().out
-    assert main(["eval", "show", "results/run/tokens", "--rows", "2"]) == 0
+    assert main(["eval", "show", "results/run/tokens", "--show", "2"]) == 0
     assert "the 2 rows with the highest NLL" in capsys.readouterr().out
     assert main(["eval", "heldout", "runs/a", *heldout, "x", "--template", "chatml"]) == 2
     assert "was trained with its own" in capsys.readouterr().err

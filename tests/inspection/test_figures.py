@@ -105,7 +105,8 @@ def test_histogram_panels_show_the_table():
         ("weak", "base"): token_table(scale=1.0)[0],
     }  # fmt: skip
     lines = histogram_table(tables)
-    strong, weak = plot_histograms(lines).axes
+    figure = plot_histograms(lines)
+    strong, weak = figure.axes
     assert (strong.get_title(), weak.get_title()) == ("strong", "weak")
     assert len(strong.patches) == 2 and len(weak.patches) == 1
     for patch, model in zip(strong.patches, ("base", "deft")):
@@ -115,9 +116,10 @@ def test_histogram_panels_show_the_table():
         assert edges.tolist()[:-1] == [line["p_low"] for line in mine]
         colour = patch.get_facecolor() if model == "base" else patch.get_edgecolor()
         assert matplotlib.colors.to_hex(colour[:3]).upper() == look_of(model).colour
-    labels = [text.get_text() for text in strong.get_legend().get_texts()]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["base", "deft"]
+    shown = [line.split() for line in strong.texts[0].get_text().splitlines()[1:]]
     ends = probability_shares(lines)
-    assert labels == [f"{e['model']}: {e['p<=1e-3']:.0%}, {e['p>0.5']:.0%}" for e in ends[:2]]
+    assert shown == [[e["model"], f"{e['p<=1e-3']:.0%}", f"{e['p>0.5']:.0%}"] for e in ends[:2]]
 
 
 def test_progress_is_what_the_run_recorded(run):
@@ -127,18 +129,21 @@ def test_progress_is_what_the_run_recorded(run):
     assert [line["p"] for line in lines] == [record["p"] for record in records]
     assert {line["objective"] for line in lines} == {"deft"}
     figure = plot_progress(lines)
-    (panel,) = figure.axes
-    p, concentration, paper = (line for line in panel.lines if len(line.get_xdata()))
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "deft",
-        "paper's a, Llama-3.1-8B",
-        "p",
-        "ΣP²",
-    ]
+    above, below = figure.axes  # one metric an axis
+    (p,), (concentration, paper) = above.lines, below.lines
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["deft", "paper's a, Llama-3.1-8B"]
     assert p.get_marker() == concentration.get_marker() == look_of("deft").marker
     assert p.get_ydata().tolist() == [record["p"] for record in records]
     assert concentration.get_ydata().tolist() == [record["concentration"] for record in records]
     assert paper.get_xydata().tolist() == [[0, 0.65], [4, 0.75], [3, 0.95]]  # the last stands at the run's end
+    assert all(float(tick).is_integer() for tick in below.get_xticks())
+
+
+def test_objectives_are_told_apart_without_colour_while_training(run):
+    lines = progress_table([("mine", run.folder)])
+    above, _ = plot_progress([*lines, *({**line, "run": "other", "objective": "eaft"} for line in lines)]).axes
+    deft, eaft = above.lines
+    assert deft.get_linestyle() != eaft.get_linestyle() and deft.get_marker() != eaft.get_marker()
 
 
 def test_the_papers_focus_stands_beside_ours(run):
@@ -150,8 +155,8 @@ def test_the_papers_focus_stands_beside_ours(run):
 
 
 def test_only_the_papers_regimes_have_its_anchors(run):
-    (panel,) = plot_progress(progress_table([("mine", run.folder)])).axes
-    assert sum(len(line.get_xdata()) > 0 for line in panel.lines) == 2 and panel.get_title() == "mine"
+    above, below = plot_progress(progress_table([("mine", run.folder)])).axes
+    assert len(above.lines) == len(below.lines) == 1 and above.get_title() == "mine"
 
 
 def test_a_run_without_steps_is_refused(tmp_path, run):

@@ -1,9 +1,13 @@
 """The page in a real browser: what it shows, what its keys do, and that nothing leaves or enters it."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from inspect_tables import END, OBJECTIVES, ROWS, make_inspection, make_tables, many_rows
 
+from accessibility import violations
 from deftune.inspection.inspect import inspect_table, inspect_tables, summary
 from deftune.inspection.page import page_arrays, render_page, rounded, write_page
 from deftune.tokens.conflict import CONFIDENT
@@ -252,6 +256,62 @@ def test_what_is_chosen_is_announced(shown):
         "!x.getAttribute('aria-label') && !x.closest('label') && !x.textContent.trim()).map(x => x.outerHTML)"
     )
     assert unnamed == []
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1300), ("dark", 1300), ("light", 390)])
+def test_assistive_technology_can_read_it(open_page, scheme, width):
+    spaces = [("\n", 0.5, "x", 0.1), (" ", 0.5, "x", 0.1), ("", 0.5, "x", 0.1), END]
+    long = ["<|im_start|>user\n" + 400 * "a long question " + "<|im_end|>"]
+    inspection = make_inspection([spaces], prompts=long)
+    options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}, "bypass_csp": True}
+    shown = open_page(inspection, **options)
+    assert violations(shown.page) == []
+    shown.page.click("#list [role=option]")
+    labels = shown.page.locator(".answer [role=option]").evaluate_all("all => all.map(x => x.ariaLabel)")
+    assert labels == ["“↵”", "“␣”", "no text", None]
+    assert violations(shown.page) == []
+
+
+def test_a_link_opens_its_row(open_page):
+    shown = open_page(make_inspection())
+    assert shown.page.get_attribute("#row h2 a", "href") == "#row=2"
+    shown.page.evaluate("location.hash = '#row=3'")
+    playwright.expect(shown.page.locator("#row h2")).to_have_text("rows.jsonl:3")
+    shown.page.goto(shown.page.url.partition("#")[0] + "#row=1")
+    shown.page.reload()
+    shown.page.wait_for_selector("html[data-ready]")
+    assert shown.chosen_row() == "rows.jsonl:1" and shown.said == []
+    shown.page.evaluate("location.hash = '#row=99'")  # there is none: nothing happens
+    assert shown.chosen_row() == "rows.jsonl:1" and shown.said == []
+
+
+def test_marked_rows_are_copied_and_downloaded(open_page):
+    shown = open_page(make_inspection())
+    page = shown.page
+    assert not page.locator("#marked").is_visible()
+    page.keyboard.press("m")  # the first in the list, rows.jsonl:2
+    page.keyboard.press("ArrowDown")
+    assert not page.is_checked("#mark")
+    page.check("#mark")
+    assert page.locator("#marked-count").text_content() == "2 marked"
+    assert shown.texts("#list .where") == ["✓ rows.jsonl:2", "✓ rows.jsonl:1", "rows.jsonl:3"]
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("#copy")
+    playwright.expect(page.locator("#marked-count")).to_have_text("2 copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "rows.jsonl:1\nrows.jsonl:2"
+    with page.expect_download() as found:
+        page.click("#download")
+    lines = [json.loads(line) for line in Path(found.value.path()).read_text().splitlines()]
+    assert [line["row"] for line in lines] == [1, 2]
+    assert lines[1]["answer"] == "3 + 3 = 7\n#### 7<|im_end|>" and "Question 2?" in lines[1]["prompt"]
+    page.focus("#list")
+    page.keyboard.press("m")
+    assert page.locator("#marked-count").text_content() == "1 marked" and shown.said == []
+
+
+def test_bars_of_one_panel_say_their_scale(shown):
+    most = max(summary(make_inspection())["share"].values())
+    assert f"(bars from 0 to {most:.0%})" in shown.page.locator(".tile.wide > span").text_content()
 
 
 def test_the_token_list(shown):

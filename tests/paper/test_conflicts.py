@@ -135,6 +135,8 @@ def test_pairs_are_named_by_their_steps():
     assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a:10")) == "a, steps 0 to 10"
     assert pair_name(tokens([0.1], model="runs/a:0"), tokens([0.1], model="runs/a")) == "a, steps 0 to end"
     assert pair_name(tokens([0.1], model="smollm2"), tokens([0.1], model="runs/a")) == "smollm2 to runs/a"
+    tuned = tokens([0.1], model="one/deft, tuned from smollm2")
+    assert pair_name(tokens([0.1], model="smollm2"), tuned) == "smollm2 to one/deft"
     nameless = tokens([0.1])
     assert pair_name(nameless, nameless) == "before to after"
 

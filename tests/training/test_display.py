@@ -45,6 +45,19 @@ def test_a_terminal_shows_the_step_and_the_numbers_one_watches(width):
     assert "train 1000/26400  eval_loss 0.3333 | eval_nll 1.41 | eval_p 0.55 | eval_gsm8k 0.31" in text
 
 
+def test_steps_of_a_minute_have_a_time_left_too():
+    """rich's own estimate needs two steps within 30 seconds."""
+    console, clock = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False), Clock()
+    display = StepDisplay(console, "train", clock=clock)
+    display.start(10, 20)
+    for step in (11, 12, 13):
+        clock.now += 60.0
+        display.step(step, 20, LOGS)
+    display.progress.refresh()
+    display.stop()
+    assert "13/20 0:07:00 loss" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
 def test_a_log_has_a_line_every_ten_seconds_and_every_evaluation():
     console, clock = Console(file=io.StringIO(), width=60), Clock()
     display = StepDisplay(console, "train", clock=clock)

@@ -93,7 +93,7 @@ def test_dry_run_counts_every_bad_row(make_config, tmp_path, mixed_file):
 def test_preview_writes_every_bad_row(tmp_path, mixed_file, tiny_model, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["data", "preview", str(mixed_file), "--model", str(tiny_model)]
-    assert main([*command, "--limit", "60", "--skip-bad-rows"]) == 0 and not (tmp_path / "bad_rows.jsonl").exists()
+    assert main([*command, "--rows", "60", "--skip-bad-rows"]) == 0 and not (tmp_path / "bad_rows.jsonl").exists()
     assert main(command) == 2
     capsys.readouterr()
     assert main([*command, "--skip-bad-rows"]) == 0

@@ -121,7 +121,7 @@ def test_auto_is_varlen_in_bfloat16_where_the_model_allows_it(tmp_path, monkeypa
     assert chosen_attention(run_config(tmp_path), model) == "auto" or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention, "TORCH_VARLEN", attention._attend)
+    monkeypatch.setattr(attention, "TORCH_VARLEN", attention.attend_rows)
     assert chosen_attention(run_config(tmp_path, precision="bf16"), model) == "varlen"
     assert chosen_attention(run_config(tmp_path, precision="fp32"), model) == "auto"
     assert chosen_attention(run_config(tmp_path, precision="bf16", attention="flash"), model) == "flash"
@@ -145,7 +145,7 @@ def test_torchs_kernel_agrees_with_float64(lengths, window):
     inputs = [draw(12), draw(2), draw(2)]
     upstream = torch.randn(total, 12, 128, device="cuda", generator=generator).bfloat16()
     bounds = row_boundaries(lengths)
-    output = attention._attend(*inputs, bounds["cu_seq_lens_q"].cuda(), bounds["max_length_q"], None, window)
+    output = attention.attend_rows(*inputs, bounds["cu_seq_lens_q"].cuda(), bounds["max_length_q"], None, window)
     found = [output, *torch.autograd.grad(output, inputs, upstream)]
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()

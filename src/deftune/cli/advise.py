@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("model", help="a run's folder, RUN:STEP, or what `train` takes as a model")
     parser.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
-    parser.add_argument("--rows", type=int, help="the first rows only")
+    parser.add_argument("--rows", type=int, metavar="N", help="the first rows only")
     add_data_options(parser)
     parser.add_argument("--probe", action="store_true", help="train nll, deft and deft | floor(0.2) for some steps")
     parser.add_argument("--out", type=Path, metavar="DIR", help="with --probe: its folder (default: advise-probe)")

@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
     tokens.add_argument(
         "--objectives", default=OBJECTIVES, metavar="A,B", help=f"columns for these (default: {OBJECTIVES})"
     )
-    tokens.add_argument("--rows", type=int, help="the first rows only (of generated:NAME: how many; default 1000)")
+    tokens.add_argument("--rows", type=int, metavar="N", help="the first rows only (generated:NAME: default 1000)")
     tokens.add_argument("--format", default="auto", help="of the data (default: by its fields)")
     add_fields(tokens)
     tokens.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")

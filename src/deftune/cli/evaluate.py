@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deftune.cli.output import notice, say
+from deftune.cli.output import Renamed, notice, say
 from deftune.cli.progress import progress
 from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
 
@@ -73,7 +73,8 @@ def add_to(commands: Any) -> None:
     show.add_argument("result", type=Path, metavar="RESULT")
     show.add_argument("--wrong", action="store_true", help="only answers that were graded wrong")
     add_list(show, "--task", "tasks", "TASK", "only answers of this task")
-    show.add_argument("--rows", type=int, metavar="N", default=20, help="how many answers or rows (default: 20)")
+    show.add_argument("--show", type=int, metavar="N", default=20, help="how many answers or rows (default: 20)")
+    show.add_argument("--rows", action=Renamed, now="--show")
     show.set_defaults(run=run_show)
 
     compare = verbs.add_parser("compare", help="what runs gained and lost against a base, paired, with p-values")
@@ -98,7 +99,7 @@ def add_questions(parser: Any) -> None:
     add_list(group, "--task", "tasks", "TASK", "a task by name")
     add_list(group, "--task-file", "task_files", "FILE", "a task of your own (YAML)", Path)
     group.add_argument("--data", help="folder with the benchmarks' files (default: the hub)")
-    group.add_argument("--limit", type=int, metavar="N", help="a sample of the items of each task: for a try")
+    group.add_argument("--limit", type=int, metavar="N", help="a sample of N items of each task: for a try")
 
 
 def add_list(parser: Any, flag: str, name: str, metavar: str, about: str, kind: Any = str) -> None:
@@ -231,14 +232,14 @@ def run_show(args: argparse.Namespace) -> int:
     from deftune.evaluation.heldout import read_rows
     from deftune.evaluation.results import Result
 
-    if args.rows < 1:
-        raise ValueError(f"--rows: at least 1, got {args.rows}")
+    if args.show < 1:
+        raise ValueError(f"--show: at least 1, got {args.show}")
     result = Result(args.result)
     summary = result.summary()
     if summary["settings"]["suite"] == "heldout":
         if args.wrong or args.tasks:
             raise ValueError(f"--wrong, --task: {args.result} holds token statistics and no answers; leave them out")
-        say(f"{render_summary(summary)}\n\n{render_rows(read_rows(result), args.rows)}")
+        say(f"{render_summary(summary)}\n\n{render_rows(read_rows(result), args.show)}")
         return 0
     known = dict.fromkeys(row["task"] for row in summary["rows"])
     if unknown := [name for name in args.tasks if name not in known]:
@@ -248,9 +249,9 @@ def run_show(args: argparse.Namespace) -> int:
         for record in result.read_graded(*SHOWN)
         if (not args.wrong or record["score"] < 1) and record["task"] in (args.tasks or known)
     ]
-    say("\n\n".join([render_summary(summary), *map(render_answer, answers[: args.rows])]))
-    if len(answers) > args.rows:
-        say(f"\n{len(answers) - args.rows} more; --rows N shows more")
+    say("\n\n".join([render_summary(summary), *map(render_answer, answers[: args.show])]))
+    if len(answers) > args.show:
+        say(f"\n{len(answers) - args.show} more; --show N shows more")
     return 0
 
 

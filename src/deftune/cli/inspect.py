@@ -28,9 +28,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or what `train` takes as a model")
     parser.add_argument("data", nargs="?", help="a file, a folder, a hub id, or generated:NAME")
     parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
-    parser.add_argument("--rows", type=int, help="the first rows only")
+    parser.add_argument("--rows", type=int, metavar="N", help="the first rows only")
     parser.add_argument("--by", metavar="SCORE", help="what ranks the rows: answer, conflict, noise, mean_nll, ...")
-    parser.add_argument("--top", type=int, default=50, help="rows to list, and the most to export (default: 50)")
+    parser.add_argument("--top", type=int, metavar="N", default=50, help="rows to list, and at most to export (50)")
     parser.add_argument(
         "--min-score", type=float, metavar="X", help="only rows with at least this score (of mean_p: at most)"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.export import read_run_or_recipe
+from deftune.cli.output import Renamed
 from deftune.cli.train import need_training
 
 
@@ -22,7 +23,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--gpu", default="h200", metavar="NAME", help="h200, h100, a100 or h20 (default: h200)")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the run")
     parser.add_argument("--length", type=int, metavar="T", help="tokens of a row (default: the run's, or 2048)")
-    parser.add_argument("--rows", type=int, metavar="B", help="rows of a micro-batch (default: the run's, or 4)")
+    parser.add_argument("--micro-batch-size", type=int, metavar="B", help="rows at a time (default: the run's, or 4)")
+    parser.add_argument("--rows", action=Renamed, now="--micro-batch-size")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run_plan)
 
@@ -34,9 +36,10 @@ def run_plan(args: argparse.Namespace) -> int:
     from deftune.artifacts.display import quiet
     from deftune.training.plan import BACKBONES, Workload, find_shape, plan, workload_of
 
-    given = {name: value for name, value in (("length", args.length), ("rows", args.rows)) if value is not None}
+    asked = {"length": args.length, "rows": args.micro_batch_size}
+    given = {name: value for name, value in asked.items() if value is not None}
     if any(value < 1 for value in given.values()):
-        raise ValueError("plan: --length and --rows from 1")
+        raise ValueError("plan: --length and --micro-batch-size from 1")
     if args.backbones:
         if args.run_or_model or args.set:
             raise ValueError("plan: --backbones is a table of its own; leave out RUN|MODEL and --set")
@@ -56,7 +59,7 @@ def run_plan(args: argparse.Namespace) -> int:
         work = replace(workload_of(config, args.gpus), **given)
     else:
         if args.set:
-            raise ValueError("plan: --set is for a run; use --length and --rows with a model")
+            raise ValueError("plan: --set is for a run; use --length and --micro-batch-size with a model")
         work = replace(Workload(2048, 4), **given)
     with quiet():
         model = config.model if config is not None else None

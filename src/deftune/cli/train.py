@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.output import notice, say
+from deftune.cli.output import Renamed, notice, say
 
 EXTRA = 'pip install "deftune[train]"'
-PREVIEW_OF_A_RUN = {"data", "rows", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
+PREVIEW_OF_A_RUN = {"data", "show", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
 
 
 def add_to(commands: Any) -> None:
@@ -54,8 +54,9 @@ def add_to(commands: Any) -> None:
     preview.add_argument("--format", default="auto")
     add_fields(preview)
     preview.add_argument("--split")
-    preview.add_argument("--limit", type=int, default=1000, help="rows to read (default: 1000)")
-    preview.add_argument("--rows", type=int, default=3, help="rows to show (default: 3)")
+    preview.add_argument("--rows", type=int, metavar="N", default=1000, help="the first rows only (default: 1000)")
+    preview.add_argument("--show", type=int, metavar="N", default=3, help="how many rows to show (default: 3)")
+    preview.add_argument("--limit", action=Renamed, now="--rows (rows to read); --show says how many to show")
     preview.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
     preview.add_argument("--mask", choices=["assistant", "completion", "all"], default="assistant")
     preview.add_argument("--max-length", type=int, default=2048)
@@ -221,7 +222,7 @@ def preview_run(args: argparse.Namespace) -> int:
         raise ValueError(f"data preview: {flags}: {args.data} says how its rows are read; change it there")
     with quiet():
         prepared = prepare(load_config(Path(args.data)), notice, here=False)
-    render_preview(prepared.train, prepared.tokenizer, Console(), num_examples=args.rows)
+    render_preview(prepared.train, prepared.tokenizer, Console(), num_examples=args.show)
     if prepared.bad.rows:
         prepared.bad.write("bad_rows.jsonl")
         notice(f"{prepared.bad.summary()}; see bad_rows.jsonl")
@@ -241,13 +242,13 @@ def run_preview(args: argparse.Namespace) -> int:
     from deftune.data.sources import iterate_rows
     from deftune.training.display import RowProgress
 
-    if args.rows < 0 or args.limit < 1:
-        raise ValueError(f"data preview: --rows from 0 and --limit from 1, got {args.rows} and {args.limit}")
+    if args.rows < 1 or args.show < 0:
+        raise ValueError(f"data preview: --rows from 1 and --show from 0, got {args.rows} and {args.show}")
     if Path(args.data).suffix in (".yaml", ".yml"):
         return preview_run(args)
     bad = BadRows(skip=args.skip_bad_rows)
     found = iterate_rows(
-        args.data, format=args.format, split=args.split, limit=args.limit, bad=bad, fields=parse_fields(args.fields)
+        args.data, format=args.format, split=args.split, limit=args.rows, bad=bad, fields=parse_fields(args.fields)
     )
     rows = PackedRows(found, bad)
     with quiet():
@@ -255,7 +256,7 @@ def run_preview(args: argparse.Namespace) -> int:
         encoder = Encoder(tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
         with RowProgress("encoding rows", len(rows), notice) as progress:
             encoded = encode_packed(rows, encoder, bad=bad, progress=progress.update)
-    render_preview(encoded, tokenizer, Console(), num_examples=args.rows)
+    render_preview(encoded, tokenizer, Console(), num_examples=args.show)
     if bad.skip and bad.rows:
         bad.write("bad_rows.jsonl")
         notice(f"{bad.summary()}; see bad_rows.jsonl")

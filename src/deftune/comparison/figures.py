@@ -85,15 +85,22 @@ def _errors(part: Mapping[str, np.ndarray]) -> Any:
     return np.clip(np.nan_to_num(errors), 0, None)
 
 
-def _draw(axis: Any, x: np.ndarray, part: Mapping[str, np.ndarray], name: str, *, joined: bool) -> None:
+def _draw(axis: Any, x: Any, part: Mapping[str, np.ndarray], name: str, *, joined: bool, aside: float = 0.0) -> None:
+    """An objective's scores with their intervals, drawn ``aside`` points to the right of their place."""
+    from matplotlib.transforms import offset_copy
+
     style = line_style(name)
     if not joined:
         style["ls"] = "none"
     order = np.argsort(x, kind="stable")
-    axis.errorbar(
+    bars = axis.errorbar(
         x[order], 100 * part["score"][order], yerr=_errors(part)[:, order], marker=look_of(name).marker, elinewidth=0.7,
         capsize=1.5, capthick=0.7, **style,
     )  # fmt: skip
+    if aside:
+        shifted = offset_copy(axis.transData, axis.figure, x=aside, units="points")
+        for artist in bars.get_children():  # the coordinates stay those of the table
+            artist.set_transform(shifted)
 
 
 LEAST_POINTS = 5.0
@@ -110,9 +117,20 @@ def _score_axis(axis: Any) -> None:
     axis.set_ylim(low, high)
 
 
-def _aside(names: Sequence[str], width: float) -> dict[str, float]:
-    """How far each objective is drawn from its place: intervals at the same place would hide each other."""
-    return {name: 0.01 * width * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
+ASIDE_POINTS = 4.0
+
+
+def _aside(names: Sequence[str]) -> dict[str, float]:
+    """Points by which each objective is drawn beside its place: intervals at one place would hide each other."""
+    return {name: ASIDE_POINTS * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
+
+
+def _measured_axis(axis: Any, values: np.ndarray, least: float) -> None:
+    """An axis whose ticks are the measured values, with room on both sides for what is drawn beside them."""
+    measured = sorted(set(values.tolist()))
+    room = max(0.15 * (measured[-1] - measured[0]), least)
+    axis.set_xlim(measured[0] - room, measured[-1] + room)
+    axis.set_xticks(measured, [f"{value:g}" for value in measured])
 
 
 SCORE = ("regime", "objective", "temperature", "score", "low", "high")
@@ -120,17 +138,20 @@ SCORE = ("regime", "objective", "temperature", "score", "low", "high")
 
 @styled
 def plot_temperatures(table: Table) -> Figure:
-    """The score against the sampling temperature, a line per objective with its 95% interval, a panel per regime."""
+    """The score against the sampling temperature, a line per objective with its 95% interval, a panel per regime.
+
+    The ticks are the temperatures of the table. Objectives at one temperature stand side by side, some points apart.
+    """
     columns = columns_of(table, SCORE, "temperatures")
     regimes = distinct(columns["regime"].tolist())
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, COLUMN_INCHES * len(regimes)), 2.6))
     for axis, regime in zip(axes[0], regimes):
         here = columns["regime"] == regime
-        aside = _aside(distinct(columns["objective"][here].tolist()), float(np.ptp(columns["temperature"]) or 1.0))
-        for name in aside:
+        for name, aside in _aside(distinct(columns["objective"][here].tolist())).items():
             part = {key: values[here & (columns["objective"] == name)] for key, values in columns.items()}
-            _draw(axis, part["temperature"] + aside[name], part, name, joined=True)
+            _draw(axis, part["temperature"], part, name, joined=True, aside=aside)
         axis.set(xlabel="sampling temperature", title=regime)
+        _measured_axis(axis, columns["temperature"][here], 0.1)
         axis.grid()
         _score_axis(axis)
     axes[0][0].set_ylabel("score (%)")
@@ -144,13 +165,13 @@ def plot_rates(table: Table) -> Figure:
     columns = columns_of(table, ("temperature", "objective", "learning_rate", "score", "low", "high"), "rates")
     temperatures, names = sorted(set(columns["temperature"].tolist())), distinct(columns["objective"].tolist())
     figure, axes = new_figure(1, len(temperatures), (PAGE_INCHES, 3.0), sharey=True)
-    aside = _aside(names, float(np.ptp(np.log(columns["learning_rate"])) or 1.0))
+    aside = _aside(names)
     for axis, temperature in zip(axes[0], temperatures):
         for name in names:
             mine = (columns["temperature"] == temperature) & (columns["objective"] == name)
             if mine.any():
                 part = {key: values[mine] for key, values in columns.items()}
-                _draw(axis, part["learning_rate"] * np.exp(aside[name]), part, name, joined=True)
+                _draw(axis, part["learning_rate"], part, name, joined=True, aside=aside[name])
         rates = sorted(set(columns["learning_rate"].tolist()))
         axis.set(xlabel="learning rate", title="greedy" if temperature == 0 else f"T = {temperature:g}", xscale="log")
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -194,26 +215,28 @@ def continuum_table(
 
 @styled
 def plot_continuum(table: Table) -> Figure:
-    """The capability continuum: the score against the base model's mean p, a line per objective over the regimes."""
+    """The capability continuum: a panel per regime in the order of the base model's mean p, a score per objective.
+
+    Regimes have tasks and metrics of their own, so each panel has its own axis of scores and no line joins two panels.
+    The dotted line is the base model's score.
+    """
     columns = columns_of(table, (*SCORE, "base_p"), "continuum")
-    figure, axes = new_figure(1, 1, (COLUMN_INCHES, 2.7))
-    axis = axes[0][0]
-    aside = _aside(distinct(columns["objective"].tolist()), 1.0)
-    for name in aside:
-        mine = columns["objective"] == name
-        part = {key: values[mine] for key, values in columns.items()}
-        _draw(axis, part["base_p"] + aside[name], part, name, joined=True)
-    for regime in distinct(columns["regime"].tolist()):
-        x = float(columns["base_p"][columns["regime"] == regime][0])
-        axis.annotate(
-            regime, (x, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
-            ha="center", fontsize=7,
-        )  # fmt: skip
-    axis.set(xlabel="mean p of the base model on the regime's data", ylabel="score (%)")
-    axis.set_xlim(-0.04, 1.04)
-    axis.grid()
-    _score_axis(axis)
-    legend_below(figure, [axis])
+    base_p = dict(zip(columns["regime"].tolist(), columns["base_p"].tolist()))
+    regimes, names = sorted(base_p, key=lambda name: base_p[name]), distinct(columns["objective"].tolist())
+    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, max(COLUMN_INCHES, 2.3 * len(regimes))), 2.7))
+    for axis, regime in zip(axes[0], regimes):
+        for place, name in enumerate(names):
+            mine = (columns["regime"] == regime) & (columns["objective"] == name)
+            part = {key: values[mine] for key, values in columns.items()}
+            _draw(axis, np.full(int(mine.sum()), place), part, name, joined=False)
+            if name == "base" and mine.any():
+                axis.axhline(100 * float(part["score"][0]), color=look_of(name).colour, ls=":", lw=0.8, zorder=0)
+        axis.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 6 else 45)
+        axis.set_xlim(-0.6, len(names) - 0.4)
+        axis.set_title(f"{regime}\nbase p = {base_p[regime]:.2g}".strip())
+        axis.grid(axis="y")
+        _score_axis(axis)
+    axes[0][0].set_ylabel("score (%)")
     return figure
 
 
@@ -229,13 +252,24 @@ def entropy_table(scores: Table, entropies: Mapping[tuple[str, str], float]) -> 
     return lines
 
 
+LEAST_NATS = 0.05
+
+
+def _entropy_axis(axis: Any, values: np.ndarray) -> None:
+    """An axis of entropies spans at least 0.05 nats and does not go below 0 by more than a marker needs."""
+    low, high = float(values.min()), float(values.max())
+    room = max(0.08 * (high - low), (LEAST_NATS - (high - low)) / 2)
+    axis.set_xlim(max(low - room, -0.03 * (high + room)), high + room)
+    axis.locator_params(axis="x", nbins=4)
+
+
 @styled
 def plot_entropy(table: Table) -> Figure:
     """The score against the model's mean entropy: a row per regime, a panel per sampling temperature."""
     columns = columns_of(table, (*SCORE, "entropy"), "entropy")
     regimes, temperatures = distinct(columns["regime"].tolist()), sorted(set(columns["temperature"].tolist()))
     size = (min(PAGE_INCHES, max(COLUMN_INCHES, 2.3 * len(temperatures))), 0.5 + 2.0 * len(regimes))
-    figure, axes = new_figure(len(regimes), len(temperatures), size, sharey="row")
+    figure, axes = new_figure(len(regimes), len(temperatures), size, sharex="row", sharey="row")
     for row, regime in enumerate(regimes):
         for column, temperature in enumerate(temperatures):
             axis = axes[row][column]
@@ -244,11 +278,14 @@ def plot_entropy(table: Table) -> Figure:
                 mine = here & (columns["objective"] == name)
                 part = {key: values[mine] for key, values in columns.items()}
                 _draw(axis, part["entropy"], part, name, joined=False)
+            if not here.any():
+                axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", va="center")
             axis.grid()
             axis.set_title(f"T = {temperature:g}" if row == 0 else "")
             if row == len(regimes) - 1:
                 axis.set_xlabel("mean entropy (nats)")
         _score_axis(axes[row][0])  # the panels of a row share it
+        _entropy_axis(axes[row][0], columns["entropy"][columns["regime"] == regime])
         axes[row][0].set_ylabel(f"{regime}\nscore (%)" if regime else "score (%)")
     legend_below(figure, [axis for row in axes for axis in row])
     return figure

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -20,7 +21,7 @@ from markupsafe import Markup
 
 from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.names import shown_model
+from deftune.artifacts.names import shown_model, shown_path
 from deftune.comparison.grid import CONFIG, Comparison, render_comparison
 from deftune.comparison.show import cost_lines, difference_lines, score_tables, token_lines, view_title
 from deftune.comparison.summary import summarize_comparison
@@ -138,27 +139,40 @@ def relative(path: Path, start: Path) -> str:
     return quote(os.path.relpath(path, start))
 
 
+PLACE = re.compile(r"""(?<![\w.:/~<])[~/][^\s'",;=<>]*/""")
+
+
+def without_folders(text: str) -> str:
+    """A text without the folders of this machine: a page is made to be shown to others.
+
+    >>> without_folders("path: /home/me/rows.jsonl, run=~/runs/a, org/model, https://host/page")
+    'path: rows.jsonl, run=a, org/model, https://host/page'
+    """
+    return PLACE.sub("", text)
+
+
 def reproduce(comparison: Comparison) -> str:
-    """The commands, from the config to this page, and one cell's by hand."""
-    folder = comparison.folder
+    """The commands, from the config to this page, and one cell's by hand; folders as seen from the comparison's own."""
+    folder = shown_path(comparison.folder)
+    within = lambda place: shlex.quote(str(Path(folder, place.relative_to(comparison.folder))))  # noqa: E731
     trained = next((cell for cell in comparison.cells() if cell.seed is not None), None)
     lines = [
-        f'pip install "deftune[eval]=={__version__}"',
+        f'pip install "deftune[eval]=={__version__}"   # or pip install -e ".[eval]" in a clone at v{__version__}',
         f"deftune compare run {shlex.quote(CONFIG)}            # the file below; goes on where it was stopped",
         f"deftune compare show {shlex.quote(folder)}",
         f"deftune report {shlex.quote(folder)}",
     ]
     if trained is not None:
-        run = shlex.quote(str(trained.folder / "run"))
+        run = trained.folder / "run"
         lines += [
             "# one cell by hand",
-            f"deftune train {shlex.quote(str(trained.folder / 'run' / 'config.yaml'))} --set run=runs/again",
-            *(f"deftune eval show {shlex.quote(str(trained.folder / f'eval-{evaluation.title}'))} --wrong"
+            f"deftune train {within(run / 'config.yaml')} --set run=runs/again",
+            *(f"deftune eval show {within(trained.folder / f'eval-{evaluation.title}')} --wrong"
               for evaluation in trained.section.evaluate),
-            f"deftune chat {run}",
+            f"deftune chat {within(run)}",
         ]  # fmt: skip
         if trained.section.tokens:
-            table, browser = (shlex.quote(str(trained.folder / name)) for name in ("tokens.parquet", "inspect.html"))
+            table, browser = (within(trained.folder / name) for name in ("tokens.parquet", "inspect.html"))
             lines.append(f"deftune inspect --tokens {table} --html {browser}   # the next report links it")
     return "\n".join(lines)
 
@@ -192,6 +206,8 @@ def render_report(
         "learning rates": ", ".join(f"{rate:g}" for rate in config["learning_rates"]),
         "cells finished": f"{finished} of {len(summary['cells'])}",
     }
+    if started := str(environment.get("started", ""))[:10]:
+        facts["started"] = started
     said: dict[str, list[tuple[bool, str]]] = {}
     for where, decided, text in verdicts(summary):
         said.setdefault(where, []).append((decided, text))
@@ -200,7 +216,7 @@ def render_report(
         policy=POLICY,
         style=Markup(resources.files("deftune.comparison").joinpath("report.css").read_text(encoding="utf-8")),
         facts=facts,
-        cautions=cautions(summary),
+        cautions=list(map(without_folders, cautions(summary))),
         verdicts=said,
         scores=list(score_sections(summary, score_tables(summary) if tables is None else tables)),
         figures={name: Markup(svg) for name, svg in figures.items()},
@@ -208,8 +224,8 @@ def render_report(
         cost={name: cost_lines(about["cost"]) for name, about in summary["regimes"].items() if about["cost"]},
         sections=sections or {},
         commands=reproduce(comparison),
-        config=render_comparison(comparison),
-        environment=json.dumps(environment, indent=1),
+        config=without_folders(render_comparison(comparison)),
+        environment=without_folders(json.dumps(environment, indent=1)),
         cells=list(cell_rows(comparison, page)),
         version=__version__,
     )

@@ -56,7 +56,12 @@ def report_figures(comparison: Comparison, summary: Record) -> list[Drawn]:
             shares(comparison),
         ),
         ("progress", "Probability and concentration while training, one seed of each", plot_progress, runs(comparison)),
-        ("continuum", "Score against the untuned model's mean p", plot_continuum_held_out, by_p(scores, summary)),
+        (
+            "continuum",
+            "Scores by regime, in the order of the untuned model's mean p on held-out tokens",
+            plot_continuum,
+            by_p(scores, summary),
+        ),
         ("entropy", "Score against the tuned model's mean entropy", plot_entropy, by_entropy(scores, summary)),
     ]
     return [Drawn(name, title, plot(table), table) for name, title, plot, table in tables if table is not None]
@@ -142,12 +147,6 @@ def by_p(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] 
     return continuum_table(at, {line["regime"]: base_p[line["of"]] for line in at})
 
 
-def plot_continuum_held_out(table: Any) -> Figure:
-    figure = plot_continuum(table)
-    figure.axes[0].set_xlabel("mean p of the untuned model on held-out tokens")
-    return figure
-
-
 def by_entropy(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:
     entropies: dict[tuple[str, str], float] = {}
     for regime, about in summary["regimes"].items():
@@ -158,6 +157,28 @@ def by_entropy(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, 
         return None
     by_place = {(line["regime"], line["objective"]): entropies[line["of"], line["objective"]] for line in known}
     return entropy_table(known, by_place)
+
+
+READABLE = 0.18  # relative luminance that a line needs on the dark page
+
+
+def page_colour(colour: str) -> str:
+    """A colour of a drawing as the page shows it, in light and in dark mode.
+
+    Black is the page's own colour of text, white its ground; a colour that is too dark for the dark page is lightened
+    there.
+
+    >>> page_colour("#000000"), page_colour("#ffffff"), page_colour("#e69f00"), page_colour("#882255")
+    ('currentColor', 'transparent', '#e69f00', 'light-dark(#882255, #c797af)')
+    """
+    if colour in ("#000000", "#ffffff"):
+        return "currentColor" if colour == "#000000" else "transparent"
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    linear = [(part / 255) ** 2.2 for part in parts]
+    if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] >= READABLE:
+        return colour
+    lighter = "".join(f"{round(0.47 * part + 0.53 * 255):02x}" for part in parts)
+    return f"light-dark({colour}, #{lighter})"
 
 
 @styled
@@ -172,5 +193,6 @@ def svg_text(figure: Figure, prefix: str) -> str:
     text = re.sub(
         r'width="([\d.]+)pt" height="[\d.]+pt"', lambda m: f'width="{SCALE * float(m[1]):.0f}"', text, count=1
     )
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda m: page_colour(m[0]), text)
     text = re.sub(r'(\sid=")', rf"\1{prefix}-", text)
     return re.sub(r'(url\(#|href="#)', rf"\1{prefix}-", text)

@@ -202,7 +202,7 @@ def render_html(table: ResultTable) -> str:
         table, html.escape, lambda text: f"<strong>{text}</strong>", lambda text: f"<u>{text}</u>",
         lambda text: f"<small>{text}</small>", lambda text: f"<i>{text}</i>",
     )  # fmt: skip
-    heads = "".join(f'<th scope="col">{cell}</th>' for cell in header)
+    heads = "".join(f'<th scope="col">{cell}</th>' if cell else "<td></td>" for cell in header)
     rows = "\n".join(
         f'<tr><th scope="row">{label}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
         for label, *cells in body

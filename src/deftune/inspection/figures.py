@@ -20,6 +20,7 @@ from deftune.inspection.style import (
     columns_of,
     distinct,
     legend_below,
+    line_style,
     look_of,
     new_figure,
     styled,
@@ -201,25 +202,31 @@ def plot_histograms(table: Table) -> Figure:
     columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share", "density"), "histograms")
     ends = {(line["regime"], line["model"]): line for line in probability_shares(table)}
     regimes = distinct(columns["regime"].tolist())
-    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.4 * len(regimes)), 3.0), sharex=True)
+    size = (min(PAGE_INCHES, 3.4 * len(regimes)), 3.0)
+    figure, axes = new_figure(1, len(regimes), size, sharex=True, sharey=True)
     for axis, regime in zip(axes[0], regimes):
-        for model in distinct(columns["model"][columns["regime"] == regime].tolist()):
+        models = distinct(columns["model"][columns["regime"] == regime].tolist())
+        for model in models:
             mine = (columns["regime"] == regime) & (columns["model"] == model)
             edges = [*columns["p_low"][mine], columns["p_high"][mine][-1]]
-            look, end = look_of(model), ends[regime, model]
-            label = f"{model}: {end['p<=1e-3']:.0%}, {end['p>0.5']:.0%}"
+            look = look_of(model)
             axis.stairs(
-                columns["density"][mine], edges, color=look.colour, ls=look.line, lw=1.1, label=label,
+                columns["density"][mine], edges, color=look.colour, ls=look.line, lw=1.1, label=model,
                 fill=model == "base", alpha=0.35 if model == "base" else 1.0,
             )  # fmt: skip
         for x in (TAIL_P, HEAD_P):
             axis.axvline(x, color="black", lw=0.5, ls=":")
         axis.set(xscale="log", yscale="log", xlabel="target probability p", title=regime, xlim=(SMALLEST_P, 1))
-        axis.legend(
-            title="shares at p ≤ 10⁻³, p > ½", title_fontsize=7, ncols=2, columnspacing=1.0,
-            loc="upper center", bbox_to_anchor=(0.5, -0.22),
-        )  # fmt: skip
+        axis.set_xticks([1e-8, 1e-6, 1e-4, 1e-2, 1])
+        width = max(map(len, models))
+        rows = [f"{'':{width}} ≤10⁻³   >½", *(
+            f"{model:{width}} {ends[regime, model]['p<=1e-3']:>5.0%} {ends[regime, model]['p>0.5']:>4.0%}"
+            for model in models
+        )]  # fmt: skip
+        shares = "\n".join(rows).replace(" ", "\N{NO-BREAK SPACE}")  # SVG joins several spaces to one
+        axis.text(0.03, 0.97, shares, transform=axis.transAxes, va="top", family="monospace", fontsize=5.5)
     axes[0][0].set_ylabel("share of tokens per decade of p")
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -267,32 +274,40 @@ def focus_anchors(table: Table) -> list[dict[str, Any]]:
 
 @styled
 def plot_progress(table: Table) -> Figure:
-    """A panel per regime: mean p (solid) and mean sum P^2, DEFT's focus a (dashed), while training.
+    """Mean p above and mean sum P^2, DEFT's focus a, below, while training: a column of panels per regime.
 
-    An objective has its colour and its marker. Empty grey diamonds are the paper's printed values of a, where the
+    An objective has its colour, line and marker. Empty grey diamonds are the paper's printed values of a, where the
     regime has its name; the last of them stands at the end.
     """
+    from matplotlib.ticker import MaxNLocator
+
     columns = columns_of(table, ("regime", "run", "objective", "updates", "p", "concentration"), "progress")
     regimes = distinct(columns["regime"].tolist())
-    figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, 3.35 * len(regimes)), 2.9), sharey=True)
-    for axis, regime in zip(axes[0], regimes):
-        for run in distinct(columns["run"][columns["regime"] == regime].tolist()):
-            mine = (columns["regime"] == regime) & (columns["run"] == run)
+    size = (min(PAGE_INCHES, 3.35 * len(regimes)), 4.2)
+    figure, axes = new_figure(2, len(regimes), size, sharex="col", sharey="row")
+    for column, regime in enumerate(regimes):
+        here = columns["regime"] == regime
+        runs = distinct(columns["run"][here].tolist())
+        for number, run in enumerate(runs):
+            mine = here & (columns["run"] == run)
             name = str(columns["objective"][mine][0])
-            look = look_of(name)
-            drawn = {"color": look.colour, "marker": look.marker, "markevery": max(1, int(mine.sum()) // 8)}
-            axis.plot(columns["updates"][mine], columns["p"][mine], label=name, **drawn)
-            axis.plot(columns["updates"][mine], columns["concentration"][mine], ls="--", **drawn)
+            every = max(1, int(mine.sum()) // 8)  # staggered: runs that agree do not hide each other's markers
+            markers = {"marker": look_of(name).marker, "markevery": (number * every // len(runs), every)}
+            for row, metric in enumerate(("p", "concentration")):
+                axes[row][column].plot(columns["updates"][mine], columns[metric][mine], **line_style(name), **markers)
         if anchors := PAPER_FOCUS.get(regime):
-            last = float(columns["updates"][columns["regime"] == regime].max())
-            axis.plot(
+            last = float(columns["updates"][here].max())
+            axes[1][column].plot(
                 [last if step is None else step for step, _ in anchors], [focus for _, focus in anchors], "D",
                 mfc="none", mec="#7F7F7F", label="paper's a, Llama-3.1-8B",
             )  # fmt: skip
-        axis.plot([], [], color="#7F7F7F", label="p")
-        axis.plot([], [], color="#7F7F7F", ls="--", label="ΣP²")
-        axis.set(xlabel="optimizer updates", title=regime, ylim=(0, 1.02))
-        axis.grid()
-    axes[0][0].set_ylabel("mean over the step's tokens")
-    legend_below(figure, axes[0])
+        axes[0][column].set_title(regime)
+        axes[1][column].set_xlabel("optimizer updates")
+        axes[1][column].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    for row, label in zip(axes, ("mean p of the step's tokens", "mean ΣP², DEFT's focus")):
+        for axis in row:
+            axis.grid()
+        row[0].set_ylim(0, min(1.02, 1.1 * row[0].get_ylim()[1]))
+        row[0].set_ylabel(label)
+    legend_below(figure, [axis for row in axes for axis in row])
     return figure

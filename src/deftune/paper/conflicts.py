@@ -18,6 +18,7 @@ of an objective with a focus can rise while p rises; ``objective`` shows it.
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def pair_name(before: pa.Table, after: pa.Table) -> str:
     )
     if runs[0] == runs[1]:
         return f"{Path(runs[0]).name}, steps {steps[0]} to {steps[1]}"
-    return f"{models[0]} to {models[1]}"
+    # a tuned model's description may end in the model it was tuned from, which is the other one
+    return " to ".join(model.partition(", tuned from ")[0] for model in models)
 
 
 def conflict_shares(table: Any) -> list[dict[str, Any]]:
@@ -160,7 +162,8 @@ def plot_conflicts(table: Any) -> Figure:
         note = (
             f"\n{len(drawn):,} of {len(mine):,} tokens drawn" if len(drawn) < len(mine) else f"\n{len(mine):,} tokens"
         )
-        axes[0][place].set_title(f"{line['pair']}{note}")
+        characters = int(16 * width / len(shares))  # of a title above a panel
+        axes[0][place].set_title("\n".join(wrap(str(line["pair"]), characters)) + note)
         _bars(axes[1][place], line)
     axes[0][0].set_ylabel("change of loss, dL")
     axes[1][0].set_ylabel("share")
@@ -177,6 +180,7 @@ def _scatter(axis: Any, d_p: np.ndarray, d_l: np.ndarray, quadrant: np.ndarray, 
     ):
         axis.scatter(d_p[chosen], d_l[chosen], s=3, c=colour, marker=marker, lw=0, alpha=0.6, rasterized=True)
     axis.set(xlim=(-1.03, 1.03), ylim=(-limit, limit), xlabel="change of probability, dP")
+    axis.set_xticks([-0.5, 0, 0.5])
     for name, x, y in (("Q1", 0.97, 0.97), ("Q2", 0.03, 0.97), ("Q3", 0.03, 0.03), ("Q4", 0.97, 0.03)):
         side = {"ha": "right" if x > 0.5 else "left", "va": "top" if y > 0.5 else "bottom"}
         axis.text(x, y, name, transform=axis.transAxes, fontsize=7, **side)
@@ -189,6 +193,7 @@ def _bars(axis: Any, line: dict[str, Any]) -> None:
         hatch = "////" if name.endswith("_confident") else ""
         axis.bar(place, height, color=colour, edgecolor="white" if hatch else colour, hatch=hatch, width=0.75)
         axis.text(place, height + 0.02, "-" if np.isnan(line[name]) else f"{height:.0%}", ha="center", fontsize=6)
-    axis.set_xticks(range(len(SHARES)), list(SHARES.values()), fontsize=6)
+    axis.set_xticks(range(len(SHARES)), list(SHARES.values()), fontsize=5.5)
     axis.set_ylim(0, 1.12)
+    axis.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
     axis.spines[["top", "right"]].set_visible(False)

@@ -34,6 +34,11 @@ VARLEN = "varlen"
 IMPLEMENTATION = "deftune_varlen"  # the name of `varlen` among transformers' attention functions
 
 
+def auto_precision() -> str:
+    """What ``train.precision: auto`` is: bf16 where the GPU has it, fp32 elsewhere."""
+    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+
+
 def kernels_of(choice: str) -> tuple[str, ...]:
     """The kernels that `scaled_dot_product_attention` may pick from: all but cuDNN's, or the one asked for.
 
@@ -114,8 +119,11 @@ def why_not_varlen(model: Any, *, fast: bool = True) -> str | None:
         return "the model has attention dropout, which the kernel lacks"
     if getattr(config, "attn_logit_softcapping", None):
         return "the model caps its attention scores, which the kernel does not"
-    if not fast:
-        return None
+    return why_no_varlen_kernel() if fast else None
+
+
+def why_no_varlen_kernel() -> str | None:
+    """Why torch's kernel cannot run on this machine, or None where it can."""
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)):
         return "the kernel needs a GPU of compute capability 8.0 or newer"
     if TORCH_VARLEN is None:
@@ -123,7 +131,7 @@ def why_not_varlen(model: Any, *, fast: bool = True) -> str | None:
     return None
 
 
-def _attend(
+def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
     """Causal attention inside each row of [T, heads, d] tensors; row i is [bounds[i], bounds[i + 1])."""
@@ -162,7 +170,7 @@ def _varlen_forward(
         )
     # under autocast the rotary embedding returns float32 queries and keys
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
-    return _attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
+    return attend_rows(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
 
 
 @functools.cache

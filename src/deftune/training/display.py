@@ -54,7 +54,7 @@ class StepDisplay:
         self.console, self.title, self.tasks, self.clock = console, title, tasks, clock
         self.progress = Progress(
             TextColumn("{task.description}", markup=False), BarColumn(bar_width=self.BAR), MofNCompleteColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[left]}"), TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
             console=console,
         )  # fmt: skip
         self.task: Any = None
@@ -63,7 +63,7 @@ class StepDisplay:
         self.first = 0
 
     def start(self, done: int, total: int) -> None:
-        self.task = self.progress.add_task(self.title, total=total, completed=done, numbers="")
+        self.task = self.progress.add_task(self.title, total=total, completed=done, left="-:--:--", numbers="")
         self.begun = self.printed = self.clock()
         self.first = done
         if self.console.is_terminal:
@@ -71,12 +71,13 @@ class StepDisplay:
 
     def step(self, done: int, total: int, logs: dict[str, Any]) -> None:
         logs = {**{name: self.newest[name] for name in ("eval_loss",) if name in self.newest}, **logs}
-        taken = len(self.title) + self.BAR + len(f"{done}/{total}") + len("0:00:00") + 4  # and the spaces between
-        numbers = render_step(logs, max(0, self.console.width - taken))
-        self.progress.update(self.task, completed=done, numbers=numbers)
         now = self.clock()
+        # rich's own column forgets a step after 30 seconds, and then shows no time at all
+        left = timedelta(seconds=round((now - self.begun) / (done - self.first) * (total - done)))
+        taken = len(self.title) + self.BAR + len(f"{done}/{total}") + len(str(left)) + 4  # and the spaces between
+        numbers = render_step(logs, max(0, self.console.width - taken))
+        self.progress.update(self.task, completed=done, left=str(left), numbers=numbers)
         if not self.console.is_terminal and (done in (self.first + 1, total) or now - self.printed >= EVERY):
-            left = timedelta(seconds=round((now - self.begun) / (done - self.first) * (total - done)))
             self.say(f"{self.title} {done}/{total}  {left} left  {render_step(logs)}")
             self.printed = now
 

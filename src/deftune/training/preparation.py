@@ -32,6 +32,7 @@ from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
 from deftune.objectives import objective as parse_objective
+from deftune.training.attention import auto_precision
 from deftune.training.display import RowProgress
 from deftune.training.plan import NO_CHECKPOINTING, Checkpointing, choose_checkpointing
 from deftune.training.trackers import check_trackers
@@ -88,7 +89,7 @@ def precision_of(config: RunConfig) -> str:
     """auto: bfloat16 compute where the GPU has it, float32 elsewhere."""
     if config.train.precision != "auto":
         return config.train.precision
-    return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+    return auto_precision()
 
 
 def base_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:

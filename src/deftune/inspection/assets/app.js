@@ -7,6 +7,7 @@ async function main() {
   const data = await readData($("data").textContent);
   $("data").remove();
   const columns = tokenColumns(data);
+  const marked = new Set();
   const state = { what: "rows", order: [], descending: { rows: true, tokens: true } };
 
   document.title = `${data.about.data} · deftune inspect`;
@@ -21,7 +22,7 @@ async function main() {
 
   const list = new VirtualList($("list"), {
     itemHeight: 74,
-    render: (index) => (state.what === "rows" ? rowItem : tokenItem)(data, state.order[index], sortKey(), index),
+    render: (index) => (state.what === "rows" ? rowItem : tokenItem)(data, state.order[index], sortKey(), marked),
     onChoose: (index, byHand) => {
       const chosen = state.order[index];
       if (state.what === "rows") reader.show(chosen, scoreOf(data, sortKey()));
@@ -106,13 +107,45 @@ async function main() {
     document.documentElement.style.colorScheme = dark ? "light" : "dark";
   });
 
+  // --- links to a row, and marked rows
+
+  function openLink() {
+    const wanted = /^#row=(\d+)$/.exec(location.hash);
+    const row = wanted ? data.arrays.row.indexOf(Number(wanted[1]) - 1) : -1;
+    if (row < 0) return;
+    $("search").value = "";
+    switchTo("rows");
+    list.choose(state.order.indexOf(row), true);
+  }
+  addEventListener("hashchange", openLink);
+
+  reader.onShow = () => { $("mark").checked = marked.has(reader.row); };
+  function mark(on) {
+    if (on) marked.add(reader.row); else marked.delete(reader.row);
+    reader.onShow();
+    $("marked").hidden = !marked.size;
+    $("marked-count").textContent = `${number(marked.size)} marked`;
+    list.redraw();
+  }
+  const chosenMarks = () => [...marked].sort((a, b) => a - b);
+  $("mark").addEventListener("change", () => mark($("mark").checked));
+  $("copy").addEventListener("click", async () => {
+    await navigator.clipboard.writeText(chosenMarks().map((row) => data.rows[row].where).join("\n"));
+    $("marked-count").textContent = `${number(marked.size)} copied`;
+  });
+  $("download").addEventListener("click", () => {
+    const url = URL.createObjectURL(new Blob([rowLines(data, chosenMarks())], { type: "application/jsonl" }));
+    element("a", { href: url, download: "marked.jsonl" }).click();
+    URL.revokeObjectURL(url);
+  });
+
   // --- keys that work everywhere
 
   $("help-open").addEventListener("click", () => $("help").showModal());
   $("back").addEventListener("click", () => { document.body.classList.remove("reading"); $("list").focus(); });
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const writing = event.target.matches("input");
+    const writing = event.target === $("search");
     if (event.key === "Escape" && writing) {
       $("search").value = "";
       rank();
@@ -124,6 +157,8 @@ async function main() {
       document.body.classList.remove("reading");
       $("search").focus();
       $("search").select();
+    } else if (event.key === "m" && !event.target.matches("#search, select")) {
+      mark(!marked.has(reader.row));
     } else if (event.key === "?" && !writing) {
       $("help").showModal();
     } else if (event.key === "Escape") {
@@ -135,6 +170,7 @@ async function main() {
   switchTo("rows");
   recolour();
   $("list").focus();
+  openLink();
   document.documentElement.dataset.ready = performance.now().toFixed(0);  // milliseconds since the page was opened
 }
 
@@ -160,7 +196,7 @@ function overview(data) {
       "A confident conflict on a token of the answer: first candidates for a wrong label"),
     element("div", { class: "tile wide",
                      title: "Of all the push an objective makes on this data, gate (1 - p), the part on conflicts" },
-      element("span", {}, "Share of each objective's push that goes into conflicts"),
+      element("span", {}, `Share of each objective's push that goes into conflicts (bars from 0 to ${percent(most)})`),
       element("div", { class: "objectives" }, ...shares)),
   ];
 }
@@ -172,11 +208,11 @@ function scoreHead(left, value, share) {
   ];
 }
 
-function rowItem(data, row, key) {
+function rowItem(data, row, key, marked) {
   const value = key.of(row);
   const token = causeOf(data, row, scoreOf(data, key));
   return [
-    ...scoreHead(shortWhere(data.rows[row].where), number(value), level({ top: key.top ?? 1 }, value) || 0),
+    ...scoreHead((marked.has(row) ? "✓ " : "") + shortWhere(data.rows[row].where), number(value), level({ top: key.top ?? 1 }, value) || 0),
     element("div", { class: "snippet" }, ...snippet(data, token)),
     element("div", { class: "note" }, preference(data, token)),
   ];

@@ -78,6 +78,15 @@ function answerText(data, row) {
   return text;
 }
 
+// Rows are counted from 1 in links, as lines are.
+const rowLink = (data, row) => `#row=${data.arrays.row[row] + 1}`;
+
+// The rows as JSONL, one object a line.
+function rowLines(data, rows) {
+  return rows.map((row) => JSON.stringify({ row: data.arrays.row[row] + 1, where: data.rows[row].where,
+    prompt: data.rows[row].prompt, answer: answerText(data, row) }) + "\n").join("");
+}
+
 // The indices of `count` things by a key; what is `aside`, and what has no value, comes last either way.
 function orderBy(count, key, descending, aside = () => 0) {
   const keys = Float64Array.from({ length: count }, (_, i) => key(i));

@@ -12,6 +12,7 @@ function tokenSpan(data, token, column) {
   const span = element("span", { class: conflict ? "token conflict" : "token" }, visible(text));
   if (text.includes("\n")) span.classList.add("breaks");
   if (text === "") span.classList.add("empty");
+  if (text.trim() === "") span.setAttribute("aria-label", text === "" ? "no text" : quoted(text));
   if (column) span.style.backgroundColor = shade(column, column.of(token));
   return span;
 }
@@ -85,19 +86,20 @@ class Reader {
       element("dt", {}, score.label), element("dd", {}, number(data.arrays[`score:${score.name}`][row]))));
     const cut = info.truncated ? element("small", {}, ` ${number(info.truncated)} tokens cut off`) : "";
     this.place.replaceChildren(
-      element("h2", {}, visible(info.where), cut),
+      element("h2", {}, element("a", { href: rowLink(data, row), title: "Link to this row" }, visible(info.where)), cut),
       element("ul", { class: "reasons" }, ...rowReasons(data, row, score).map((reason) => element("li", {}, visible(reason)))),
       element("dl", { class: "scores" }, ...tiles),
       element("details", { open: "" }, element("summary", {}, "Prompt"), this.prompt(info.prompt)),
       element("h3", {}, "Answer"), answer);
     this.mark(this.query);
     this.choose(token);
+    this.onShow?.();
   }
 
   // The template's own marks are dimmed.
   prompt(text) {
     const parts = visible(text).split(/(<\|[^|<>]*\|>)/);
-    return element("div", { class: "prompt" },
+    return element("div", { class: "prompt", role: "group", "aria-label": "Prompt", tabindex: 0 },
       ...parts.map((part, i) => (i % 2 ? element("span", { class: "mark" }, part) : part)));
   }
 
@@ -209,9 +211,9 @@ function tokenDetails(data, token) {
       "sum P²: DEFT's focus; its inverse is a number of equal choices"],
     ["position", number(arrays.position[token]), "In the sequence, the prompt included"],
   ];
-  const heads = ["objective", "", "gate", "signal"].map((name) => element("th", { scope: "col" }, name));
+  const heads = ["objective", "", "gate", "signal"].map((name) => element(name ? "th" : "td", name ? { scope: "col" } : {}, name));
   return [
-    element("h2", {}, element("q", { class: "the-token" }, target.slice(1, -1)), conflict ? element("em", {}, "conflict") : ""),
+    element("h2", {}, element("q", { class: "the-token" }, target.slice(1, -1) || "∅"), conflict ? element("em", {}, "conflict") : ""),
     element("p", {}, verdict),
     element("table", { class: "choices" },
       tableRow(target, meter(p, [0, 158, 115], `p ${number(p)}`), number(p)),
