@@ -93,11 +93,13 @@ def distance(weights: dict, others: dict) -> float:
 
 
 def assert_trains(model_folder: Path, run: dict, spec: str, other: dict | None = None) -> None:
-    """The recorded run took the way of the plain loop with ``spec``, and not the way of the run ``other``."""
+    """The recorded run took the way of the plain loop with ``spec``, and not the way of ``other``, by default NLL's."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
     assert len(run["steps"]) == len(run["losses"]) == STEPS
     losses, weights = plain_run(model_folder, run["steps"], spec, (tokenizer.eos_token_id,))
     assert max(abs(a - b) / max(1, abs(a)) for a, b in zip(losses, run["losses"])) <= TRAJECTORY
     assert distance(weights, run["weights"]) <= TRAJECTORY
+    if other is None and spec != "nll":
+        other = {"weights": plain_run(model_folder, run["steps"], "nll", (tokenizer.eos_token_id,))[1]}
     if other is not None:
         assert distance(other["weights"], run["weights"]) > 100 * TRAJECTORY

@@ -1,10 +1,16 @@
 """The check at the first micro-batch: what replaces the loss is an error, before the weights change."""
 
+import runpy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 
-from deftune.adapters.check import TrainerLoss
+from deftune.adapters import versions
+from deftune.adapters.check import TrainerLoss, check_trainer
+from deftune.adapters.versions import OLDEST
+from deftune.objectives import objective
 from deftune.selftest import tiny
 
 ROWS = [{"input_ids": [5, 6, 7, 8 + i, 1], "labels": [-100, -100, 7, 8 + i, 1]} for i in range(8)]
@@ -84,3 +90,55 @@ def test_end_tokens_are_the_tokenizers_and_the_stacks(tmp_path):
     tokenizer = trainer.processing_class
     ids = TrainerLoss("stack", trainer, "deft", tokenizer, end_tokens=["<|pad|>", "no token"]).special_ids
     assert ids == tuple(sorted([tokenizer.eos_token_id, tokenizer.pad_token_id]))
+
+
+def trainer_with(parallel=None, config=None, **arguments):
+    """What `check_trainer` reads of a Trainer: options of several GPUs cannot be switched on here."""
+    usual = {"n_gpu": 1, "world_size": 1, "average_tokens_across_devices": True}
+    model = tiny.make_model(tiny.make_tokenizer())
+    for name, value in (config or {}).items():
+        setattr(model.config, name, value)
+    return SimpleNamespace(
+        args=SimpleNamespace(**(usual | arguments)), label_smoother=None, model=model,
+        accelerator=SimpleNamespace(parallelism_config=parallel),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"parallel": SimpleNamespace(cp_enabled=True)}, "stack: cp_size > 1 cannot be combined with the objective"),
+        ({"parallel": SimpleNamespace(sp_enabled=True)}, "sp_size > 1 .* a rank would see a part of a row"),
+        ({"parallel": SimpleNamespace(tp_enabled=True)}, "tp_size > 1 cannot be combined"),
+        ({"n_gpu": 2}, "DataParallel .* start one process per GPU"),
+        ({"world_size": 2, "average_tokens_across_devices": False}, "average_tokens_across_devices=False cannot be"),
+        ({"config": {"output_router_logits": True, "router_aux_loss_coef": 0.1}}, "the router loss cannot be combined"),
+    ],
+)
+def test_options_that_change_the_loss_are_refused(options, message):
+    check_trainer("stack", trainer_with(), objective("deft"))
+    with pytest.raises(ValueError, match=message):
+        check_trainer("stack", trainer_with(**options), objective("deft"))
+
+
+@pytest.mark.parametrize(
+    "module, package",
+    [
+        ("llamafactory", "llamafactory"), ("swift.deft_plugin", "ms-swift"), ("axolotl", "axolotl"), ("verl", "verl"),
+        ("torchtitan", "torchtitan"), ("megatron", "megatron-core"),
+    ],
+)  # fmt: skip
+def test_an_old_stack_is_an_error_before_its_trainer_is_loaded(module, package, monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda name: {package: "0.2.9.post1"}[name])
+    message = rf'{package} 0\.2\.9\.post1 is older than .*; pip install "{package}>={OLDEST[package]}"'
+    with pytest.raises(ImportError, match=message):
+        runpy.run_module(f"deftune.adapters.{module}", run_name="__main__")
+
+
+def test_versions_are_compared_as_numbers(monkeypatch):
+    for found in ("0.16.1", "0.16.1rc2", "0.17.0", "0.100", "1.0"):
+        monkeypatch.setattr(versions, "version", lambda _, found=found: found)
+        versions.need_version("megatron-core")
+    monkeypatch.undo()
+    monkeypatch.setitem(OLDEST, "no such package", "1.0")
+    versions.need_version("no such package")  # a checkout on the path

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from stack_runs import TRAJECTORY, distance
 
@@ -18,7 +19,7 @@ pytest.importorskip("trl", minversion="1.15", reason="the exported run is compar
 
 from safetensors.torch import load_file
 
-from deftune.adapters.export import STACKS, export_prepared, export_run
+from deftune.adapters.export import STACKS, Exported, export_prepared, export_run
 from deftune.adapters.export_job import permuted
 from deftune.adapters.verl_rows import TokenRows
 from deftune.artifacts.config import ConfigError, Lora, Model, RunConfig, Train
@@ -218,6 +219,26 @@ def test_the_command(files, tmp_path, capsys):
     assert "unknown recipe" in capsys.readouterr().err
 
 
+def test_the_adapter_is_the_one_that_deftune_train_begins_with(files, tmp_path):
+    """The random start of `deftune train`, drawn without the model's weights; nobody else's random numbers change."""
+    from deftune.artifacts.runs import Run
+    from deftune.training.assembly import make_trainer
+
+    ready = prepare(make_config(files, tmp_path / "run", {"model.lora": {"r": 4}}), lambda _: None)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    done = export_prepared(ready, "llamafactory", tmp_path / "out")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert tmp_path / "out" / "adapter" in done.files and not any("lora" in note for note in done.notes)
+    assert read(tmp_path / "out", "llamafactory")["adapter_name_or_path"] == str(tmp_path / "out" / "adapter")
+    exported = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    model = make_trainer(ready, Run(tmp_path / "other"), []).model
+    begun = {name.replace(".default", ""): p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    assert exported.keys() == begun.keys()
+    assert all(torch.equal(exported[name], begun[name]) for name in begun)
+    assert any(weight.abs().max() > 0 for weight in exported.values())
+
+
 # --- the same steps, in the stack itself ------------------------------------------------------------------------------
 
 
@@ -229,61 +250,78 @@ def python_of(stack: str) -> str:
     return str(path)
 
 
-def run_exported(stack: str, python: str, out: Path, folder: Path) -> None:
+def run_exported(done: Exported, python: str, out: Path, folder: Path, ranks: int) -> None:
+    """Train exported files: with the command that the export names, or with the shims that a CPU needs."""
+    stack, bin = done.stack, Path(python).parent
     hidden = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "DEFTUNE"))}
     environment = {
         **hidden, "PYTHONPATH": f"{SOURCE}:{HERE}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "DO_NOT_TRACK": "1",
-        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "DO_NOT_TRACK": "1", "PATH": f"{bin}:{os.environ['PATH']}",
     }  # fmt: skip
-    recorded = [python, str(HERE / "drivers" / "recorded.py"), str(folder), stack, "exported"]
-    if stack == "swift":
-        plugin = subprocess.run([python, "-m", "deftune.adapters.swift"], env=environment, capture_output=True,
-                                text=True, check=True).stdout.strip()  # fmt: skip
-        command = [str(Path(python).parent / "swift"), "sft", str(out / "swift.yaml"), "--external_plugins", plugin]
-    elif stack == "verl":
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    if stack == "verl":
         arguments = ["--config-path", str(out), "--config-name", "verl", "trainer.device=cpu", "trainer.logger=[file]",
                      "checkpoint.save_contents=[extra]", f"hydra.run.dir={folder}/hydra"]  # fmt: skip
         (folder / "runs.json").write_text(json.dumps([{"name": "exported", "args": arguments}]))
         environment |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_PLATFORM": "cpu",
                         "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip
-        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1",
-                   str(HERE / "verl_on_cpu.py"), "runs.json"]  # fmt: skip
-    else:  # in a process with the shims that a CPU needs
+        command = [*torchrun, str(HERE / "verl_on_cpu.py"), "runs.json"]
+    elif stack == "axolotl":
         (folder / "runs.json").write_text(json.dumps({"exported": [str(out / f"{stack}.yaml")]}))
-        command = recorded
-    done = subprocess.run(
+        command = [*torchrun, str(HERE / "drivers" / "recorded.py"), str(folder), stack, "exported"]
+    else:
+        command = ["bash", "-c", done.command]
+    ended = subprocess.run(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-4000:]}"
+    assert ended.returncode == 0, f"{shlex.join(command)}\n{ended.stdout[-4000:]}"
+
+
+LORA = {"model.lora": {"r": 4, "alpha": 8}}
+FORMS = {"full": ({}, 1), "two ranks": ({}, 2), "LoRA": (LORA, 1), "LoRA, two ranks": (LORA, 2)}
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stack", [*STACKS])
-def test_an_exported_run_takes_the_steps_of_deftune_train(stack, files, tmp_path):
+def test_an_exported_run_takes_the_steps_of_deftune_train(stack, form, files, tmp_path):
+    """Losses of the steps and last weights, against `deftune train` on one rank."""
     from rich.console import Console
 
     from deftune.training.train import train_run
 
     python = python_of(stack)
-    # verl decays norms too, of which a note tells
-    config = make_config(files, tmp_path / "run", {"train.weight_decay": 0.0} if stack == "verl" else {})
+    changes, ranks = FORMS[form]
+    if stack == "verl" and not changes:  # verl decays norms too, of which a note tells
+        changes = {"train.weight_decay": 0.0}
+    config = make_config(files, tmp_path / "run", changes)
     train_run(config, Console(quiet=True))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-    export_run(config, stack, tmp_path / "out")
-    run_exported(stack, python, tmp_path / "out", tmp_path)
+    done = export_run(config, stack, tmp_path / "out", ranks=ranks)
+    assert not any("lora" in note for note in done.notes)
+    run_exported(done, python, tmp_path / "out", tmp_path, ranks)
     assert len(losses) == 5
+    result = tmp_path / "out" / "result"
     if stack == "verl":
         error = tmp_path / "exported.error"
         assert not error.exists(), error.read_text()
         steps = [json.loads(line)["data"] for line in (tmp_path / "exported.jsonl").read_text().splitlines()]
         found = [step["train/loss"] for step in steps if "train/loss" in step]
-        assert max(abs(a - b) / max(1, abs(a)) for a, b in zip(losses, found, strict=True)) <= TRAJECTORY
+    else:
+        state = json.loads(next(result.rglob("trainer_state.json")).read_text())
+        found = [record["loss"] for record in state["log_history"] if "loss" in record]
+    apart = max(abs(a - b) / max(1, abs(a)) for a, b in zip(losses, found, strict=True))
+    print(f"{stack}, {form}: losses differ by {apart:.1e}")
+    assert apart <= TRAJECTORY
+    assert max(abs(losses[0] - loss) for loss in losses[1:]) > 100 * TRAJECTORY
+    if stack == "verl":
         return
-    trained = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    result = tmp_path / "out" / "result"
-    place = result if (result / "model.safetensors").exists() else result / "checkpoint-5"
-    start = load_file(files[0] / "model" / "model.safetensors")
-    assert distance(trained, load_file(place / "model.safetensors")) <= TRAJECTORY
+    name = "adapter_model.safetensors" if "LoRA" in form else "model.safetensors"
+    trained = load_file(tmp_path / "run" / "model" / name)
+    start = load_file((tmp_path / "out" / "adapter" if "LoRA" in form else files[0] / "model") / name)
+    place = result if (result / name).exists() else result / "checkpoint-5"
+    apart = distance(trained, load_file(place / name))
+    print(f"{stack}, {form}: weights differ by {apart:.1e}")
+    assert apart <= TRAJECTORY
     assert distance(trained, start) > 100 * TRAJECTORY

@@ -82,11 +82,17 @@ def test_two_ranks_change_nothing(files, plugin):
     assert_trains(model, run, "deft")
 
 
-def test_label_smoothing_is_refused(files, plugin):
-    more = {"label_smoothing_factor": "0.1"}
-    done = launch(files[0], "swift", {"smooth": arguments(files, plugin, "smooth", "deft", **more)})
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor cannot be combined with the objective `deft`"),
+        ({"enable_dft_loss": "true"}, "enable_dft_loss (it is the objective dft) cannot be combined with --loss_type"),
+    ],
+)
+def test_a_second_loss_is_refused(files, plugin, more, message):
+    done = launch(files[0], "swift", {"second": arguments(files, plugin, "second", "deft", **more)})
     assert done.returncode != 0
-    assert "ms-swift: label_smoothing_factor cannot be combined with the objective `deft`" in done.stdout
+    assert f"ms-swift: {message}" in done.stdout, done.stdout[-4000:]
 
 
 def trainer_with(**more):

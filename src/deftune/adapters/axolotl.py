@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, model_validator
 
 from deftune.adapters.check import TrainerLoss, parse_supported
+from deftune.adapters.versions import need_version
+
+need_version("axolotl")
+from axolotl.integrations.base import BasePlugin  # noqa: E402
 
 STACK = "axolotl"
 # options under which axolotl runs another loss, or shows the loss a part of a row

@@ -12,6 +12,7 @@ import yaml
 
 from deftune.artifacts.config import ConfigError, Lora, Model, RunConfig, Train
 from deftune.objectives import objective as parse_objective
+from deftune.training.assembly import save_first_adapter
 from deftune.training.preparation import Prepared
 
 
@@ -233,14 +234,20 @@ def trainer_arguments(job: Job) -> dict[str, Any]:
     return arguments
 
 
-def note_lora(job: Job) -> Lora | None:
+def first_adapter(job: Job) -> tuple[Lora, str] | None:
+    """The adapters of the run, and the folder of their random start, with which `deftune train` begins too."""
     lora: Lora | None = job.keys.take("model.lora")
-    if lora is not None:
+    if lora is None:
+        return None
+    folder = job.out / "adapter"
+    save_first_adapter(job.prepared, folder)
+    job.files.append(folder)
+    if lora.dropout:
         job.keys.notes.append(
-            f"model.lora: the adapter's random start is drawn by {job.keys.stack}; steps differ from `deftune train` "
-            f"as those of another seed do"
+            f"model.lora.dropout: {job.keys.stack} draws which values to drop; steps differ from `deftune train` as "
+            f"those of another seed do"
         )
-    return lora
+    return lora, str(folder)
 
 
 def listed(modules: str | list[str]) -> list[str]:

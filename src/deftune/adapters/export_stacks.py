@@ -11,8 +11,8 @@ from typing import Any
 
 from deftune.adapters.export_job import (
     Job,
+    first_adapter,
     listed,
-    note_lora,
     permuted,
     token_columns,
     trainer_arguments,
@@ -56,10 +56,12 @@ def export_llamafactory(job: Job) -> str:
         content["model_revision"] = revision
     if keys.take("model.trust_remote_code"):
         content["trust_remote_code"] = True
-    if (lora := note_lora(job)) is not None:
+    if (start := first_adapter(job)) is not None:
+        lora, adapter = start
         modules = lora.target_modules
         content |= {
-            "finetuning_type": "lora", "lora_rank": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
+            "finetuning_type": "lora", "adapter_name_or_path": adapter, "lora_rank": lora.r, "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
             "lora_target": "all" if modules == "all-linear" else ",".join(listed(modules)),
         }  # fmt: skip
     path = job.write_yaml("llamafactory.yaml", content)
@@ -128,7 +130,8 @@ def export_axolotl(job: Job) -> str:
             "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True,
                             "state_dict_type": "FULL_STATE_DICT"},
         }  # fmt: skip
-    if (lora := note_lora(job)) is not None:
+    if (start := first_adapter(job)) is not None:
+        lora, content["lora_model_dir"] = start
         content |= {"adapter": "lora", "lora_r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
         if lora.target_modules == "all-linear":
             content["lora_target_linear"] = True
@@ -189,10 +192,11 @@ def export_swift(job: Job) -> str:
     if (revision := keys.take("model.revision")) is not None:
         content["model_revision"] = revision
     keys.refuse("model.trust_remote_code", "ms-swift runs a model's code without asking; leave the key out")
-    if (lora := note_lora(job)) is not None:
+    if (start := first_adapter(job)) is not None:
+        lora, adapter = start
         modules = lora.target_modules
-        content |= {"tuner_type": "lora", "lora_rank": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
-                    "target_modules": listed(modules)}  # fmt: skip
+        content |= {"tuner_type": "lora", "adapters": [adapter], "lora_rank": lora.r, "lora_alpha": lora.alpha,
+                    "lora_dropout": lora.dropout, "target_modules": listed(modules)}  # fmt: skip
     path = job.write_yaml("swift.yaml", content)
     launcher = f"NPROC_PER_NODE={job.ranks} " if job.ranks > 1 else ""
     return f"{launcher}swift sft {shlex.quote(str(path))} --external_plugins $(python -m deftune.adapters.swift)"
@@ -257,9 +261,8 @@ def export_verl(job: Job) -> str:
         "use_remove_padding": False,
         "override_config": {"attn_implementation": "sdpa"},
     }
-    if (lora := note_lora(job)) is not None:
-        if lora.dropout:
-            keys.problems.append("model.lora.dropout: verl has none; set it to 0")
+    if (start := first_adapter(job)) is not None:
+        lora, model["lora_adapter_path"] = start
         model |= {"lora_rank": lora.r, "lora_alpha": lora.alpha, "target_modules": lora.target_modules}
     data: dict[str, Any] = {
         "train_files": str(verl_rows(job, "train", permuted(prepared.train.examples, train.seed))),
@@ -279,7 +282,7 @@ def export_verl(job: Job) -> str:
     if prepared.eval is not None and held >= train.batch_size:
         data["val_files"] = str(verl_rows(job, "eval", prepared.eval.examples))
     seed = take("train.seed")
-    if train.weight_decay:
+    if train.weight_decay and start is None:
         keys.notes.append("train.weight_decay: verl decays all weights; `deftune train` leaves out norms and biases")
     content: dict[str, Any] = {
         "defaults": ["sft_trainer_engine", "_self_"],

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from deftune.adapters.versions import need_version
+
 STACK = "LLaMA-Factory"
 
 
@@ -38,6 +40,7 @@ def check_arguments(args: Any) -> None:
 
 def install() -> None:
     """Add ``deft_objective`` to LLaMA-Factory's arguments, and the objective to its SFT trainer, in this process."""
+    need_version("llamafactory")
     from llamafactory.hparams import parser
     from llamafactory.hparams.finetuning_args import FinetuningArguments
     from llamafactory.train.sft import workflow
@@ -74,6 +77,7 @@ def install() -> None:
 
 def main() -> None:
     """``deftune-llamafactory train x.yaml [key=value ...]``: ``llamafactory-cli train`` with ``deft_objective``."""
+    need_version("llamafactory")
     from llamafactory import launcher
     from llamafactory.extras.misc import is_env_enabled
     from llamafactory.train.tuner import run_exp

@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.utils import VocabUtility
 from torch import Tensor
 
 from deftune.adapters.logits import check_first_loss
+from deftune.adapters.versions import need_version
 from deftune.losses import VocabShard, token_loss
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
+
+need_version("megatron-core")
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.utils import VocabUtility  # noqa: E402
 
 
 def token_losses(

@@ -6,19 +6,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_types as spmd
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torchtitan.components.loss import BaseLoss
-from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
-from torchtitan.distributed.utils import get_spmd_backend
 
 from deftune.adapters.logits import check_first_loss
+from deftune.adapters.versions import need_version
 from deftune.losses import VocabShard, token_loss
 from deftune.losses.dtensors import local_logits
 from deftune.objectives import IGNORE_INDEX, Context
 from deftune.objectives import objective as parse_objective
+
+need_version("torchtitan")
+import spmd_types as spmd  # noqa: E402
+from torchtitan.components.loss import BaseLoss  # noqa: E402
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size  # noqa: E402
+from torchtitan.distributed.utils import get_spmd_backend  # noqa: E402
 
 
 class ObjectiveLoss(BaseLoss):

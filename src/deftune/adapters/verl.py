@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from deftune.adapters.versions import need_version
 from deftune.data.encoding import end_tokens_of
 from deftune.losses import columns_read, loss_from_log_probs, token_loss, token_stats
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats, step_stats
@@ -330,6 +331,7 @@ def quoted(argument: str) -> str:
 
 def main() -> None:
     """verl's SFT command with two more keys: ``deft.objective`` (a spec) and ``deft.ray`` (verl's Ray trainer)."""
+    need_version("verl")
     import hydra
     from hydra.core.config_store import ConfigStore
 

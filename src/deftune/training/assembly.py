@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from deftune.artifacts.config import RunConfig
-from deftune.artifacts.models import load_model
+from deftune.artifacts.models import cannot_load, load_model
 from deftune.artifacts.runs import Run
 from deftune.data.encoding import end_tokens_of
 from deftune.data.packing import Collator, Joined
@@ -130,6 +131,38 @@ def lora_config(config: RunConfig) -> Any:
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
         task_type="CAUSAL_LM", revision=None,
     )  # fmt: skip
+
+
+def save_first_adapter(prepared: Prepared, folder: Path) -> None:
+    """Save the adapter that a LoRA run begins with, which its seed draws, as peft's files.
+
+    The base model's weights are not read: the adapter depends on the names and shapes of the layers alone.
+
+    Args:
+        prepared: a run with ``model.lora``.
+        folder: gets `adapter_config.json` and `adapter_model.safetensors`.
+
+    Raises:
+        ValueError: the model's config cannot be read.
+    """
+    import transformers
+    from peft import get_peft_model
+
+    model = prepared.config.model
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(prepared.source, revision=model.revision, **options)
+        with torch.device("meta"):
+            base: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    except Exception as error:
+        raise cannot_load(prepared.source, error) from error
+    base.to_empty(device="cpu")  # memory that is never written takes no room
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(prepared.config.train.seed)  # where SFTTrainer seeds: after the model, before the adapter
+        adapted = get_peft_model(base, lora_config(prepared.config))
+    # save_embedding_layers: otherwise peft looks the base model up on the hub
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    (folder / "README.md").unlink()  # peft's form of a model card, not filled in
 
 
 def load_base(prepared: Prepared) -> Any:

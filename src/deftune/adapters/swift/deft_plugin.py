@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from swift.loss import loss_map
-from swift.template import Template, TemplateMeta, register_template
-
 from deftune.adapters.check import TrainerLoss
+from deftune.adapters.versions import need_version
+
+need_version("ms-swift")
+from swift.loss import loss_map  # noqa: E402
+from swift.template import Template, TemplateMeta, register_template  # noqa: E402
 
 STACK = "ms-swift"
 
