@@ -23,7 +23,8 @@ from serial import run_here
 from tiny_comparison import comparison_at, save_model
 
 REPOSITORY = Path(__file__).parents[2]
-INPUTS = ("benchmarks/study/plan.yaml", "benchmarks/study/earlier.yaml", "docs/study/results.md", "README.md")
+INPUTS = ("benchmarks/study/plan.yaml", "benchmarks/study/earlier.yaml", "docs/study/results.md", "README.md",
+          "docs/claims.md")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

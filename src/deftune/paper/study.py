@@ -20,6 +20,7 @@ import yaml
 
 from deftune.artifacts.files import write_atomic
 from deftune.paper.study_cells import collect, read_study
+from deftune.paper.study_claims import ledger, ledger_block, ledger_text
 from deftune.paper.study_effects import sections
 from deftune.paper.study_figures import draw, figure_names
 from deftune.paper.study_plan import Plan
@@ -28,8 +29,10 @@ from deftune.paper.study_report import evidence, evidence_text, readme_block, re
 
 FOLDER = Path("benchmarks/study")
 IMAGES = Path("docs/images")
-PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md")}  # marker -> page
+PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md"), "ledger": Path("docs/claims.md")}
+"""By marker, the page that has it."""
 EVIDENCE = Path("src/deftune/comparison/evidence.json")
+LEDGER = Path("src/deftune/paper/ledger.json")
 
 
 def put_between(text: str, marker: str, block: str, where: Path) -> str:
@@ -71,8 +74,10 @@ def report(root: Path, *, check: bool = False) -> list[Path]:
         else:
             figures += draw(section, plan, root / IMAGES)
     earlier = yaml.safe_load((root / FOLDER / "earlier.yaml").read_text(encoding="utf-8"))
-    texts = {EVIDENCE: evidence_text(evidence(found, plan, earlier))}
-    blocks = {"results": results_page(studies, found, plan, figures), "study": readme_block(found, plan, figures)}
+    claims = ledger(found, plan)
+    texts = {EVIDENCE: evidence_text(evidence(found, plan, earlier)), LEDGER: ledger_text(claims)}
+    blocks = {"results": results_page(studies, found, plan, figures), "study": readme_block(found, plan, figures),
+              "ledger": ledger_block(claims)}  # fmt: skip
     for marker, page in PAGES.items():
         texts[page] = put_between((root / page).read_text(encoding="utf-8"), marker, blocks[marker], page)
     for path, text in texts.items():

@@ -23,10 +23,10 @@ Wanted = tuple[str, str, int | None, float | None]
 class Plan:
     """`benchmarks/study/plan.yaml`: what the regimes are, which cells were planned, and their minutes.
 
-    A regime has ``kind`` (the paper's), ``model`` and ``data`` for the page, ``config`` (the comparison's file beside the
-    plan, which is also the name of the results file) and ``seconds`` (expected of a tuned cell, two at a time on one
-    H200). ``base`` names a regime whose untuned model counts here too; ``variant_of`` marks a regime that changes one
-    thing about another one and is no regime of the paper's.
+    A regime has ``kind`` (the paper's), ``model`` and ``data`` for the page, ``config`` (the comparison's file beside
+    the plan; the results file has its name too) and ``seconds`` (expected of a tuned cell, two at a time on one H200).
+    ``base`` names a regime whose untuned model counts here too; ``variant_of`` marks a regime that changes one thing
+    about another one and is no regime of the paper's.
     """
 
     def __init__(self, path: Path):

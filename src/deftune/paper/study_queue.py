@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deftune.artifacts.config import Source
 from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
 from deftune.comparison.schedule import CROWDED, Children, Failures, Runner, check_comparison
 from deftune.paper.study_cells import Study, collect, read_study
@@ -102,7 +101,7 @@ def missing_cells(plan: Plan, folder: Path, results: Path) -> list[Planned]:
 def lacking(comparison: Comparison, regime: str) -> str:
     """Why no cell of a regime can run here: a file of its model or data that is not there; "" where all are."""
     cell = next(cell for cell in comparison.cells() if cell.regime == regime)
-    names = [source.path for source in (*cell.config.data.train, *cell.section.tokens) if isinstance(source, Source)]
+    names = [source.path for source in (*cell.config.data.train, *cell.section.tokens)]
     names += [cell.config.model.name] if cell.config.model.name.endswith(".gguf") else []
     return next((f"{name}: no such file" for name in names if name is not None and not Path(name).exists()), "")
 
