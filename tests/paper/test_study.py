@@ -14,16 +14,26 @@ from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import Option, Scores
 from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective
-from deftune.paper.study import EVIDENCE, main, put_between, report
+from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
 from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
+from deftune.paper.study_claims import ledger
 from deftune.paper.study_effects import Section, common, effect_of, sections
 from deftune.paper.study_plan import Plan
-from deftune.paper.study_report import default_answer, evidence, form_table, limits, wall_seconds
+from deftune.paper.study_report import (
+    default_answer,
+    evidence,
+    form_table,
+    limits,
+    points,
+    results_page,
+    wall_seconds,
+)
 from serial import run_here
 from tiny_comparison import comparison_at, save_model
 
 REPOSITORY = Path(__file__).parents[2]
-INPUTS = ("benchmarks/study/plan.yaml", "benchmarks/study/earlier.yaml", "docs/study/results.md", "README.md")
+INPUTS = ("benchmarks/study/plan.yaml", "benchmarks/study/earlier.yaml", "docs/study/results.md", "README.md",
+          "docs/claims.md")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +51,8 @@ def root(tmp_path) -> Path:
     for name in INPUTS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    (tmp_path / EVIDENCE).parent.mkdir(parents=True)
+    for path in (EVIDENCE, LEDGER):
+        (tmp_path / path).parent.mkdir(parents=True)
     return tmp_path
 
 
@@ -296,12 +307,83 @@ def test_an_untuned_model_whose_answers_were_cut_off_has_no_score(root):
     assert why in limits([study], [section], Plan(root / "benchmarks/study/plan.yaml"))
 
 
+def renamed(study: Study, regime: str) -> Study:
+    """The cells of the regime strong under another name."""
+    config = copy.deepcopy(study.config)
+    config["regimes"] = {regime: config["regimes"]["strong"]}
+    cells = {name.replace("strong/", f"{regime}/", 1): {**c, "regime": regime} for name, c in study.cells.items()}
+    return Study(config, study.environments, {regime: study.items["strong"]}, copy.deepcopy(cells))
+
+
+def test_the_untuned_model_with_room_for_its_answers_counts_where_the_plan_says(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study, longer = invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3)), invented(base=(0.6, 0.6, 0.6))
+    for grade in study.cells["strong/base"]["scores"]["tasks"]["gsm8k"].values():
+        grade["finished"] = {"stop": 60, "length": 140}
+    alone = plan.arranged(sections([study]))[0]
+    assert alone.base_cut == 0.7 and "base" not in alone.scores
+    (section,) = plan.arranged(sections([renamed(longer, "strong-base"), study]))  # which has no objectives to show
+    assert section.regime == "strong" and section.base_cut == 0
+    assert section.accuracy("base", 0.0).value == pytest.approx(0.6, abs=0.1)
+    assert "training does not help" in default_answer([section])[0]
+    other = renamed(longer, "strong-base")
+    other.items["strong-base"]["tasks"]["gsm8k"][0] = "another item"
+    (section,) = plan.arranged(sections([other, study]))
+    assert "base" not in section.scores  # it was asked other items
+
+
+def test_regimes_that_change_one_thing_have_a_table_and_are_no_evidence(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study = invented(nll=(0.5, 0.45, 0.3), deft=(0.5, 0.5, 0.5))
+    noisy = renamed(invented(nll=(0.2, 0.2, 0.1), deft=(0.4, 0.4, 0.4)), "noise-10")
+    for cell in noisy.cells.values():
+        interval = {"nll": [1, 1, 1], "concentration": [1, 1, 1], "entropy": [1, 1, 1], "conflicts": [0, 0, 0]}
+        cell["held_out"] = {**interval, "p": [0.5, 0.4, 0.6], "top1": [1, 1, 1], "end_p": 1.0,
+                            "exchanged": {"p": [0.125, 0.1, 0.2]}}  # fmt: skip
+    found = plan.arranged(sections([noisy, study]))
+    assert [section.regime for section in found] == ["strong", "noise-10"]
+    page = results_page([study, noisy], found, plan, [])
+    assert "## By share of the answers exchanged" in page and "## By epochs" not in page
+    (line,) = [line for line in page.splitlines() if line.startswith("| `deft` |") and line.endswith("| 0.125 |")
+               and line.count("[") == 4]  # fmt: skip
+    assert line.startswith(f"| `deft` | {points(found[0].accuracy('deft', 0.0, 1e-5), sign=False)} |")
+    assert "Default, noise-10" not in page
+    rows = evidence(found, plan, [])
+    assert {row["data"] for row in rows if row["source"] == "study"} == {"GSM8K"}
+
+
+def test_the_ledger_judges_our_cells_and_says_what_differs(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    cold, hot = (0.5, 0.45, 0.3), (0.7, 0.7, 0.7)
+    study = invented(nll=cold, linear=hot, deft=hot, cayley=hot, eaft=cold)
+    entries = ledger(plan.arranged(sections([study])), plan)
+    above = entries["strong-above-nll"]
+    assert above["verdict"] == "holds" and above["because"].startswith("ahead in 3 of 3: strong, deft - nll: +")
+    assert above["differs"] == (
+        "strong: GSM8K, asked gsm8k, Qwen2.5-Coder-1.5B-Instruct, 3 seeds; the paper: NuminaMath, asked five sets, four "
+        "models"
+    )
+    assert entries["strong-linear"]["verdict"] == "holds"
+    assert entries["weak-gaps"] == {
+        **entries["weak-gaps"],
+        "verdict": "",
+        "because": "no cells yet: intermediate, weak",
+    }
+    assert entries["gradient-shares"]["because"].startswith("rests on token tables")
+    assert ledger([], plan)["strong-linear"]["because"] == "no cells yet: strong"
+    write_study(study, root / "benchmarks/study/results/strong.json")
+    report(root)
+    assert "5 of 29 claims" in (root / "docs/claims.md").read_text()
+    assert json.loads((root / LEDGER).read_text()) == entries
+
+
 def test_planned_cells_are_found_by_spec_and_rate(root):
     plan = Plan(root / "benchmarks/study/plan.yaml")
     first = plan.tiers[0]
     assert len(plan.missing(first, [])) == 7
     study = invented(nll=(0.5, 0.4, 0.3), mile=(0.5, 0.4, 0.3))
-    assert "strong nll seed 0 1e-05" not in plan.missing(first, [study])
+    assert ("strong", "nll", 0, 1e-5) in plan.missing(first, [])
+    assert ("strong", "nll", 0, 1e-5) not in plan.missing(first, [study])
     assert plan.tier_of(study.cells["strong/nll/lr1e-05-s1"]) == "2"
     assert plan.tier_of(study.cells["strong/mile/lr1e-05-s1"]) == "4"
     assert wall_seconds(list(study.cells.values())[:2]) == 120

@@ -74,9 +74,19 @@ class Source(Section):
         description="names of the format's fields -> names in the data: {prompt: q, completion: a}",
     )
     weight: float = Field(1.0, gt=0, description="share in a mixture of several sources")
+    exchange: Share = Field(
+        0.0,
+        description="label noise on purpose: share of the rows whose last answer is exchanged with another row's; the "
+        "same rows for every seed, and those of a smaller share are among them",
+    )
+    exchanged_only: bool = Field(
+        False, description="keep the rows with another row's answer alone, to measure how likely these answers are"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> Source:
+        if self.exchanged_only and not self.exchange:
+            raise ValueError("`exchanged_only` needs `exchange`: the share of the answers that are exchanged")
         if (self.path is None) == (self.generate is None):
             raise ValueError("give one of `path` and `generate`")
         if self.generate is not None and self.limit is None:

@@ -25,7 +25,9 @@ def add_to(commands: Any) -> None:
     table.set_defaults(run=run_table)
 
     claims = actions.add_parser("claims", help="the paper's sentences about results, checked against its tables")
-    claims.add_argument("config", type=Path, nargs="?", help="a comparison: our verdicts beside the paper's")
+    claims.add_argument(
+        "config", type=Path, nargs="?", help="a comparison: its verdicts beside the paper's (default: the study's)"
+    )
     claims.add_argument("--json", action="store_true")
     claims.set_defaults(run=run_claims)
 
@@ -63,8 +65,11 @@ def run_claims(args: argparse.Namespace) -> int:
         for label, text in (
             ("read as", f"{record['reading']} [{record['rests_on']}]"),
             ("paper", f"{record['paper'].upper()}: {record['paper_because']}"),
-            ("ours", f"{record['ours'].upper()}: {record['ours_because']}" if record["ours"] else "not measured"),
+            ("ours", f"{record['ours'].upper()}: {record['ours_because']}" if record["ours"] else not_measured(record)),
+            ("differs", record["ours_differs"] if record["ours"] else ""),
         ):
+            if not text:
+                continue
             print(textwrap.fill(f"{label:8} {text}", 118, initial_indent="  ", subsequent_indent=" " * 11))
         print()
     counts: dict[str, int] = {}
@@ -72,6 +77,10 @@ def run_claims(args: argparse.Namespace) -> int:
         counts[record["paper"]] = counts.get(record["paper"], 0) + 1
     print(f"{len(records)} claims; by the paper's own tables: " + ", ".join(f"{n} {v}" for v, n in counts.items()))
     return 0
+
+
+def not_measured(record: dict[str, str]) -> str:
+    return f"not measured ({record['ours_because']})" if record["ours_because"] else "not measured"
 
 
 def run_table(args: argparse.Namespace) -> int:

@@ -28,12 +28,13 @@ from deftune.artifacts.files import write_atomic
 from deftune.artifacts.runs import Run
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation
 from deftune.comparison.tables import AVERAGE
+from deftune.data.mixing import is_exchanged
 from deftune.evaluation.clustered import mean_over_tokens
 from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import estimate, half_of, holm, macro_average, paired, score_interval
 from deftune.evaluation.suites import task_named
 from deftune.tokens.conflict import is_confident_conflict
-from deftune.tokens.table import read_token_table
+from deftune.tokens.table import read_rows_table, read_token_table
 
 Record = dict[str, Any]
 Items = dict[str, float]
@@ -289,13 +290,32 @@ def token_record(cells: Sequence[Cell]) -> Record:
         for name in ("log_p", "p", "concentration", "entropy")
     }
     columns["nll"] = -columns.pop("log_p")
-    record: Record = {"tokens": len(rows), "rows": int(rows.unique().numel()), "seeds": len(cells)}
+    wrong, record = exchanged_record(cells[0].folder / "tokens.parquet", rows, columns)
+    rows, columns = rows[~wrong], {name: values[~wrong] for name, values in columns.items()}
+    record |= {"tokens": len(rows), "rows": int(rows.unique().numel()), "seeds": len(cells)}
     for name in TOKEN_COLUMNS:
         record[name] = mean_over_tokens(columns[name], rows)._asdict()
-    p = torch.cat([column(table, "p") for table in tables])
+    p = torch.cat([column(table, "p")[~wrong] for table in tables])
     record["share_below_1e-3"] = float((p < 1e-3).double().mean())
     record["share_above_half"] = float((p > 0.5).double().mean())
     return record
+
+
+def exchanged_record(
+    path: Path, rows: torch.Tensor, columns: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, Record]:
+    """Which tokens of a table are of rows with another row's answer (`exchange` of a source), and their numbers.
+
+    The numbers stand under ``exchanged`` and all others leave these tokens out. Where no row was exchanged, or every
+    row was, no token is marked and there is no such record.
+    """
+    table = read_rows_table(path)
+    places = [row for row, where in zip(table["row"].to_pylist(), table["where"].to_pylist()) if is_exchanged(where)]
+    wrong = torch.isin(rows, torch.tensor(places, dtype=rows.dtype))
+    if not bool(wrong.any()) or bool(wrong.all()):
+        return torch.zeros_like(wrong), {}
+    means = {name: mean_over_tokens(columns[name][wrong], rows[wrong])._asdict() for name in ("nll", "p")}
+    return wrong, {"exchanged": {"tokens": int(wrong.sum()), "rows": len(places), **means}}
 
 
 def table_record(path: Path) -> Record:
@@ -304,17 +324,21 @@ def table_record(path: Path) -> Record:
     ``conflicts`` is their share of the tokens, ``conflict_loss`` of the NLL. ``conflict_kinds`` are counts: end tokens,
     other format tokens, blanks and line breaks, and the rest. ``end_rows`` is the share of rows with a supervised end
     token, ``end_p`` the mean p of these tokens (None where there is none), ``top1`` the share of tokens that are the
-    model's likeliest.
+    model's likeliest. ``exchanged`` has the numbers of rows with another row's answer, where there are any; all others
+    leave these rows out.
     """
     names = ["row", "text", "log_p", "p", "concentration", "entropy", "rank", "is_eos", "is_format"]
     table = read_token_table(path, names)
     if not table.num_rows:
         raise ValueError(f"{path}: holds no tokens; were all rows over the maximum length?")
     columns = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in names if name != "text"}
+    double = {"nll": -columns["log_p"].double(), "p": columns["p"].double()}
+    wrong, exchanged = exchanged_record(path, columns["row"], double)
+    columns = {name: values[~wrong] for name, values in columns.items()}
     rows, ends = columns["row"], columns["is_eos"]
     nll = -columns["log_p"].double()
     confident = is_confident_conflict(columns["log_p"], columns["concentration"])
-    blank = torch.tensor([not text.strip() for text in table["text"].to_pylist()])
+    blank = torch.tensor([not text.strip() for text in table["text"].to_pylist()])[~wrong]
     means = {"nll": nll, **{name: columns[name].double() for name in ("p", "concentration", "entropy")}}
     means |= {"conflicts": confident.double(), "top1": (columns["rank"] == 0).double()}
     kinds = {"end": ends, "format": columns["is_format"] & ~ends, "blank": blank & ~columns["is_format"] & ~ends}
@@ -327,6 +351,7 @@ def table_record(path: Path) -> Record:
         "conflict_kinds": counts | {"other": int(confident.sum()) - sum(counts.values())},
         "end_rows": int(rows[ends].unique().numel()) / num_rows,
         "end_p": float(columns["p"][ends].double().mean()) if bool(ends.any()) else None,
+        **exchanged,
     }  # fmt: skip
 
 

@@ -1,10 +1,11 @@
-"""Several sources mixed by weight, and rows split into training and held-out rows without leaks."""
+"""Several sources mixed by weight, rows split into training and held-out rows without leaks, and answers exchanged."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 from typing import TypeVar
@@ -114,7 +115,53 @@ def split_places(rows: Sequence[Row], holdout: float, seed: int) -> tuple[list[i
     return train, held
 
 
-def _place(row: Row, seed: int) -> float:
+EXCHANGED = ", with the answer of "
+"""In `Row.where` of a row that has another row's answer, before the place of the other row."""
+
+
+def exchange_answers(rows: Sequence[Row], share: float) -> list[Row]:
+    """The rows, with the last answers of about ``share`` of them exchanged in pairs: label noise on purpose.
+
+    Which rows are chosen follows from their prompts alone: a larger share contains the rows of a smaller one. Two rows
+    are exchanged only if their answers differ; a chosen row without a partner keeps its answer. `is_exchanged` knows
+    the exchanged rows by their place.
+
+    Args:
+        rows: all rows.
+        share: of the rows, from 0 to 1.
+
+    Returns:
+        As many rows, in their order.
+
+    >>> def row(n): return Row(({"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": n}), None, n, "")
+    >>> [(r.where, r.messages[-1]["content"]) for r in exchange_answers([row("1"), row("2")], 1.0)]
+    [('1, with the answer of 2', '2'), ('2, with the answer of 1', '1')]
+    """
+    found = list(rows)
+    waiting: list[int] = []  # chosen, without a partner yet
+    for index, row in enumerate(rows):
+        if _place(row, "exchange") >= share:
+            continue
+        partner = next((other for other in waiting if rows[other].messages[-1] != row.messages[-1]), None)
+        if partner is None:
+            waiting.append(index)
+            continue
+        waiting.remove(partner)
+        for mine, other in ((index, partner), (partner, index)):
+            found[mine] = replace(
+                rows[mine],
+                messages=(*rows[mine].messages[:-1], rows[other].messages[-1]),
+                where=f"{rows[mine].where}{EXCHANGED}{rows[other].where}",
+            )
+    return found
+
+
+def is_exchanged(where: str) -> bool:
+    """Whether the row at this place has another row's answer, by `exchange_answers`."""
+    return EXCHANGED in where
+
+
+def _place(row: Row, seed: int | str) -> float:
     """A number in [0, 1), spread evenly over prompts."""
     digest = hashlib.sha256(f"{seed}/{prompt_of(row)}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48

@@ -11,7 +11,9 @@ says nothing about chance.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from importlib import resources
 from itertools import product
 
 from deftune.paper.board import BASELINES, OURS, REGIMES, Board, PaperBoard
@@ -237,16 +239,24 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
+def study_ledger() -> dict[str, dict[str, str]]:
+    """By claim, what the study's committed cells say; `python -m deftune.paper.study report` writes the file."""
+    return json.loads(resources.files("deftune.paper").joinpath("ledger.json").read_text(encoding="utf-8"))
+
+
 def claim_records(ours: Board | None = None) -> list[dict[str, str]]:
-    """The ledger, with our verdict where a comparison has one: "" is not measured."""
-    paper = PaperBoard()
+    """The ledger, with the verdict of a comparison, or without one the study's: "" is not measured."""
+    paper, known = PaperBoard(), {} if ours is not None else study_ledger()
     records: list[dict[str, str]] = []
     for claim in CLAIMS:
         printed, measured = claim.verdict(paper), claim.verdict(ours) if ours is not None else None
         assert printed is not None  # the paper's board has every setting
+        mine = known.get(claim.name, {"verdict": "", "because": "", "differs": ""})
+        if measured is not None:
+            mine = {"verdict": measured.verdict, "because": measured.because, "differs": ""}
         records.append({
             "name": claim.name, "where": claim.where, "quote": claim.quote, "reading": claim.reading,
             "rests_on": claim.rests_on, "paper": printed.verdict, "paper_because": printed.because,
-            "ours": measured.verdict if measured else "", "ours_because": measured.because if measured else "",
+            "ours": mine["verdict"], "ours_because": mine["because"], "ours_differs": mine["differs"],
         })  # fmt: skip
     return records

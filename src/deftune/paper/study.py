@@ -1,10 +1,12 @@
 """The study as commands, run in a checkout of the repository.
 
+    python -m deftune.paper.study run --minutes 25 --jobs 2     # the cells that are missing, in the plan's order
     python -m deftune.paper.study collect comparisons/study-strong --out benchmarks/study/results/strong.json
     python -m deftune.paper.study report            # pages, figures and evidence from the committed results
     python -m deftune.paper.study report --check    # say which of them do not agree with the results
 
-`collect` turns folders of comparisons into a committed file. `report` reads all committed files and needs no GPU.
+`run` runs cells on the machine's GPU and merges each one into the committed file of its comparison as it ends;
+`collect` does the same for folders of comparisons. `report` reads all committed files and needs no GPU.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ import yaml
 
 from deftune.artifacts.files import write_atomic
 from deftune.paper.study_cells import collect, read_study
+from deftune.paper.study_claims import ledger, ledger_block, ledger_text
 from deftune.paper.study_effects import sections
 from deftune.paper.study_figures import draw, figure_names
 from deftune.paper.study_plan import Plan
+from deftune.paper.study_queue import Planned, missing_cells, run_queue
 from deftune.paper.study_report import evidence, evidence_text, readme_block, results_page
 
 FOLDER = Path("benchmarks/study")
 IMAGES = Path("docs/images")
-PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md")}  # marker -> page
+PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md"), "ledger": Path("docs/claims.md")}
+"""By marker, the page that has it."""
 EVIDENCE = Path("src/deftune/comparison/evidence.json")
+LEDGER = Path("src/deftune/paper/ledger.json")
 
 
 def put_between(text: str, marker: str, block: str, where: Path) -> str:
@@ -55,9 +61,8 @@ def report(root: Path, *, check: bool = False) -> list[Path]:
         drawn anew by each call without ``check``, and with it they must exist.
     """
     studies = [read_study(path) for path in sorted((root / FOLDER / "results").glob("*.json"))]
-    found, plan = sections(studies), Plan(root / FOLDER / "plan.yaml")
-    order = [*plan.regimes]
-    found.sort(key=lambda s: order.index(s.regime) if s.regime in order else len(order))
+    plan = Plan(root / FOLDER / "plan.yaml")
+    found = plan.arranged(sections(studies))
     changed: list[Path] = []
     figures: list[str] = []
     for section in found:
@@ -69,8 +74,10 @@ def report(root: Path, *, check: bool = False) -> list[Path]:
         else:
             figures += draw(section, plan, root / IMAGES)
     earlier = yaml.safe_load((root / FOLDER / "earlier.yaml").read_text(encoding="utf-8"))
-    texts = {EVIDENCE: evidence_text(evidence(found, plan, earlier))}
-    blocks = {"results": results_page(studies, found, plan, figures), "study": readme_block(found, plan, figures)}
+    claims = ledger(found, plan)
+    texts = {EVIDENCE: evidence_text(evidence(found, plan, earlier)), LEDGER: ledger_text(claims)}
+    blocks = {"results": results_page(studies, found, plan, figures), "study": readme_block(found, plan, figures),
+              "ledger": ledger_block(claims)}  # fmt: skip
     for marker, page in PAGES.items():
         texts[page] = put_between((root / page).read_text(encoding="utf-8"), marker, blocks[marker], page)
     for path, text in texts.items():
@@ -81,9 +88,41 @@ def report(root: Path, *, check: bool = False) -> list[Path]:
     return changed
 
 
+def run_cells(args: argparse.Namespace) -> int:
+    """`run`: exit code 1 where a cell failed."""
+    if args.minutes <= 0 or args.jobs < 1:
+        raise ValueError("--minutes is above 0 and --jobs at least 1")
+    plan = Plan(FOLDER / "plan.yaml")
+    if args.dry_run:
+        missing = missing_cells(plan, FOLDER, args.results)
+        width = max((len(one.cell.name) for one in missing), default=0) + 2
+        for one in missing:
+            print(f"{one.cell.name:{width}}tier {one.tier:16}{one.seconds:>5.0f} s")
+        print(left_text(missing, args.jobs))
+        return 0
+    outcome = run_queue(
+        plan, FOLDER, args.results, minutes=args.minutes, jobs=args.jobs, say=lambda text: print(text, flush=True)
+    )
+    print(f"{len(outcome.finished)} cells finished, {len(outcome.failed)} failed; {left_text(outcome.left, args.jobs)}")
+    return 1 if outcome.failed else 0
+
+
+def left_text(left: Sequence[Planned], jobs: int) -> str:
+    minutes = sum(one.seconds for one in left) / 60 / jobs
+    return f"{len(left)} planned cells are missing, about {minutes:.0f} minutes with {jobs} at a time"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deftune.paper.study", description="the study: collect, report")
+    parser = argparse.ArgumentParser(
+        prog="python -m deftune.paper.study", description="the study: run, collect, report"
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    zero = actions.add_parser("run", help="run the missing cells of the plan, and merge each one as it ends")
+    zero.add_argument("--minutes", type=float, required=True, help="start no cell that would not end within so many")
+    zero.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    zero.add_argument("--results", type=Path, default=FOLDER / "results", metavar="FOLDER",
+                      help="results files to go on from and to write (default: the committed ones)")  # fmt: skip
+    zero.add_argument("--dry-run", action="store_true", help="list the missing cells and their expected seconds")
     one = actions.add_parser("collect", help="merge the cells of comparisons into a results file")
     one.add_argument("folders", type=Path, nargs="*", help="folders of the same comparison")
     one.add_argument("--rerun", type=Path, action="append", default=[], metavar="FOLDER",
@@ -96,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     two.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something disagrees")
     args = parser.parse_args(argv)
     try:
+        if args.action == "run":
+            return run_cells(args)
         if args.action == "collect":
             study, said = collect(args.folders, args.out, reruns=args.rerun, file=args.config)
             for line in said:

@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,19 @@ def graded_record(records: Sequence[Record], places: Mapping[str, int]) -> Recor
 
 def held_out_record(path: Path) -> Record:
     """Token statistics of held-out rows: [mean, low, high] of a 95% interval over rows, and the counts."""
-    found = table_record(path)
-    return {
-        name: [rounded(v) for v in value.values()] if isinstance(value, dict) and "low" in value
-        else rounded(value) if isinstance(value, float) else value
-        for name, value in found.items()
-    }  # fmt: skip
+    return {name: short(value) for name, value in table_record(path).items()}
+
+
+def short(value: Any) -> Any:
+    """A number rounded, a mean with its interval as [mean, low, high], all else as it is.
+
+    >>> short({"rows": 2, "p": {"mean": 0.123456789, "low": 0.1, "high": 0.2}})
+    {'rows': 2, 'p': [0.12346, 0.1, 0.2]}
+    """
+    if isinstance(value, dict):
+        found: Record = {name: short(part) for name, part in value.items()}  # pyright: ignore
+        return list(found.values()) if "low" in found else found
+    return rounded(value) if isinstance(value, float) else value
 
 
 def thinned(records: Sequence[Record], number: int) -> list[Record]:
@@ -224,8 +231,9 @@ def write_study(study: Study, path: Path) -> None:
 
 
 def collect(
-    folders: Iterable[Path], out: Path, *, reruns: Iterable[Path] = (), file: str | None = None
-) -> tuple[Study, list[str]]:
+    folders: Iterable[Path], out: Path, *, reruns: Iterable[Path] = (), file: str | None = None,
+    only: Collection[str] | None = None,
+) -> tuple[Study, list[str]]:  # fmt: skip
     """Merge the cells of comparisons into a results file.
 
     Args:
@@ -233,6 +241,7 @@ def collect(
         out: the results file; the cells that it has are kept.
         reruns: folders whose cells were run again; their results stand beside the first ones, under ``reruns``.
         file: the YAML file of the comparison, for the commands that run a cell again.
+        only: names of the cells to take (default: all).
 
     Returns:
         The merged results, and messages: cells that were left out because they are not finished.
@@ -241,6 +250,8 @@ def collect(
         ValueError: a folder holds another comparison, or a cell that is there already with another result.
     """
     study = read_study(out) if out.is_file() else None
+    if study is not None:  # an option that came later has its default
+        study.config = shared_config(study.comparison())
     said: list[str] = []
     file = file or f"benchmarks/study/{out.stem}.yaml"
     for folder, again in [*((f, False) for f in folders), *((f, True) for f in reruns)]:
@@ -251,6 +262,8 @@ def collect(
         merge_config(study, config, folder)
         waiting: list[str] = []
         for cell in comparison.cells():
+            if only is not None and cell.name not in only:
+                continue
             if cell.state()["state"] not in ("finished", "failed"):
                 waiting.append(cell.name)
                 continue

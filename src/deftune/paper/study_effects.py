@@ -136,6 +136,20 @@ class Section:
             self.scores.pop(BASE, None)
         self.effects: dict[tuple[str, str, float | None, float | None], Effect | None] = {}  # computed once
 
+    def take_base(self, other: Section) -> None:
+        """Take the untuned model's scores from another regime that asks it the same items (with more tokens)."""
+        if self.study.items[self.regime][self.title] != other.study.items[other.regime].get(self.title):
+            return
+        if not other.cells(BASE):
+            return
+        self.__dict__["base_cut"] = other.base_cut
+        self.scores.pop(BASE, None)
+        if BASE in other.scores:
+            asked = {option.temperature for scores in self.scores.values() for _, option in scores.values}
+            mine = self.scores[BASE] = Scores()
+            known = other.scores[BASE].values
+            mine.values = {key: known[key] for key in known if not asked or key[1].temperature in asked}
+
     @cached_property
     def base_cut(self) -> float:
         """The share of the untuned model's answers that were cut off at the limit of tokens; 0 where it has none."""

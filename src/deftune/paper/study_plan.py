@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -16,17 +16,28 @@ from deftune.paper.study_effects import REFERENCE, Section
 HEADLINE = (REFERENCE, "deft", "deft | floor(0.2)")
 
 
+Wanted = tuple[str, str, int | None, float | None]
+"""A planned cell: regime, objective, seed, learning rate (None: any, or the untuned model)."""
+
+
 class Plan:
-    """`benchmarks/study/plan.yaml`: what the regimes are, which cells were planned, and their minutes."""
+    """`benchmarks/study/plan.yaml`: what the regimes are, which cells were planned, and their minutes.
+
+    A regime has ``kind`` (the paper's), ``model`` and ``data`` for the page, ``config`` (the comparison's file beside
+    the plan; the results file has its name too) and ``seconds`` (expected of a tuned cell, two at a time on one H200).
+    ``base`` names a regime whose untuned model counts here too; ``variant_of`` marks a regime that changes one thing
+    about another one and is no regime of the paper's.
+    """
 
     def __init__(self, path: Path):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        self.regimes: dict[str, dict[str, str]] = content["regimes"]
+        self.regimes: dict[str, Record] = content["regimes"]
         self.tiers: list[Record] = content["tiers"]
+        self.series: dict[str, dict[str, str]] = content.get("series", {})
         for tier in self.tiers:
             tier["objectives"] = [str(parse_objective(spec)) for spec in tier["objectives"]]
 
-    def about(self, section: Section) -> dict[str, str]:
+    def about(self, section: Section) -> Record:
         """Kind, model and data of a regime; from the comparison where the plan does not name it."""
         if section.regime in self.regimes:
             return self.regimes[section.regime]
@@ -34,7 +45,34 @@ class Plan:
         model = {**section.study.config["model"], **regime.model}
         return {"kind": section.regime, "model": shown_model(str(model["name"])), "data": section.regime}
 
-    def missing(self, tier: Record, studies: Sequence[Study]) -> list[str]:
+    def is_variant(self, regime: str) -> bool:
+        """Whether the regime changes one thing about another one: noise, epochs, a control."""
+        return "variant_of" in self.regimes.get(regime, {})
+
+    def arranged(self, sections: Sequence[Section]) -> list[Section]:
+        """The sections in the order of the plan, each with the untuned model of the regime that ``base`` names.
+
+        Sections that hold the untuned model for other regimes alone are left out.
+        """
+        order = [*self.regimes]
+        found = sorted(sections, key=lambda s: order.index(s.regime) if s.regime in order else len(order))
+        for section in found:
+            source = self.regimes.get(section.regime, {}).get("base")
+            for other in found:
+                if other.regime == source and other.title == section.title:
+                    section.take_base(other)
+        return [section for section in found if section.objectives or not self.is_variant(section.regime)]
+
+    def wanted(self, tier: Record) -> Iterator[Wanted]:
+        """The planned cells of a tier in the order in which they are run: whole seeds first."""
+        for regime in tier["regimes"]:
+            if tier.get("base"):
+                yield regime, BASE, None, None
+            for rate in tier["learning_rates"] or [None]:
+                for seed in tier["seeds"]:
+                    yield from ((regime, objective, seed, rate) for objective in tier["objectives"])
+
+    def missing(self, tier: Record, studies: Sequence[Study]) -> list[Wanted]:
         """The planned cells of a tier that no results file has."""
         have = {
             (cell["regime"], cell["objective"], cell["seed"], rate)
@@ -43,16 +81,7 @@ class Plan:
             if cell["state"] == "finished"
             for rate in (cell["learning_rate"], None)
         }
-        wanted: list[tuple[str, str, int | None, float | None]] = []
-        for regime in tier["regimes"]:
-            wanted += [(regime, BASE, None, None)] if tier.get("base") else []
-            for rate in tier["learning_rates"] or [None]:
-                wanted += [(regime, o, seed, rate) for o in tier["objectives"] for seed in tier["seeds"]]
-        return [
-            f"{regime} {objective}" + ("" if seed is None else f" seed {seed}") + ("" if rate is None else f" {rate:g}")
-            for regime, objective, seed, rate in wanted
-            if (regime, objective, seed, rate) not in have
-        ]
+        return [cell for cell in self.wanted(tier) if cell not in have]
 
     def tier_of(self, cell: Record) -> str:
         """The first tier that plans the cell; "" for a cell that was not planned."""
@@ -65,6 +94,15 @@ class Plan:
                         and (not rates or cell["learning_rate"] in rates)):  # fmt: skip
                     return tier["name"]
         return ""
+
+
+def wanted_text(cell: Wanted) -> str:
+    """
+    >>> wanted_text(("strong", "deft", 0, 1e-5)), wanted_text(("strong", "base", None, None))
+    ('strong deft seed 0 1e-05', 'strong base')
+    """
+    regime, objective, seed, rate = cell
+    return f"{regime} {objective}" + ("" if seed is None else f" seed {seed}") + ("" if rate is None else f" {rate:g}")
 
 
 def rates_text(rates: Iterable[float]) -> str:

@@ -17,7 +17,7 @@ from deftune.paper.board import REGIMES, TUNED, PaperBoard
 from deftune.paper.study_cells import Record, Study
 from deftune.paper.study_effects import MOST_CUT, ORDER, REFERENCE, Effect, Section, effect_of, subtract
 from deftune.paper.study_figures import figure_names
-from deftune.paper.study_plan import HEADLINE, Plan, rate_text, rates_text
+from deftune.paper.study_plan import HEADLINE, Plan, rate_text, rates_text, wanted_text
 
 GREEDY_WITHIN, HOT_ABOVE = 1.0, 5.0  # points: question 4 of the plan
 EXPLICIT = ("boxed", "marked", "stated", "text")  # how an answer that states itself is found
@@ -221,6 +221,8 @@ def number(value: float | None, form: str) -> str:
 def token_table(section: Section) -> str:
     """Held-out tokens at the rate of most cells: means over seeds."""
     header = ["objective", "seeds", "NLL", "mean p", "sum P²", "entropy", "likeliest", "conflicts", "p of end tokens"]
+    wrong = any("exchanged" in cell.get("held_out", {}) for cell in section.study.finished(section.regime))
+    header += ["p of exchanged answers"] if wrong else []
     rows: list[list[str]] = []
     for name in [BASE, *section.objectives]:
         cells = section.cells(name, None if name == BASE else section.reference_rate)
@@ -230,8 +232,40 @@ def token_table(section: Section) -> str:
             shares = [mean(one[key][0] for one in found) for key in ("top1", "conflicts")]
             numbers = [*(number(v, ".3f") for v in means), *(number(v, ".1%") for v in shares)]
             end = number(mean(one["end_p"] for one in found), ".3f")
-            rows.append([code(name), str(len(found)) if name != BASE else "", *numbers, end])
+            last = [number(exchanged_p(cells), ".3f")] if wrong else []
+            rows.append([code(name), str(len(found)) if name != BASE else "", *numbers, end, *last])
     return table(header, rows) if rows else ""
+
+
+def series_table(found: Sequence[Section], labels: Mapping[str, str]) -> str:
+    """Scores over regimes that change one thing, such as the number of epochs; "" while fewer than two have cells."""
+    parts = {s.regime: s for regime in labels for s in found if s.regime == regime and s.objectives}
+    if len(parts) < 2:
+        return ""
+    rates = [set(section.rates) for section in parts.values()]
+    rate = next(iter(sorted(set[float].intersection(*rates))), None)
+    wrong = {r for r, s in parts.items() if any("exchanged" in c.get("held_out", {}) for c in s.study.finished(r))}
+    header = ["objective"]
+    for regime in parts:
+        header += [f"{labels[regime]}: greedy", "T = 1", *(["p of exchanged answers"] if regime in wrong else [])]
+    names = dict.fromkeys(name for section in parts.values() for name in section.objectives)
+    rows: list[list[str]] = []
+    for name in names:
+        row = [code(name)]
+        for regime, section in parts.items():
+            for temperature in (0.0, 1.0):
+                known = name in section.scores and temperature in section.temperatures
+                row.append(points(section.accuracy(name, temperature, rate) if known else None, sign=False))
+            if regime in wrong:
+                row.append(number(exchanged_p(section.cells(name, rate)), ".3f"))
+        rows.append(row)
+    return table(header, rows)
+
+
+def exchanged_p(cells: Iterable[Mapping[str, Any]]) -> float | None:
+    """The mean p of the answers that were exchanged on purpose, over cells."""
+    found = [cell.get("held_out", {}).get("exchanged") for cell in cells]
+    return mean(one["p"][0] for one in found if one)
 
 
 def form_table(section: Section) -> str:
@@ -355,7 +389,7 @@ def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> st
     if few:
         lines.append(f"- Fewer than 3 seeds, so that the interval says little about other seeds: {', '.join(few)}.")
     for tier in plan.tiers:
-        missing = plan.missing(tier, studies)
+        missing = [wanted_text(cell) for cell in plan.missing(tier, studies)]
         total = missing and (", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else ""))
         if missing:
             lines.append(f"- Tier {tier['name']}, cells missing: {escape_markdown(str(total))}.")
@@ -371,7 +405,7 @@ def cell_list(studies: Sequence[Study]) -> str:
         for name, cell in sorted(study.cells.items()):
             about = study.environments[cell["environment"]] if study.environments else {}
             where = [", ".join(about.get("gpus", [])) or "CPU", f"torch {about.get('versions', {}).get('torch', '?')}",
-                     f"commit {((about.get('git') or {}).get('commit') or '?')[:10]}"]  # fmt: skip
+                     f"commit {((about.get('git') or {}).get('commit') or 'not recorded')[:12]}"]  # fmt: skip
             spent = f", {seconds_of(cell):.0f} s" if "cost" in cell else ""
             lines.append(f"# {name}: {cell['state']}{spent}; {', '.join(where)}\n{cell['command']}")
     return (
@@ -388,7 +422,8 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan,
     """The generated part of docs/study/results.md."""
     if not found:
         return NONE_YET
-    said = [line for section in found for line in answers(section, plan)] + default_answer(found)
+    regimes = [section for section in found if not plan.is_variant(section.regime)]
+    said = [line for section in found for line in answers(section, plan)] + default_answer(regimes)
     pages = ["## Answers", "\n".join(wrapped(f"- {line}", "  ") for line in said), wrapped(READING)]
     for section in found:
         pages += [f"## {heading(section, plan)}", primary_table(section), "Score and difference from NLL at each "
@@ -403,6 +438,10 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan,
                 tokens,
             ]
         pages += [f"Form of the answers, {rate_text(section)}:", form_table(section)]
+    for title, regimes_of in plan.series.items():
+        if text := series_table(found, regimes_of):
+            pages += [f"## By {title}", "Scores in per cent; mean p of the exchanged answers where they were "
+                      "measured. Objectives at one learning rate.", text]  # fmt: skip
     if again := rerun_table(found):
         pages += ["## Cells that were run again", again]
     pages += ["## Cost", cost_tables(studies, plan), "## Limits", limits(studies, found, plan), "## Cells",
@@ -460,6 +499,8 @@ def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) ->
     rows: list[Record] = []
     regimes = {section.regime for section in found if section.primary}
     for section in found:
+        if plan.is_variant(section.regime):  # says nothing about a user's data
+            continue
         about = plan.about(section)
         base = next((cell["held_out"] for cell in section.cells(BASE) if "held_out" in cell), None)
         measures = [("best temperature", None), ("greedy", 0.0), ("T = 1", 1.0)]

@@ -26,7 +26,7 @@ from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
 from deftune.data.cache import encode_cached, is_cached
 from deftune.data.encoding import EncodedRows, Encoder
-from deftune.data.mixing import mix_places, split_places
+from deftune.data.mixing import exchange_answers, is_exchanged, mix_places, split_places
 from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
@@ -172,6 +172,11 @@ def read_mixture(sources: list[Source], config: RunConfig, bad: BadRows, notice:
             source.place, format=source.format, split=source.split, limit=source.limit, bad=bad, fields=source.fields
         )
         rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad)
+        if source.exchange:
+            changed = exchange_answers(rows, source.exchange)
+            kept = [row for row in changed if is_exchanged(row.where)]
+            notice(f"{source.place}: {len(kept):,} of {len(rows):,} rows have the answer of another row")
+            rows = PackedRows(kept if source.exchanged_only else changed)
         notice(f"{source.place}: {len(rows):,} rows")
         read.append((rows, source.weight))
     if len(read) == 1 and config.data.total is None:

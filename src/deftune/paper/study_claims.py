@@ -1,0 +1,157 @@
+"""The claims ledger from the study's own cells: the paper's sentences, judged by the functions that judge its tables.
+
+The study's data, models and sets are not the paper's, so that a verdict here is about the sentence, never a check of
+the paper's number; the ledger says what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+from deftune.comparison.grid import BASE
+from deftune.comparison.tables import LEVEL
+from deftune.paper.board import Board, Difference, PaperBoard
+from deftune.paper.claims import CLAIMS
+from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, common, effect_of, subtract
+from deftune.paper.study_plan import Plan
+
+PAPERS = {
+    "strong": "NuminaMath, asked five sets, four models",
+    "intermediate": "m23k, asked ten sets, four models",
+    "weak": "FigFont, 5,000 items, four models",
+    "weak exact": "FigFont, 5,000 items, four models",
+    "mixed": "Tulu 3, asked medicine and mathematics",
+    "mixed general": "Tulu 3, asked medicine",
+    "mixed maths": "Tulu 3, asked five sets",
+    "ood": "NuminaMath, asked ten medical sets",
+    "epochs": "NuminaMath, asked five sets",
+}
+"""By setting of a board: what the paper trains on and asks, which is not what we do."""
+KINDS = {"strong": "strong", "intermediate": "intermediate", "weak": "weak", "mixed maths": "mixed"}  # setting -> kind
+
+
+class StudyBoard:
+    """The committed cells as a board: each objective at its own best temperature and learning rate.
+
+    A case is a regime of the study. A difference from NLL is decided where Holm's p-value is below 0.05, any other
+    difference where its own p-value is.
+    """
+
+    def __init__(self, found: Sequence[Section], plan: Plan):
+        self.plan = plan
+        self.asked: list[str] = []  # settings, in the order of the questions
+        self._sections: dict[str, dict[str, Section]] = {}
+        for section in found:
+            kind = str(plan.about(section)["kind"])
+            for setting, wanted in KINDS.items():
+                if kind == wanted and not plan.is_variant(section.regime):
+                    self._sections.setdefault(setting, {})[section.regime] = section
+            if section.regime == "forgetting" and section.title == "medicine":
+                self._sections.setdefault("ood", {})[section.regime] = section
+        epochs = plan.series.get("epochs", {})
+        by_regime = {section.regime: section for section in found}
+        if all(regime in by_regime for regime in epochs) and epochs:
+            self._sections["epochs"] = {f"epoch {label}": by_regime[regime] for regime, label in epochs.items()}
+
+    def cases(self, setting: str) -> Sequence[str]:
+        self.asked.append(setting)
+        return [case for case, section in self._sections.get(setting, {}).items() if section.primary]
+
+    def differs(self, setting: str) -> str:
+        """Why our numbers of a setting cannot stand beside the paper's as equals: data, items, model and seeds."""
+        ours: list[str] = []
+        for case in self.cases(setting):
+            section = self._sections[setting][case]
+            about, seeds = self.plan.about(section), sorted(effect.seeds for effect in section.primary.values())
+            number = f"{seeds[0]} to {seeds[-1]} seeds" if seeds[0] < seeds[-1] else f"{seeds[0]} seeds"
+            model = str(about["model"]).split(" (")[0]
+            ours.append(f"{about['data']}, asked {', '.join(section.averaged)}, {model}, {number}")
+        return f"{setting}: {' and '.join(ours)}; the paper: {PAPERS[setting]}"
+
+    def score(self, setting: str, case: str, objective: str) -> float | None:
+        section = self._sections[setting][case]
+        effect = section.accuracy(objective, None) if objective in section.scores else None
+        return 100 * effect.value if effect else None
+
+    def difference(self, setting: str, case: str, a: str, b: str) -> Difference | None:
+        section = self._sections[setting][case]
+        if a not in section.scores or b not in section.scores:
+            return None
+        effect = difference_of(section, a, b)
+        if effect is None:
+            return None
+        p = effect.p
+        if REFERENCE in (a, b) and BASE not in (a, b):
+            p = section.holm[a if b == REFERENCE else b]
+        error = 100 * (effect.high - effect.low) / (2 * 1.96)
+        return Difference(100 * effect.value, error, p < LEVEL)
+
+    def focus(self, setting: str) -> tuple[float, float, float] | None:
+        self.asked.append(setting)
+        for section in self._sections.get(setting, {}).values():
+            cells = [cell["training"]["focus"] for cell in section.cells("deft") if "focus" in cell.get("training", {})]
+            steps = next((cell["training"]["step"] for cell in section.cells("deft") if "training" in cell), [])
+            after = next((place for place, step in enumerate(steps) if step >= 5), None)
+            if cells and after is not None:
+                means = [math.fsum(values) / len(cells) for values in zip(*cells)]
+                return means[0], means[after], means[-1]
+        return None
+
+
+def difference_of(section: Section, a: str, b: str) -> Effect | None:
+    """a minus b at the settings that suit each, on the cells that both have; the untuned model has no seeds to pair."""
+    if BASE in (a, b):
+        one, two = section.chosen(a, None), section.chosen(b, None)
+        if one is None or two is None:
+            return None
+        return effect_of([one.columns[k].mean(0, True) - two.columns[k].mean(0, True) for k in one.columns])
+    mine, theirs = section.scores[a], section.scores[b]
+    one = choose(common(mine, theirs), section.averaged, None)
+    two = choose(common(theirs, mine), section.averaged, None)
+    return effect_of(subtract(one, two)) if one and two else None
+
+
+def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
+    """By claim: our verdict and its numbers ("" where nothing was measured), and why it is not the paper's number."""
+    entries: dict[str, dict[str, str]] = {}
+    for claim in CLAIMS:
+        board = StudyBoard(found, plan)
+        finding = claim.verdict(board)
+        asked = list(dict.fromkeys(board.asked))
+        lacking = [setting for setting in asked if not board.cases(setting)]
+        differs = ". ".join(board.differs(setting) for setting in asked if setting not in lacking)
+        if finding is None or finding.verdict == "not printed":
+            why = f"no cells yet: {', '.join(lacking)}" if lacking else "an objective of the sentence has no cells yet"
+            if not asked:
+                why = "rests on token tables, which are not among the committed results"
+            entries[claim.name] = {"verdict": "", "because": why, "differs": differs}
+        else:
+            entries[claim.name] = {"verdict": finding.verdict, "because": finding.because, "differs": differs}
+    return entries
+
+
+def ledger_text(entries: Mapping[str, Mapping[str, str]]) -> str:
+    return json.dumps(entries, indent=1) + "\n"
+
+
+def ledger_block(entries: Mapping[str, Mapping[str, str]]) -> str:
+    """The generated part of docs/claims.md: every claim with the paper's verdict and ours."""
+    from deftune.paper.study_report import table
+
+    rows: list[list[str]] = []
+    paper: Board = PaperBoard()
+    for claim in CLAIMS:
+        printed, ours = claim.verdict(paper), entries[claim.name]
+        assert printed is not None
+        mine = f"**{ours['verdict']}**: {ours['because']}" if ours["verdict"] else f"not measured ({ours['because']})"
+        rows.append([
+            f"`{claim.name}`: {claim.reading}", f"**{printed.verdict}**: {printed.because}", mine,
+            ours["differs"] if ours["verdict"] else "",
+        ])  # fmt: skip
+    done = sum(bool(entry["verdict"]) for entry in entries.values())
+    head = f"{done} of {len(CLAIMS)} claims have cells in the study so far."
+    return f"{head}\n\n" + table(
+        ["claim, as it is read", "the paper's numbers", "ours", "not comparable because"], rows
+    )

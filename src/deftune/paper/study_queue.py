@@ -1,0 +1,176 @@
+"""Run the cells that the study still lacks, in the order of the plan, within a budget of minutes.
+
+A cell is started only if it is expected to end within the budget. Every finished cell is merged into its results file
+at once, so that a machine that goes away costs the running cells alone, and a fresh machine goes on from the committed
+results.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
+from deftune.comparison.schedule import CROWDED, Children, Failures, Runner, check_comparison
+from deftune.paper.study_cells import Study, collect, read_study
+from deftune.paper.study_plan import Plan
+from deftune.paper.study_report import seconds_of
+
+Say = Callable[[str], None]
+START_SECONDS = 20.0  # before a cell's clock begins: a process, its imports
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell that the plan has and no results file has yet."""
+
+    cell: Cell
+    tier: str
+    config: str  # the comparison's file, as a command takes it
+    results: Path
+    seconds: float  # expected
+
+
+@dataclass
+class QueueOutcome:
+    """How `run_queue` ended: names of cells, and the expected seconds of those that are left."""
+
+    finished: list[str] = field(default_factory=list[str])
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    left: list[Planned] = field(default_factory=list[Planned])
+
+
+def planned_comparisons(plan: Plan, folder: Path) -> dict[str, tuple[Comparison, list[float]]]:
+    """By config: the comparison with all objectives, seeds and rates that are planned in it, and the file's own rates.
+
+    The folder of a comparison may grow and not shrink, so that it begins with everything that is planned.
+    """
+    own = {str(about["config"]): load_comparison(folder / f"{about['config']}.yaml") for about in plan.regimes.values()}
+    lists: dict[str, dict[str, list[object]]] = {}
+    for tier in plan.tiers:
+        for config in (str(plan.regimes[regime]["config"]) for regime in tier["regimes"]):
+            about = lists.setdefault(config, {})
+            for key in ("objectives", "seeds", "learning_rates"):
+                new = tier[key] or (own[config].learning_rates if key == "learning_rates" else [])
+                about[key] = list(dict.fromkeys([*about.get(key, []), *new]))
+    found: dict[str, tuple[Comparison, list[float]]] = {}
+    for name, about in lists.items():
+        overrides = [f"{key}={values}" for key, values in about.items() if values]
+        found[name] = load_comparison(folder / f"{name}.yaml", overrides), own[name].learning_rates
+    return found
+
+
+def expected_seconds(cell: Cell, plan: Plan, studies: Iterable[Study]) -> float:
+    """The mean of the committed cells of the same regime (of untuned or of tuned models), else what the plan says."""
+    untuned = cell.objective == BASE
+    known = [
+        seconds_of(other) for study in studies for other in study.finished(cell.regime)
+        if (other["objective"] == BASE) == untuned
+    ]  # fmt: skip
+    return START_SECONDS + (sum(known) / len(known) if known else float(plan.regimes[cell.regime]["seconds"]))
+
+
+def missing_cells(plan: Plan, folder: Path, results: Path) -> list[Planned]:
+    """The planned cells that no results file has, in the order of the plan.
+
+    Args:
+        plan: the plan.
+        folder: of the plan and of the comparisons' files.
+        results: the folder of the results files.
+    """
+    comparisons = planned_comparisons(plan, folder)
+    studies = [read_study(path) for path in sorted(results.glob("*.json"))]
+    found: dict[str, Planned] = {}  # by the cell's name, which begins with its regime
+    for tier in plan.tiers:
+        for regime, objective, seed, rate in plan.missing(tier, studies):
+            config = str(plan.regimes[regime]["config"])
+            comparison, own_rates = comparisons[config]
+            rates = [rate] if objective == BASE or rate is not None else own_rates
+            for one in rates:
+                cell = Cell(comparison, regime, objective, one, seed)
+                seconds = expected_seconds(cell, plan, studies)
+                file, out = str(folder / f"{config}.yaml"), results / f"{config}.json"
+                found.setdefault(cell.name, Planned(cell, tier["name"], file, out, seconds))
+    return list(found.values())
+
+
+def lacking(comparison: Comparison, regime: str) -> str:
+    """Why no cell of a regime can run here: a file of its model or data that is not there; "" where all are."""
+    cell = next(cell for cell in comparison.cells() if cell.regime == regime)
+    names = [source.path for source in (*cell.config.data.train, *cell.section.tokens)]
+    names += [cell.config.model.name] if cell.config.model.name.endswith(".gguf") else []
+    return next((f"{name}: no such file" for name in names if name is not None and not Path(name).exists()), "")
+
+
+def run_queue(
+    plan: Plan, folder: Path, results: Path, *, minutes: float, jobs: int = 1, say: Say = print,
+    runner: Runner | None = None, clock: Callable[[], float] = time.monotonic,
+) -> QueueOutcome:  # fmt: skip
+    """Run missing cells until none is left or the next one would not end within the budget.
+
+    Args:
+        plan: the plan.
+        folder: of the plan and of the comparisons' files.
+        results: the folder of the results files; every finished or failed cell is written there at once.
+        minutes: the budget. Cells that still run when it is spent are stopped; they resume on this machine.
+        jobs: cells at a time.
+        say: called with each message.
+        runner: runs cells (default: `Children`, each in a process of its own).
+        clock: seconds.
+
+    Raises:
+        ValueError: the plan, a config or a results file is wrong.
+    """
+    end = clock() + 60 * minutes
+    waiting, absent = missing_cells(plan, folder, results), dict[str, str]()
+    for one in waiting:
+        regime = one.cell.regime
+        if regime not in absent:
+            absent[regime] = lacking(one.cell.comparison, regime)
+            if absent[regime]:
+                say(f"{regime}: left out: {absent[regime]}")
+    outcome = QueueOutcome()
+    cells = [one.cell for one in waiting if not absent[one.cell.regime]]
+    planned = {one.cell.name: one for one in waiting}
+    for comparison in {cell.comparison.folder: cell.comparison for cell in cells}.values():
+        check_comparison(comparison, say)
+        open_comparison(comparison)
+    failures = Failures(cells)
+
+    def begin(cell: Cell) -> bool:
+        one = planned[cell.name]
+        if cell.regime in failures.given_up or clock() + one.seconds > end:
+            return False
+        say(f"tier {one.tier}: {cell.name}, {one.seconds:.0f} s expected, {(end - clock()) / 60:.1f} minutes left")
+        return True
+
+    def watch(_: Sequence[Cell]) -> None:
+        if clock() > end:
+            os.kill(os.getpid(), signal.SIGTERM)  # the runner passes it on to the cells
+
+    for cell, state in (runner or Children(jobs, watch))(cells, begin):
+        one = planned[cell.name]
+        if state == CROWDED:
+            say(f"  {cell.name} ran out of GPU memory beside other cells; it runs again alone, after the others")
+            continue
+        if state == "finished":
+            outcome.finished.append(cell.name)
+            failures.finish(cell)
+        elif state == "failed":
+            error = outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
+            failures.add(cell, error)
+            say(f"  {cell.name} failed: {error}")
+        else:
+            say(f"  {cell.name} was stopped")
+            continue
+        try:
+            collect([Path(cell.comparison.folder)], one.results, file=one.config, only=[cell.name])
+        except ValueError as error:  # the other cells go on; the folder keeps this one
+            outcome.failed[cell.name] = str(error)
+            say(f"  {cell.name} was not merged: {error}")
+    outcome.left = [one for one in waiting if one.cell.name not in outcome.finished]
+    return outcome

@@ -1,0 +1,64 @@
+"""Label noise on purpose: the answers of some rows exchanged in pairs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from deftune.artifacts.config import RunConfig, Source
+from deftune.data.mixing import exchange_answers, is_exchanged
+from deftune.data.rows import BadRows, Row
+from deftune.training.preparation import read_mixture
+
+
+def row(number: int, answer: str) -> Row:
+    messages = ({"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": answer})
+    return Row(messages, None, f"rows.jsonl:{number}", "rows.jsonl")
+
+
+def answers(rows: list[Row]) -> list[str]:
+    return [one.messages[-1]["content"] for one in rows]
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=40), st.floats(0, 1))
+def test_an_exchange_permutes_the_answers_and_marks_the_rows_that_are_wrong(texts, share):
+    rows = [row(number, text) for number, text in enumerate(texts)]
+    found = exchange_answers(rows, share)
+    assert sorted(answers(found)) == sorted(texts) and len(found) == len(rows)
+    for before, after in zip(rows, found):
+        assert after.messages[:-1] == before.messages[:-1]
+        assert is_exchanged(after.where) == (after.messages != before.messages)
+        assert after.where.startswith(before.where)
+
+
+def test_the_share_is_kept_and_a_larger_share_contains_a_smaller_one():
+    rows = [row(number, str(number)) for number in range(4000)]
+    marked = {
+        s: {r.where.split(",")[0] for r in exchange_answers(rows, s) if is_exchanged(r.where)} for s in (0.1, 0.3)
+    }
+    assert 0.085 < len(marked[0.1]) / 4000 < 0.115 and 0.28 < len(marked[0.3]) / 4000 < 0.32
+    assert len(marked[0.1] - marked[0.3]) <= 1  # the last one may have no partner
+    assert exchange_answers(rows, 0.0) == rows
+    # the first rows are exchanged as they are among all, but for the ones whose partner is cut off
+    cut, whole = exchange_answers(rows[:1000], 0.3), exchange_answers(rows, 0.3)
+    assert sum(a != b for a, b in zip(cut, whole)) <= 1
+
+
+def test_a_source_is_read_with_its_answers_exchanged(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "question {n}", "completion": "{n}"}}\n' for n in range(60)))
+    said: list[str] = []
+
+    def read(**options):
+        config = RunConfig.model_validate({"model": {"name": "x"}, "data": {"train": [{"path": str(path), **options}]}})
+        return list(read_mixture(config.data.train, config, BadRows(), said.append))
+
+    plain, noisy, wrong = read(), read(exchange=0.5), read(exchange=0.5, exchanged_only=True)
+    assert answers(plain) == [str(n) for n in range(60)] != answers(noisy)
+    assert wrong == [one for one in noisy if is_exchanged(one.where)] and len(wrong) > 10
+    assert f"{path}: {len(wrong)} of 60 rows have the answer of another row" in said
+
+
+def test_exchanged_rows_alone_need_a_share():
+    with pytest.raises(ValidationError, match="`exchanged_only` needs `exchange`"):
+        Source(path="a.jsonl", exchanged_only=True)

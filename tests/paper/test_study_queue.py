@@ -1,0 +1,117 @@
+"""The study's queue: missing cells in the order of the plan, within a budget, merged one by one."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny_comparison
+from deftune.paper.study import main
+from deftune.paper.study_cells import read_study, write_study
+from deftune.paper.study_plan import Plan
+from deftune.paper.study_queue import START_SECONDS, missing_cells, run_queue
+from serial import run_here
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A plan of two tiers over a comparison of a tiny model: its folder, and the folder of its results."""
+    folder, results = tmp_path / "study", tmp_path / "results"
+    folder.mkdir()
+    what = tiny_comparison.content(tiny_comparison.save_model(tmp_path / "model"), tmp_path / "comparisons")
+    what["train"]["max_steps"] = 1
+    what["regimes"]["weak"]["evaluate"][0] |= {"temperatures": [1], "samples": 1}
+    tiny_comparison.write(folder / "tiny.yaml", what)
+    first = {"name": "1", "minutes": 1, "regimes": ["weak"], "objectives": ["deft"], "learning_rates": [], "seeds": [1]}
+    second = {**first, "name": "2", "base": True, "objectives": ["nll"], "learning_rates": [2e-3]}
+    weak = {"kind": "weak", "model": "tiny", "data": "words", "config": "tiny", "seconds": 100}
+    tiny_comparison.write(folder / "plan.yaml", {"regimes": {"weak": weak}, "tiers": [first, second]})
+    return Plan(folder / "plan.yaml"), folder, results
+
+
+CELLS = ["weak/deft/lr0.001-s1", "weak/base", "weak/nll/lr0.002-s1"]
+
+
+def test_missing_cells_run_in_the_order_of_the_plan_and_are_merged_one_by_one(study, tmp_path):
+    plan, folder, results = study
+    assert [one.cell.name for one in missing_cells(plan, folder, results)] == CELLS
+    merged, said = [], []
+
+    def runner(cells, begin):
+        for cell, state in run_here(cells, begin):
+            yield cell, state
+            merged.append(sorted(read_study(results / "tiny.json").cells))
+
+    outcome = run_queue(plan, folder, results, minutes=30, runner=runner, say=said.append, clock=lambda: 0.0)
+    assert outcome.finished == CELLS and outcome.failed == {} and outcome.left == []
+    assert merged == [sorted(CELLS[: number + 1]) for number in range(3)]
+    assert said[0].startswith("tier 1: weak/deft/lr0.001-s1, 120 s expected, 30.0 minutes left")
+    # a machine that has the committed results alone
+    shutil.rmtree(tmp_path / "comparisons")
+    study_file = read_study(results / "tiny.json")
+    del study_file.cells["weak/base"]
+    write_study(study_file, results / "tiny.json")
+    again = run_queue(plan, folder, results, minutes=30, runner=run_here, say=said.append)
+    assert again.finished == ["weak/base"] and sorted(read_study(results / "tiny.json").cells) == sorted(CELLS)
+    # what a cell took is expected of the next one of its regime
+    cost = study_file.cells["weak/deft/lr0.001-s1"]["cost"]
+    cost |= {"steps_seconds": 1, "tokens_seconds": 2, "eval_seconds": 3, "overhead_seconds": 4}
+    del study_file.cells["weak/nll/lr0.002-s1"]
+    write_study(study_file, results / "tiny.json")
+    base, nll = missing_cells(plan, folder, results)
+    assert (base.seconds, nll.seconds) == (START_SECONDS + 100, START_SECONDS + 10)
+
+
+def test_no_cell_starts_that_would_not_end_in_time(study):
+    plan, folder, results = study
+    now = 0.0
+
+    def runner(cells, begin):
+        nonlocal now
+        for cell in cells:
+            if begin(cell):
+                now += 90
+                cell.set_state("failed", stage="train", error=cell.name)
+                yield cell, "failed"
+
+    outcome = run_queue(plan, folder, results, minutes=200 / 60, runner=runner, clock=lambda: now, say=lambda _: None)
+    # 200 s: the first cell is expected to take 120 s; 90 s later 110 s are left
+    assert list(outcome.failed) == CELLS[:1] and [one.cell.name for one in outcome.left] == CELLS
+
+
+def test_a_failure_is_merged_and_a_regime_without_its_files_is_left_out(study):
+    plan, folder, results = study
+    said = []
+
+    def runner(cells, begin):
+        for cell in cells:
+            if begin(cell):
+                cell.set_state("failed", stage="train", error="out of paper")
+                yield cell, "failed"
+
+    outcome = run_queue(plan, folder, results, minutes=30, runner=runner, say=said.append)
+    assert set(outcome.failed) == set(CELLS[:2]) and len(outcome.left) == 3  # alike: the rest is not started
+    assert "  weak/base failed: out of paper" in said
+    assert read_study(results / "tiny.json").cells["weak/base"]["failures"] == [
+        {"stage": "train", "error": "out of paper"}
+    ]
+    plan.regimes["weak"]["config"] = "other"
+    content = yaml.safe_load((folder / "tiny.yaml").read_text())
+    content["regimes"]["weak"]["tokens"] = [{"path": "nowhere/rows.jsonl"}]
+    tiny_comparison.write(folder / "other.yaml", content)
+    said.clear()
+    assert run_queue(plan, folder, results, minutes=30, runner=runner, say=said.append).failed == {}
+    assert said == ["weak: left out: nowhere/rows.jsonl: no such file"]
+
+
+def test_every_planned_cell_of_the_study_has_a_config(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    assert main(["run", "--minutes", "9", "--jobs", "2", "--dry-run", "--results", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plan = Plan(REPOSITORY / "benchmarks/study/plan.yaml")
+    assert len(lines) - 1 == sum(len(list(plan.wanted(tier))) for tier in plan.tiers)
+    assert lines[-1].startswith(f"{len(lines) - 1} planned cells are missing, about ")
+    assert main(["run", "--minutes", "0"]) == 2 and "--minutes is above 0" in capsys.readouterr().err
