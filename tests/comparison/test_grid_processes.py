@@ -114,7 +114,7 @@ def test_a_killed_cell_is_a_failure_that_leaves_nothing_behind(tmp_path, model, 
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     wait_until(lambda: steps(cells[0]) > 2 or process.poll() is not None, lambda: log(cells[0]))
     leader = leader_of(cells[0])
-    assert len(group_of(leader)) > 1  # the data loader's worker is in it
+    wait_until(lambda: len(group_of(leader)) > 1, lambda: log(cells[0]))  # the data loader's worker, one an epoch
     (os.killpg if whole_group else os.kill)(leader, signal.SIGKILL)
     wait_until(lambda: steps(cells[1]) > 2 or process.poll() is not None, lambda: log(cells[1]))
     assert cells[0].state()["state"] == "failed"
