@@ -111,3 +111,9 @@ def test_curves_average_what_does_not_fit():
     records = [{"step": i, "loss": float(i)} for i in range(1, 101)] + [{"step": 100, "loss": 1e9, "final": True}]
     (_, line) = render(records, "running", [], 80).splitlines()
     assert len(line) <= 80 and line.endswith("(1 to 100)") and "█" in line
+
+
+def test_a_short_curve_leaves_the_columns_in_line():
+    records = [{"step": i, "loss": float(i)} for i in range(1, 61)] + [{"step": 60, "eval_loss": 3.5}]
+    _, loss, evaluation = render(records, "running", [], 80).splitlines()
+    assert loss.index("(") == evaluation.index("(")
