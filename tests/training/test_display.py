@@ -54,8 +54,11 @@ def test_steps_of_a_minute_have_a_time_left_too():
         clock.now += 60.0
         display.step(step, 20, LOGS)
     display.progress.refresh()
+    display.evaluation(13, 20, EVALUATION)
     display.stop()
-    assert "13/20 0:07:00 loss" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    assert "13/20 0:07:00 loss" in text
+    assert "eval 0.333" in text.rpartition("13/20 0:07:00")[2]  # the bar has the newest evaluation at once
 
 
 def test_a_log_has_a_line_every_ten_seconds_and_every_evaluation():
@@ -111,3 +114,9 @@ def test_curves_average_what_does_not_fit():
     records = [{"step": i, "loss": float(i)} for i in range(1, 101)] + [{"step": 100, "loss": 1e9, "final": True}]
     (_, line) = render(records, "running", [], 80).splitlines()
     assert len(line) <= 80 and line.endswith("(1 to 100)") and "█" in line
+
+
+def test_a_short_curve_leaves_the_columns_in_line():
+    records = [{"step": i, "loss": float(i)} for i in range(1, 61)] + [{"step": 60, "eval_loss": 3.5}]
+    _, loss, evaluation = render(records, "running", [], 80).splitlines()
+    assert loss.index("(") == evaluation.index("(")

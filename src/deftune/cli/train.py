@@ -182,7 +182,7 @@ def run_runs(args: argparse.Namespace) -> int:
         return 0
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
-        run["model"] = shown_model(run["model"] or "-")
+        run["model"] = shown_model(run.pop("model") or "-")  # the longest text comes last
     from deftune.artifacts.terminal import one_line
 
     cells = [

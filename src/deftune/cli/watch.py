@@ -38,12 +38,13 @@ def curve(values: list[float], width: int) -> str:
 
 def render(records: list[dict[str, Any]], state: str, tasks: list[str], width: int) -> str:
     """A line for each number that the run records: first value, curve, last value, and the range."""
+    room = max(8, width - 56)
     lines = [f"{state}, step {max((record['step'] for record in records), default=0)}"]
     for name in (*CURVES, *(f"eval_{task}" for task in tasks)):
         values = [float(r[name]) for r in records if isinstance(r.get(name), int | float) and not r.get("final")]
         if values:
             lines.append(
-                f"{name:<14}{values[0]:>10.4g} {curve(values, max(8, width - 56))} {values[-1]:<10.4g}"
+                f"{name:<14}{values[0]:>10.4g} {curve(values, room):<{room}} {values[-1]:<10.4g}"
                 f"({min(values):.4g} to {max(values):.4g})"
             )
     return "\n".join(lines) if len(lines) > 1 else f"{lines[0]}: no records yet"

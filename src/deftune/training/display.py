@@ -59,6 +59,7 @@ class StepDisplay:
         )  # fmt: skip
         self.task: Any = None
         self.newest: dict[str, Any] = {}  # evaluation
+        self.logs: dict[str, Any] = {}  # of the newest step
         self.begun = self.printed = 0.0
         self.first = 0
 
@@ -70,20 +71,31 @@ class StepDisplay:
             self.progress.start()
 
     def step(self, done: int, total: int, logs: dict[str, Any]) -> None:
-        logs = {**{name: self.newest[name] for name in ("eval_loss",) if name in self.newest}, **logs}
-        now = self.clock()
-        # rich's own column forgets a step after 30 seconds, and then shows no time at all
-        left = timedelta(seconds=round((now - self.begun) / (done - self.first) * (total - done)))
-        taken = len(self.title) + self.BAR + len(f"{done}/{total}") + len(str(left)) + 4  # and the spaces between
-        numbers = render_step(logs, max(0, self.console.width - taken))
-        self.progress.update(self.task, completed=done, left=str(left), numbers=numbers)
+        self.logs = logs
+        logs, left, now = self.draw(done, total), self.left(done, total), self.clock()
         if not self.console.is_terminal and (done in (self.first + 1, total) or now - self.printed >= EVERY):
             self.say(f"{self.title} {done}/{total}  {left} left  {render_step(logs)}")
             self.printed = now
 
+    def left(self, done: int, total: int) -> timedelta:
+        """The time left; rich's own column forgets a step after 30 seconds, and then shows no time at all."""
+        seconds = (self.clock() - self.begun) / max(1, done - self.first)
+        return timedelta(seconds=round(seconds * (total - done)))
+
+    def draw(self, done: int, total: int) -> dict[str, Any]:
+        """Update the bar; returns what it shows: the newest step and the newest evaluation."""
+        logs = {**{name: self.newest[name] for name in ("eval_loss",) if name in self.newest}, **self.logs}
+        left = str(self.left(done, total))
+        taken = len(self.title) + self.BAR + len(f"{done}/{total}") + len(left) + 4  # and the spaces between
+        numbers = render_step(logs, max(0, self.console.width - taken))
+        self.progress.update(self.task, completed=done, left=left, numbers=numbers)
+        return logs
+
     def evaluation(self, done: int, total: int, logs: dict[str, Any], *, final: bool = False) -> None:
         """A line with the numbers of an evaluation; ``final`` is the one of the result."""
         self.newest = logs
+        if self.logs and not final:
+            self.draw(done, total)
         place = "result" if final else f"{self.title} {done}/{total}"
         self.say(f"{place}  {render_evaluation(logs, self.tasks)}")
 
