@@ -360,8 +360,8 @@ def test_the_ledger_judges_our_cells_and_says_what_differs(root):
     above = entries["strong-above-nll"]
     assert above["verdict"] == "holds" and above["because"].startswith("ahead in 3 of 3: strong, deft - nll: +")
     assert above["differs"] == (
-        "strong: GSM8K, asked gsm8k, Qwen2.5-Coder-1.5B-Instruct, 3 seeds; the paper: NuminaMath, asked five sets, four "
-        "models"
+        "strong: GSM8K, asked gsm8k, Qwen2.5-Coder-1.5B-Instruct, 3 seeds; the paper: NuminaMath, asked five sets, "
+        "four models"
     )
     assert entries["strong-linear"]["verdict"] == "holds"
     assert entries["weak-gaps"] == {

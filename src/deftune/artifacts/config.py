@@ -117,7 +117,9 @@ class Data(Section):
     eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
     holdout: Share = Field(0.0, description="chance of each training row to be kept for evaluation instead")
     tasks: list[TaskSource] = Field(default_factory=list, description="tasks to score at every evaluation, e.g. gsm8k")
-    total: Positive | None = Field(None, description="rows of a mixture (default: as many as the weights allow)")
+    total: Positive | None = Field(
+        None, description="rows to train on, of a mixture (default: as many as the weights allow)"
+    )
     template: str | None = Field(
         None, description="a chat template: the tokenizer's own, chatml, plain, or a .jinja file"
     )

@@ -164,8 +164,10 @@ def check_config(config: RunConfig) -> None:
         )
 
 
-def read_mixture(sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None]) -> PackedRows:
-    """The rows of the sources, mixed by their weights."""
+def read_mixture(
+    sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None], *, total: int | None = None
+) -> PackedRows:
+    """The rows of the sources, mixed by their weights; ``total`` of them, or as many as the weights allow."""
     read: list[tuple[PackedRows, float]] = []
     for source in sources:
         found = iterate_rows(
@@ -179,9 +181,9 @@ def read_mixture(sources: list[Source], config: RunConfig, bad: BadRows, notice:
             rows = PackedRows(kept if source.exchanged_only else changed)
         notice(f"{source.place}: {len(rows):,} rows")
         read.append((rows, source.weight))
-    if len(read) == 1 and config.data.total is None:
+    if len(read) == 1 and total is None:
         return read[0][0]
-    places = mix_places(read, total=config.data.total, seed=config.train.seed)
+    places = mix_places(read, total=total, seed=config.train.seed)
     return PackedRows.gather((read[index][0], place) for index, place in places)
 
 
@@ -206,7 +208,7 @@ def read_data(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     """The part of `prepare` that depends on `data_key` alone; runs that have the key in common can share it."""
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
-    rows = read_mixture(data.train, config, bad, notice)
+    rows = read_mixture(data.train, config, bad, notice, total=data.total)
     held = read_mixture(data.eval, config, bad, notice) if data.eval else PackedRows()
     if data.holdout:
         sides = split_places(rows, data.holdout, config.train.seed)
