@@ -147,6 +147,10 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"train.optimizer: torch {torch.__version__} has no Muon; take torch 2.9 or newer, or adamw")
     if config.model.quantization is not None:
         check_bitsandbytes("model.quantization")
+    if train.weights != "float32" and ranks > 1:
+        raise ConfigError(f"train.weights: {train.weights} was not tested with several ranks; leave it out")
+    if train.weights != "float32" and precision_of(config) != "bf16":
+        raise ConfigError(f"train.weights: {train.weights} computes in bfloat16; set train.precision=bf16")
     if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
     if base_dtype(config) == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
