@@ -139,7 +139,7 @@ def test_several_ranks_and_float32_are_refused(tmp_path, make_config, monkeypatc
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"computes in bfloat16; set train\.precision=bf16"):
-        check_config(make_config(tmp_path, {"train.weights": WITH_MASTERS}))
+        check_config(make_config(tmp_path, {**WEIGHTS, "train.precision": "auto"}))
 
 
 def test_the_trainer_refuses_autocast_and_unknown_names(tmp_path):
