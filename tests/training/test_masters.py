@@ -150,3 +150,11 @@ def test_the_trainer_refuses_autocast_and_unknown_names(tmp_path):
     ]:
         with pytest.raises(ValueError, match=text):
             make_trainer(make_model(torch.float32), make_arguments(tmp_path, **more), make_rows(4), weights=weights)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", ["nll", "deft", "eaft", "mile"])
+def test_the_trajectory_on_a_gpu_is_that_of_autocast(tmp_path, objective):
+    plain, masters = (trajectory(tmp_path, w, objective, use_cpu=False) for w in ("float32", WITH_MASTERS))
+    assert masters == pytest.approx(plain, rel=1e-3)

@@ -150,3 +150,21 @@ def test_a_run_with_too_few_steps_is_refused(tmp_path, make_config, capsys):
     assert line in capsys.readouterr().err
     assert main(["train", str(path), "--profile", "--dry-run"]) == 2
     assert "--profile: a dry run takes no steps" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+@pytest.mark.gpu
+def test_a_profile_on_a_gpu_has_the_times_of_its_kernels(tmp_path):
+    found = []
+    arguments = make_arguments(tmp_path, num_train_epochs=3, use_cpu=False, bf16=True)
+    model = make_model(torch.float32, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    trainer, _ = make_trainer(model, arguments, make_rows(16), objective="deft")
+    with StepProfiler(lambda: trainer, found.append) as profiler:
+        trainer.add_callback(profiler)
+        trainer.train()
+    (profile,) = found
+    parts = {part.part: part for part in profile.parts}
+    for name in ("embedding", "attention", "MLP", "norms", "head + loss", "casts", "optimizer + clipping"):
+        assert parts[name].device_ms > 0, name
+    assert 0 < profile.gpu_busy <= 1 and profile.gemm_tflops > 10 and profile.dtype == "bfloat16"
+    assert sum(part.share for part in profile.parts) == pytest.approx(1, abs=0.05)

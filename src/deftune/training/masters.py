@@ -74,7 +74,8 @@ class Masters:
     @torch.no_grad()
     def round(self) -> None:
         """Set the model's weights to the rounded masters."""
-        torch._foreach_copy_(list(self.rounded.values()), [master.data for master in self.masters.values()])
+        rounded, masters = list(self.rounded.values()), [master.data for master in self.masters.values()]
+        torch._foreach_copy_(rounded, masters)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     @contextmanager
     def in_model(self) -> Generator[None]:

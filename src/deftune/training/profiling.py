@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 from transformers import TrainerCallback
@@ -233,7 +233,8 @@ class Attribution:
 
     def totals(self) -> tuple[dict[str, float], dict[str, float], float, float]:
         """({part: host us}, {part: GPU us}, us in matrix products on the host, and on the GPU)."""
-        host, device = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
+        host: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        device: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         host_products = device_products = 0.0
         for event in self.events:
             part = self.part(event)
@@ -287,6 +288,8 @@ def sustained_tflops(device: torch.device, dtype: torch.dtype, seconds: float | 
     gpu = device.type == "cuda"
     seconds = (2.0 if gpu else 0.5) if seconds is None else seconds
     size = 8192 if gpu else 1024
+    if gpu:
+        torch.cuda.empty_cache()  # memory that torch holds for the next step
     if gpu and 4 * size * size * dtype.itemsize > torch.cuda.mem_get_info(device)[0]:
         size = 2048
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random state stays

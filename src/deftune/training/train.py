@@ -31,11 +31,13 @@ from deftune.training.card import name_base_model, render_card
 from deftune.training.display import StepDisplay
 from deftune.training.plan import MOMENT_BYTES
 from deftune.training.preparation import (
+    ARRAYS,
     Prepared,
     base_dtype,
     data_ranks,
     facts,
     fingerprint,
+    fingerprint_of_lists,
     is_main,
     precision_of,
     prepare,
@@ -440,7 +442,9 @@ def record_data(prepared: Prepared, run: Run) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"] if path.is_file() else None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
-    if before is not None and before != now["fingerprint"]:
+    # a run that an earlier version began has the other kind
+    own = fingerprint_of_lists(prepared) if before and not str(before).startswith(ARRAYS) else now["fingerprint"]
+    if before is not None and before != own:
         raise ValueError(
             f"{run.folder}: the data is not what the run began with (tokens or masks differ); restore it, or start "
             f"another run with --set run=..."

@@ -131,7 +131,7 @@ class DeftSFTTrainer(CheckpointingTrainer):
         self.masters = None
         if weights != FLOAT32:
             check_masters(weights, self)
-            self.masters = Masters(self.model)
+            self.masters = Masters(base_of(self.model))
         if getattr(base_of(self.model), "is_quantized", False):
             prepare_quantised(self.model)
         self.sparse = sparse
