@@ -150,7 +150,8 @@ def why(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     text = " ".join(str(error).split())[:160].replace("|", "/")
-    return f"not installed: {text}" if isinstance(error, ImportError) else f"{type(error).__name__}: {text}"
+    missing = isinstance(error, ImportError) or "ImportError" in text  # a loader wraps it
+    return f"not installed: {text}" if missing else f"{type(error).__name__}: {text}"
 
 
 def in_process(contender: str, args: argparse.Namespace, given: list[str]) -> dict[str, Any]:
