@@ -1,26 +1,29 @@
-"""Tokens per second and peak memory of a training step: deftune's trainer against TRL's own, in one run.
+"""Tokens per second, MFU, peak memory and loss of training: deftune's trainer beside TRL's, each in its own process.
 
-    python benchmarks/training.py MODEL_FOLDER rows.jsonl.gz                 # on a GPU; bf16 compute over fp32 weights
-    python benchmarks/training.py MODEL_FOLDER rows.jsonl.gz --steps 3 --length 256 --micro 2    # a try on a CPU
-    python benchmarks/training.py CONFIG.json rows.jsonl.gz --tokenizer MODEL_FOLDER   # random weights of that shape
+    python benchmarks/training.py MODEL_FOLDER rows.jsonl.gz --json out.jsonl     # on a GPU; bf16
+    python benchmarks/training.py CONFIG.json rows.jsonl.gz --tokenizer MODEL_FOLDER --micro 4   # random weights
+    python benchmarks/training.py MODEL_FOLDER rows.jsonl --only 'TRL|bf16 weights' --steps 3 --length 128 --micro 2
+    python benchmarks/training.py --table out.jsonl                               # the table of what was measured
 
-Each contender trains its own copy of the model, on the same packed sequences in the same order, with the same
-optimizer. First each by itself: its peak memory and losses. Then all of them side by side, in rounds of a few steps
-over all in turn (--rounds, --steps; the first --warmup of a round are left out): a host whose speed drifts is as fast
-for one as for the next. A speed is that of the median step; the ratio to TRL's nll comes with the 95% interval of
-rounds drawn again, and beside it the median of the rounds' own ratios: where the two disagree, nothing is decided.
-Liger's layers replace the model's own for good, so those that use them come last, in rounds of their own. Needs
-deftune[train]; Liger's rows need liger-kernel.
+Every contender trains the same model on the same packed sequences in the same order, with fused AdamW. A step is timed
+from the start of one step to the start of the next, records and data included; the first --warmup steps (compilation
+too) are left out. --repeats runs the whole list again: the speed is that of the median step of all repeats, and beside
+it the smallest and largest median of a repeat. Each result is appended to --json when it is there, so that a run that
+is cut off loses nothing. A contender that cannot run is a row that says why. MFU counts the products with the weights
+(`deftune.training.profiling.needed_flops`) against large matrix products in the same process.
+
+Needs deftune[train]; Liger's rows need liger-kernel, padding-free TRL needs flash-attn. Not here: unsloth (changes
+transformers and TRL when it is imported, and makes its own model) and torchtitan (has its own models, data, launcher).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import gc
+import itertools
 import json
-import random
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,19 +32,35 @@ from typing import Any
 
 import torch
 
-CONTENDERS = {
-    "deftune deft": {"objective": "deft"},
-    "deftune nll": {"objective": "nll"},
-    "deftune deft; varlen": {"objective": "deft", "attention": "varlen"},
-    "deftune deft; compiled layers": {"objective": "deft", "compile_layers": True},
-    "deftune deft; varlen; compiled layers": {"objective": "deft", "attention": "varlen", "compile_layers": True},
-    "TRL nll": {"loss_type": "nll"},
+DEFT, BF16, VARLEN, LAYERS = {"objective": "deft"}, {"weights": "bfloat16_with_masters"}, {"attention": "varlen"}, {
+    "compile_layers": True
+}  # fmt: skip
+TRL, LIGER, COMPILE = {"loss_type": "nll"}, {"use_liger_kernel": True}, {"torch_compile": True}
+FLAT = {"padding_free": True}
+REFERENCE = "TRL nll + Liger"
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "TRL nll": TRL,
     "TRL dft": {"loss_type": "dft"},
-    "TRL nll + Liger layers": {"loss_type": "nll", "use_liger_kernel": True},
-    "TRL nll + Liger layers + compile": {"loss_type": "nll", "use_liger_kernel": True, "torch_compile": True},
-    "deftune deft + Liger layers": {"objective": "deft", "use_liger_kernel": True},
-    "deftune deft; varlen + Liger layers": {"objective": "deft", "use_liger_kernel": True, "attention": "varlen"},
+    REFERENCE: TRL | LIGER,
+    "TRL nll + Liger; compile": TRL | LIGER | COMPILE,
+    "TRL nll + Liger; padding-free": TRL | LIGER | FLAT,
+    "TRL nll + Liger; compile; padding-free": TRL | LIGER | COMPILE | FLAT,
+    "deftune nll": {"objective": "nll"},
+    "deftune deft": DEFT,
+    "deftune deft; bf16 weights": DEFT | BF16,
+    "deftune deft; varlen": DEFT | VARLEN,
+    "deftune deft; varlen; bf16 weights": DEFT | VARLEN | BF16,
+    "deftune deft; compiled layers": DEFT | LAYERS,
+    "deftune deft; varlen; compiled layers": DEFT | VARLEN | LAYERS,
+    "deftune deft; varlen; compiled layers; bf16 weights": DEFT | VARLEN | LAYERS | BF16,
+    "deftune deft + Liger": DEFT | LIGER,
+    "deftune deft + Liger; bf16 weights": DEFT | LIGER | BF16,
+    "deftune deft + Liger; varlen": DEFT | LIGER | VARLEN,
+    "deftune deft + Liger; varlen; bf16 weights": DEFT | LIGER | VARLEN | BF16,
+    "deftune deft + Liger; varlen; compiled layers; bf16 weights": DEFT | LIGER | VARLEN | LAYERS | BF16,
+    "deftune eaft + Liger; varlen; bf16 weights": {"objective": "eaft"} | LIGER | VARLEN | BF16,
 }
+OURS = ("attention", "compile_layers", "weights")  # arguments of DeftSFTTrainer
 
 
 def sequences(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
@@ -55,7 +74,7 @@ def sequences(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
     return list(pack(encoded.examples, args.length))
 
 
-def load(args: argparse.Namespace) -> tuple[Any, Any]:
+def load(args: argparse.Namespace, attention: str) -> tuple[Any, Any]:
     import transformers
 
     from deftune.artifacts.models import load_model, load_tokenizer
@@ -64,187 +83,193 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         config = transformers.AutoConfig.for_model(**json.loads(Path(args.model).read_text()))
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = transformers.AutoModelForCausalLM.from_config(config).float()
-        return model.cpu(), load_tokenizer(args.tokenizer)
-    return load_model(args.model), load_tokenizer(args.tokenizer or args.model)
+            chosen = {} if attention == "auto" else {"attn_implementation": attention}
+            model = transformers.AutoModelForCausalLM.from_config(config, **chosen).float()
+        return model, load_tokenizer(args.tokenizer)
+    return load_model(args.model, attention=attention), load_tokenizer(args.tokenizer or args.model)
 
 
-class Entrant:
-    """A contender's trainer, and the seconds of its steps."""
+def measure(contender: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train a contender for some steps; the result is what a row of the table is made of."""
+    from transformers import PrinterCallback, TrainerCallback
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-    def __init__(self, contender: str, model: Any, tokenizer: Any, packs: list[Any], args: argparse.Namespace):
-        from transformers import PrinterCallback, TrainerCallback
-        from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+    from deftune.artifacts.display import quiet
+    from deftune.data.packing import Collator
+    from deftune.training.assembly import NO_LIGER_LOSS, Batches, make_dataset
+    from deftune.training.profiling import compute_dtype, needed_flops, sustained_tflops, synchronized
+    from deftune.training.trainer import DeftSFTTrainer, peak_gib
 
-        from deftune.artifacts.display import quiet
-        from deftune.data.packing import Collator
-        from deftune.training.assembly import Batches, make_dataset
-        from deftune.training.trainer import DeftSFTTrainer
-
-        options: dict[str, Any] = dict(CONTENDERS[contender])
-        objective = options.pop("objective", None)
-        ours = {name: options.pop(name) for name in ("attention", "compile_layers") if name in options}
-        cuda = torch.cuda.is_available()
-        seconds = self.seconds = list[float]()
-
-        class Clock(TrainerCallback):
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                self.start = now()
-
-            def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-                seconds.append(now() - self.start)
-
-        def now() -> float:
-            if cuda:
-                torch.cuda.synchronize()
-            return time.perf_counter()
-
-        self.folder = tempfile.TemporaryDirectory()
-        with quiet():
-            config = SFTConfig(
-                output_dir=self.folder.name, per_device_train_batch_size=args.micro,
-                gradient_accumulation_steps=args.accumulation, max_steps=args.steps, learning_rate=1e-5, bf16=cuda,
-                use_cpu=not cuda, gradient_checkpointing=False, logging_steps=1, report_to=[], save_strategy="no",
-                disable_tqdm=True, remove_unused_columns=False, max_length=None,
-                dataset_kwargs={"skip_prepare_dataset": True}, **options,
-            )  # fmt: skip
-            flat = ours.get("attention") == "varlen"
-            kwargs: dict[str, Any] = {
-                "data_collator": Batches(packs, Collator(tokenizer.pad_token_id, padding_free=flat)),
-                "train_dataset": make_dataset(range(len(packs))), "processing_class": tokenizer, "callbacks": [Clock()],
-            }  # fmt: skip
-            make: Any = SFTTrainer if objective is None else DeftSFTTrainer
-            extra = {} if objective is None else {"objective": objective, **ours}
-            self.trainer = make(copy.deepcopy(model), config, **kwargs, **extra)
-            self.trainer.remove_callback(PrinterCallback)
-
-    def run(self) -> list[float]:
-        """The seconds of a round's steps."""
-        from deftune.artifacts.display import quiet
-
-        self.seconds.clear()
-        with quiet():
-            self.trainer.train()
-        return list(self.seconds)
-
-
-def alone(contender: str, *what: Any) -> dict[str, Any]:
-    """A contender's peak memory, and its losses, with nothing else on the device."""
-    from deftune.losses import graphs
-    from deftune.training.trainer import peak_gib
-
+    options = dict(CONTENDERS[contender])
+    objective, trl_flat = options.pop("objective", None), options.pop("padding_free", False)
+    ours = {name: options.pop(name) for name in OURS if name in options}
     cuda = torch.cuda.is_available()
-    gc.collect()
-    if cuda:
-        graphs.clear()  # the buffers that deftune keeps between calls are of this contender alone
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        left = torch.cuda.memory_allocated()
-        assert left < 1 << 27, f"{left} bytes of the contender before are still there"
-    entrant = Entrant(contender, *what)
-    entrant.run()
-    losses = [record["loss"] for record in entrant.trainer.state.log_history if "loss" in record]
-    peak = peak_gib(torch.device("cuda" if cuda else "cpu"))
-    entrant.trainer.accelerator.free_memory()
-    return {"contender": contender, "peak_gib": peak, "first_loss": losses[0], "last_loss": losses[-1], "rounds": []}
+    device = torch.device("cuda" if cuda else "cpu")
+    if objective is not None and "use_liger_kernel" in options:
+        options["liger_kernel_config"] = NO_LIGER_LOSS
+    stamps: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            stamps.append(synchronized(device))
+
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        model, tokenizer = load(args, "flash_attention_2" if trl_flat else "auto")
+        packs = sequences(args, tokenizer)
+        config = SFTConfig(
+            output_dir=folder, per_device_train_batch_size=args.micro, gradient_accumulation_steps=args.accumulation,
+            max_steps=args.warmup + args.steps + 1, learning_rate=1e-5, bf16=cuda and "weights" not in ours,
+            use_cpu=not cuda, gradient_checkpointing=False, logging_steps=1, report_to=[], save_strategy="no",
+            optim="adamw_torch_fused", disable_tqdm=True, remove_unused_columns=False, max_length=None,
+            dataset_kwargs={"skip_prepare_dataset": True}, **options,
+        )  # fmt: skip
+        flat = trl_flat or ours.get("attention") == "varlen"
+        kwargs: dict[str, Any] = {
+            "data_collator": Batches(packs, Collator(tokenizer.pad_token_id, padding_free=flat)),
+            "train_dataset": make_dataset(range(len(packs))), "processing_class": tokenizer, "callbacks": [Clock()],
+        }  # fmt: skip
+        make: Any = SFTTrainer if objective is None else DeftSFTTrainer
+        trainer = make(model, config, **kwargs, **({} if objective is None else {"objective": objective, **ours}))
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    peak = peak_gib(device)
+    rows = args.micro * args.accumulation / len(packs)  # of a step, as a share of all
+    tokens = rows * sum(len(pack.input_ids) for pack in packs)
+    supervised = rows * sum(label != -100 for pack in packs for label in pack.labels)
+    return {
+        "seconds": [end - start for start, end in itertools.pairwise(stamps)][args.warmup :], "peak_gib": peak,
+        "first_loss": losses[0], "last_loss": losses[-1], "tokens": tokens,
+        "flops": needed_flops(trainer.model, tokens, supervised),
+        "tflops": sustained_tflops(device, compute_dtype(trainer)),
+    }  # fmt: skip
 
 
-def race(results: list[dict[str, Any]], rounds: int, warmup: int, *what: Any) -> None:
-    """The seconds of each contender's steps, round by round."""
-    entrants = [Entrant(result["contender"], *what) for result in results]
-    for _ in range(rounds):
-        for result, entrant in zip(results, entrants):
-            result["rounds"].append(entrant.run()[warmup:])
-    for entrant in entrants:
-        entrant.trainer.accelerator.free_memory()
+def why(error: BaseException) -> str:
+    """An error as a cell of the table."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    text = " ".join(str(error).split())[:160].replace("|", "/")
+    missing = isinstance(error, ImportError) or "ImportError" in text  # a loader wraps it
+    return f"not installed: {text}" if missing else f"{type(error).__name__}: {text}"
+
+
+def in_process(contender: str, args: argparse.Namespace, given: list[str]) -> dict[str, Any]:
+    """`measure` in a process of its own; an error, a crash or too long a time is a result too."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "result.json")
+        command = [sys.executable, __file__, *given, "--worker", contender, "--out", str(out)]
+        start = time.perf_counter()
+        try:
+            ended = subprocess.run(command, timeout=args.timeout, capture_output=True, text=True)
+            result = {"error": f"the process ended with code {ended.returncode}: {ended.stderr.strip()[-200:]}"}
+        except subprocess.TimeoutExpired:
+            result = {"error": f"took more than {args.timeout:g} s"}
+        if out.exists():
+            result = json.loads(out.read_text())
+    return {"contender": contender, **result, "wall_seconds": time.perf_counter() - start}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a model folder, or a config.json for random weights")
-    parser.add_argument("data")
+    parser.add_argument("model", nargs="?", help="a model folder, or a config.json for random weights")
+    parser.add_argument("data", nargs="?")
     parser.add_argument("--tokenizer")
     parser.add_argument("--format", default="auto")
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=8, help="steps of a round")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of a round that are not counted")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="which ones, by commas (default: all)")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--repeats", type=int, default=1, help="how often to run the list of contenders")
+    parser.add_argument("--only", default="", help="contenders whose name this regular expression finds")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds of a contender (default: 300)")
+    parser.add_argument("--json", type=Path, help="append each result to this file of JSON lines")
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of a --json file, and do nothing else")
+    parser.add_argument("--list", action="store_true", help="print the contenders, and do nothing else")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    given = sys.argv[1:]
     args = parser.parse_args()
-    contenders: list[str] = args.contenders.split(",")
-    if unknown := [name for name in contenders if name not in CONTENDERS]:
-        parser.error(f"--contenders: unknown {', '.join(unknown)}; known: {', '.join(CONTENDERS)}")
-    if not 0 <= args.warmup < args.steps:
-        parser.error(f"--warmup: {args.warmup} of a round's {args.steps} steps leave none to count")
-    shown = " ".join(a if a.isascii() and " " not in a else repr(a) for a in sys.argv)
+    if args.list:
+        print("\n".join(CONTENDERS))
+        return
+    if args.table:
+        print(render([json.loads(line) for line in args.table.read_text().splitlines()]))
+        return
+    if args.model is None or args.data is None:
+        parser.error("give a model and a data file")
+    if args.worker:
+        try:
+            result = measure(args.worker, args)
+        except Exception as error:  # a row of the table
+            result = {"error": why(error)}
+        args.out.write_text(json.dumps(result))
+        return
+    chosen = [name for name in CONTENDERS if re.search(args.only, name)]
+    if not chosen:
+        parser.error(f"--only: {args.only!r} finds none of: {', '.join(CONTENDERS)}")
+    shown = " ".join(a if a.isascii() and not re.search(r"[\s;|()]", a) else repr(a) for a in sys.argv)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    model, tokenizer = load(args)
-    packs = sequences(args, tokenizer)
+    head = {"command": shown, "machine": f"{name}, torch {torch.__version__}",
+            "what": f"Sequences of {args.length}, {args.micro} x {args.accumulation} a step; {args.steps} steps timed "
+                    f"after {args.warmup}; {args.repeats} repeat{'s' * (args.repeats > 1)}"}  # fmt: skip
     results: list[dict[str, Any]] = []
-    for patched in (False, True):
-        mine: list[dict[str, Any]] = []
-        for contender in contenders:
-            if ("use_liger_kernel" in CONTENDERS[contender]) == patched:
-                try:
-                    mine.append(alone(contender, model, tokenizer, packs, args))
-                except ImportError as error:
-                    results.append({"contender": contender, "error": str(error)[:200]})
-                print(contender, "done alone", flush=True)
-        race(mine, args.rounds, args.warmup, model, tokenizer, packs, args)
-        results += mine
-        gc.collect()
-    text = render(results, args, f"`python {shown}`\n\n{name}, torch {torch.__version__}")
-    print(text)
-    for path, content in ((args.markdown, text), (args.json, json.dumps({"command": shown, "machine": name,
-                                                                         "results": results}, indent=1))):  # fmt: skip
-        if path:
-            path.write_text(content + "\n")
+
+    def keep(result: dict[str, Any]) -> None:
+        results.append(result)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+
+    keep(head)
+    for repeat in range(args.repeats):
+        for contender in chosen:
+            keep({**in_process(contender, args, given), "repeat": repeat})
+            print(render_row(contender, results), flush=True)
+    text = render(results)
+    print(f"\n{text}")
+    if args.markdown:
+        args.markdown.write_text(text + "\n")
 
 
-def median_step(rounds: list[list[float]]) -> float:
-    return statistics.median(second for seconds in rounds for second in seconds)
+def speeds(contender: str, results: list[dict[str, Any]]) -> list[float]:
+    """Tokens per second of the median step, for each repeat."""
+    mine = [r for r in results if r.get("contender") == contender and "seconds" in r]
+    return [r["tokens"] / statistics.median(r["seconds"]) for r in mine]
 
 
-def interval(reference: list[list[float]], rounds: list[list[float]], draws: int = 4000) -> tuple[float, float]:
-    """The ratio of the median steps if the rounds were drawn again, those of both contenders together."""
-    source = random.Random(0)
-    ratios: list[float] = []
-    for _ in range(draws):
-        drawn = source.choices(range(len(rounds)), k=len(rounds))
-        ratios.append(median_step([reference[i] for i in drawn]) / median_step([rounds[i] for i in drawn]))
-    ratios.sort()
-    return ratios[int(0.025 * draws)], ratios[int(0.975 * draws)]
+def render_row(contender: str, results: list[dict[str, Any]]) -> str:
+    mine = [r for r in results if r.get("contender") == contender]
+    good = [r for r in mine if "seconds" in r]
+    if not good:
+        return f"| {contender} | not run: {mine[-1]['error']} | | | | | |"
+    seconds = statistics.median(second for r in good for second in r["seconds"])
+    last = good[-1]
+    speed, spread, theirs = last["tokens"] / seconds, speeds(contender, results), speeds(REFERENCE, results)
+    ratio = f"{speed / statistics.median(theirs):.3f}" if theirs else "-"
+    rate = statistics.median(r["tflops"] for r in good)
+    return (
+        f"| {contender} | {speed:,.0f} ({min(spread):,.0f} - {max(spread):,.0f}) | {ratio} | "
+        f"{last['flops'] / seconds / rate / 1e12:.1%} | {max(r['peak_gib'] for r in good):.2f} | "
+        f"{last['first_loss']:.4f} to {last['last_loss']:.4f} | {last['wall_seconds']:.0f} |"
+    )
 
 
-def render(results: list[dict[str, Any]], args: argparse.Namespace, head: str) -> str:
-    per_step = args.micro * args.accumulation * args.length
-    lines = [head, f"\nSequences of {args.length}, {args.micro} x {args.accumulation} a step; {args.rounds} rounds of "
-             f"{args.steps - args.warmup} steps\n",
-             "| | tokens/s | x TRL nll | 95% interval | by rounds (from - to) | peak GiB | loss, first to last step |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
-    by_name = {result["contender"]: result for result in results}
-    reference = by_name.get("TRL nll", {}).get("rounds")
-    for contender in args.contenders.split(","):
-        mine = by_name[contender]
-        if "error" in mine:
-            lines.append(f"| {contender} | not run: {mine['error']} | | | | | |")
-            continue
-        rounds, ratio, spread, by_rounds = mine["rounds"], "-", "-", "-"
-        if reference:
-            own = sorted(statistics.median(theirs) / statistics.median(mine) for theirs, mine in zip(reference, rounds))
-            by_rounds = f"{statistics.median(own):.3f} ({own[0]:.3f} - {own[-1]:.3f})"
-            ratio = f"{median_step(reference) / median_step(rounds):.3f}"
-            spread = "[{:.3f}, {:.3f}]".format(*interval(reference, rounds)) if rounds is not reference else "-"
-        lines.append(
-            f"| {contender} | {per_step / median_step(rounds):,.0f} | {ratio} | {spread} | {by_rounds} | "
-            f"{mine['peak_gib']:.3f} | {mine['first_loss']:.4f} to {mine['last_loss']:.4f} |"
-        )
-    return "\n".join(lines)
+def render(results: list[dict[str, Any]]) -> str:
+    """The results of one or more runs as a table."""
+    lines: list[str] = []
+    for head in (r for r in results if "command" in r):
+        lines += [f"`python {head['command']}`", "", head["machine"], "", head["what"], ""]
+    rates = [r["tflops"] for r in results if "tflops" in r]
+    if rates:
+        lines += [f"Large matrix products: {min(rates):.3g} to {max(rates):.3g} TFLOP/s", ""]
+    lines += [f"| | tokens/s (of repeats) | x {REFERENCE} | MFU | peak GiB | loss, first to last step | s in all |",
+              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    names = dict.fromkeys(r["contender"] for r in results if "contender" in r)
+    return "\n".join(lines + [render_row(name, results) for name in names])
 
 
 if __name__ == "__main__":

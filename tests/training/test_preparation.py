@@ -7,20 +7,24 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import transformers
 import yaml
 
 import tiny
 from deftune.artifacts.results import encoder_options
+from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.data import parallel
 from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.examples import Examples
 from deftune.data.mixing import split_places
-from deftune.data.packing import pack
+from deftune.data.packing import Packs, pack
 from deftune.data.sources import read_rows
 from deftune.training import display
-from deftune.training.preparation import check_embedding, facts, fingerprint, prepare
+from deftune.training.preparation import check_embedding, facts, fingerprint, fingerprint_of_lists, prepare
+from deftune.training.train import record_data
 
 
 def silent(_: str) -> None:
@@ -32,7 +36,7 @@ def silent(_: str) -> None:
 def test_the_fingerprint_is_that_of_the_rows_encoded_one_by_one(
     make_config, tmp_path, chat_file, monkeypatch, packing, parallel_too
 ):
-    """Runs that were begun by an earlier version are resumed: the digest must not change."""
+    """Runs that were begun by an earlier version are resumed: neither digest must change."""
     if parallel_too:
         monkeypatch.setattr(parallel, "SMALL_BYTES", 0)
         monkeypatch.setattr(parallel, "CHUNK_BYTES", 2000)
@@ -46,8 +50,48 @@ def test_the_fingerprint_is_that_of_the_rows_encoded_one_by_one(
     digest = hashlib.sha256()
     for sequence in [*sequences, *held.examples]:
         digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
-    assert fingerprint(prepared) == digest.hexdigest()
+    assert fingerprint_of_lists(prepared) == digest.hexdigest()
+    packs = pack(train.examples, 128) if packing else None
+    digest = hashlib.sha256()
+    for examples, members in ((train.examples, packs.members if packs else []), (held.examples, [])):
+        columns = [np.array([len(e.input_ids) for e in examples], "<i4"),
+                   np.array([token for e in examples for token in e.input_ids], "<i4"),
+                   np.array([label != -100 for e in examples for label in e.labels], "u1"),
+                   np.array([len(m) for m in members], "<i8"),
+                   np.array([i for m in members for i in m], "<i8")]  # fmt: skip
+        for column in columns:
+            digest.update(f"{len(column)}\n".encode() + column.tobytes())
+    assert fingerprint(prepared) == f"arrays-{digest.hexdigest()}"
     assert prepared.train.facts() == train.facts()
+
+
+@pytest.mark.parametrize("change", ["a token", "a mask", "a boundary", "a pack"])
+def test_the_fingerprint_sees_every_change_of_the_sequences(make_config, tmp_path, change):
+    prepared = prepare(make_config(tmp_path / "run", {"data.packing": True}), silent)
+    before, columns = fingerprint(prepared), {k: v.copy() for k, v in prepared.train.examples.columns.items()}
+    if change == "a token":
+        columns["input_ids"][7] += 1
+    elif change == "a mask":
+        columns["supervised"][-1] ^= 1
+    elif change == "a boundary":
+        columns["size"][0] += 1
+        columns["size"][1] -= 1
+    members = prepared.sequences.members if change != "a pack" else prepared.sequences.members[::-1]
+    prepared.sequences = Packs(Examples.of_columns(columns, prepared.train.examples.sources), members)
+    assert fingerprint(prepared) != before
+
+
+def test_a_run_of_an_earlier_version_is_resumed(make_config, tmp_path):
+    """Its data.json has the fingerprint of lists, which is checked and then replaced."""
+    prepared = prepare(make_config(tmp_path / "run"), silent)
+    run = Run(tmp_path)
+    (tmp_path / "data.json").write_text(json.dumps({"fingerprint": fingerprint_of_lists(prepared)}))
+    record_data(prepared, run)
+    assert json.loads((tmp_path / "data.json").read_text())["fingerprint"] == fingerprint(prepared)
+    for wrong in ("0" * 64, "arrays-" + "0" * 64):
+        (tmp_path / "data.json").write_text(json.dumps({"fingerprint": wrong}))
+        with pytest.raises(ValueError, match="the data is not what the run began with"):
+            record_data(prepared, run)
 
 
 @pytest.fixture

@@ -158,6 +158,11 @@ class Train(Section):
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 is no clipping")
     seed: NotNegative = 42
     precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
+    weights: Literal["float32", "bfloat16_with_masters"] = Field(
+        "float32",
+        description="bfloat16_with_masters: the model's weights are bfloat16, and AdamW updates float32 copies of "
+        "them, so that no forward pass rounds weights; the result is float32",
+    )
     gradient_checkpointing: Literal[True, False, "auto"] = Field(
         "auto", description="compute activations again in the backward pass; auto: where a GPU's memory needs it"
     )
@@ -260,6 +265,8 @@ class RunConfig(Section):
             raise ValueError("train.shard_size: 1 shards nothing; leave out train.fsdp and train.shard_size for DDP")
         if self.train.tensor_parallel > 1:
             check_tensor_parallel(self)
+        if self.train.weights != "float32":
+            check_masters(self)
         implementation = self.model.attention_implementation
         if self.train.attention != "auto" and implementation not in ("auto", "sdpa"):
             raise ValueError(
@@ -300,6 +307,21 @@ def check_tensor_parallel(config: RunConfig) -> None:
     for name, (given, why) in reasons.items():
         if given:
             raise ValueError(f"train.tensor_parallel: cannot be combined with {name}: {why}; drop one")
+
+
+def check_masters(config: RunConfig) -> None:
+    """Refuse what bfloat16 weights with float32 masters were not tested with."""
+    train = config.train
+    reasons = {
+        "train.fsdp": train.fsdp,
+        "train.tensor_parallel": train.tensor_parallel > 1,
+        "model.lora": config.model.lora is not None,
+        f"train.optimizer={train.optimizer}": train.optimizer != "adamw",
+        "train.precision=fp32": train.precision == "fp32",
+    }
+    for name, given in reasons.items():
+        if given:
+            raise ValueError(f"train.weights: {train.weights} was not tested with {name}; drop one")
 
 
 class ConfigError(ValueError):

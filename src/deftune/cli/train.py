@@ -24,6 +24,9 @@ def add_to(commands: Any) -> None:
     train.add_argument(
         "--restart", action="store_true", help="train from the beginning; checkpoints are moved to checkpoints.old-1"
     )
+    train.add_argument(
+        "--profile", action="store_true", help="train as usual, and print where the time of some steps goes"
+    )
     add_trust(train)
     train.set_defaults(run=run_train)
 
@@ -120,6 +123,8 @@ def run_train(args: argparse.Namespace) -> int:
     if args.dry_run:
         if args.restart:
             raise ValueError("--restart: a dry run begins nothing; leave it out")
+        if args.profile:
+            raise ValueError("--profile: a dry run takes no steps; leave one of the two out")
         dry_run(config, say)
         return 0
     score_tasks = None
@@ -127,7 +132,7 @@ def run_train(args: argparse.Namespace) -> int:
         from deftune.evaluation.in_training import task_scorer
 
         score_tasks = task_scorer(config)
-    outcome = train_run(config, score_tasks=score_tasks, restart=args.restart)
+    outcome = train_run(config, score_tasks=score_tasks, restart=args.restart, profile=args.profile)
     leave_ranks()
     return 0 if outcome.state == "finished" else 143
 

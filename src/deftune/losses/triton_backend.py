@@ -51,6 +51,9 @@ class TritonBackend(Backend):
     # bytes of E, bytes of all tensors of a chunk, share of the tokens: at most an eighth of what a compiled loss keeps
     max_e_bytes, max_bytes = 31 << 25, 17 << 26
     max_share = 15 / 64
+    # a small head, whose chunk of max_rows takes no more than this, has such chunks whatever the number of tokens: the
+    # host and dW cost most there, and with vectors and workspaces the extra memory stays below 0.5 GiB
+    small_bytes = 7 << 26
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class TritonBackend(Backend):
         # E, the sums of its tiles, x, v X and E W
         row = e + head.most_classes // 16 + 2 * head.width * (dtype.itemsize + 2)
         limit = min(cls.max_rows, cls.max_e_bytes // e, cls.max_bytes // row)
-        if bound is None:
+        if bound is None and cls.max_rows * row > cls.small_bytes:
             limit = min(limit, max(cls.min_rows, int(cls.max_share * tokens)))
         return bounded(min(tokens, max(128, limit // 128 * 128)), bound)
 

@@ -16,6 +16,7 @@ from deftune.data.packing import Collator, Joined
 from deftune.losses import Sparse
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
+from deftune.training.masters import FLOAT32
 from deftune.training.optimizers import NAMES, muon_factory
 from deftune.training.preparation import Prepared, base_dtype, data_ranks, precision_of, tensor_ranks, world_size
 from deftune.training.trackers import tracker_name
@@ -62,7 +63,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         max_grad_norm=train.clip,
         seed=train.seed,
         data_seed=train.seed,
-        bf16=precision_of(config) == "bf16",
+        bf16=precision_of(config) == "bf16" and train.weights == FLOAT32,  # autocast, which masters do without
         use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=prepared.checkpointing.on,
         neftune_noise_alpha=train.neftune_alpha,
@@ -232,6 +233,7 @@ def make_trainer(
         special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),
         attention=attention,
         compile_layers=config.train.compile == "layers",
+        weights=config.train.weights,
         sparse=None if config.train.sparse is None else Sparse(config.train.sparse),
         score_tasks=score_tasks and (lambda model: score_tasks(model, prepared.tokenizer)),
         stop_after=config.train.stop_after,

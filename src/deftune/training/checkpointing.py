@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 from deftune.artifacts import checkpoints
 from deftune.tokens.head import base_of
 from deftune.training import sharded
+from deftune.training.masters import Masters
 
 
 class CheckpointingTrainer(SFTTrainer):
@@ -25,6 +27,7 @@ class CheckpointingTrainer(SFTTrainer):
     keep: int | None = None  # newest checkpoints that stay; None: all
     pinned: frozenset[int] = frozenset()  # steps whose checkpoints stay, too
     distributed_checkpoints: bool = False  # each rank writes its shards
+    masters: Masters | None = None  # the float32 copies of bfloat16 weights: what is saved and loaded
     _staging: Path | None = None  # where the checkpoint that is being written lies
     _clock: float = 0.0  # when the last step was logged; the time of a save is not the next step's
 
@@ -35,7 +38,12 @@ class CheckpointingTrainer(SFTTrainer):
             sharded.load(folder, self.model)
             return
         self.state.best_model_checkpoint = str(folder)
-        super()._load_best_model()
+        with self.whole_weights():
+            super()._load_best_model()
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model's parameters are what checkpoints hold."""
+        return contextlib.nullcontext() if self.masters is None else self.masters.in_model()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The run writes its own card."""
@@ -81,7 +89,8 @@ class CheckpointingTrainer(SFTTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not sharded.is_sharded(Path(resume_from_checkpoint)):  # otherwise together with the optimizer's state
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with self.whole_weights():
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not sharded.is_sharded(Path(checkpoint)):
@@ -112,7 +121,8 @@ class CheckpointingTrainer(SFTTrainer):
         if state_dict is not None:
             tied: dict[str, str] = getattr(base_of(self.model), "all_tied_weights_keys", {})
             state_dict = {k: v for k, v in state_dict.items() if tied.get(k) not in state_dict}
-        super()._save(output_dir, state_dict=state_dict)
+        with self.whole_weights():
+            super()._save(output_dir, state_dict=state_dict)
 
     def _flatten(self, written: Path, root: Path) -> None:
         """The checkpoint's files one level up, where the sealed folder wants them; the state names final places."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
@@ -26,8 +27,9 @@ from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
 from deftune.data.cache import encode_cached, is_cached
 from deftune.data.encoding import EncodedRows, Encoder
+from deftune.data.examples import Examples
 from deftune.data.mixing import exchange_answers, is_exchanged, mix_places, split_places
-from deftune.data.packing import pack
+from deftune.data.packing import Packs, pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
@@ -52,7 +54,6 @@ class Prepared:
     bad: BadRows
     sequences: Sequence[Any]  # what a micro-batch is made of: rows, or packs of them
     checkpointing: Checkpointing = NO_CHECKPOINTING
-    digest: str | None = None  # `fingerprint`, once it was computed
 
     @property
     def steps(self) -> int:
@@ -149,6 +150,10 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"train.optimizer: torch {torch.__version__} has no Muon; take torch 2.9 or newer, or adamw")
     if config.model.quantization is not None:
         check_bitsandbytes("model.quantization")
+    if train.weights != "float32" and ranks > 1:
+        raise ConfigError(f"train.weights: {train.weights} was not tested with several ranks; leave it out")
+    if train.weights != "float32" and precision_of(config) != "bf16":
+        raise ConfigError(f"train.weights: {train.weights} computes in bfloat16; set train.precision=bf16")
     if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
     if base_dtype(config) == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
@@ -306,6 +311,7 @@ def facts(prepared: Prepared) -> list[str]:
             if tensor_ranks(config) > 1
             else "train.tensor_parallel: one rank holds all weights; start several with torchrun to divide them"
         )
+    lines += ["weights: bfloat16, with float32 masters in the optimizer"] if train.weights != "float32" else []
     lines += [prepared.checkpointing.why] if prepared.checkpointing.why else []
     if train.fsdp:
         size = min(train.shard_size or ranks, ranks)
@@ -328,12 +334,26 @@ def facts(prepared: Prepared) -> list[str]:
     return lines
 
 
+ARRAYS = "arrays-"  # begins the fingerprints that `fingerprint` makes
+
+
 def fingerprint(prepared: Prepared) -> str:
-    """Of the token ids and masks: a resumed run must see the same. Computed once for data that runs share."""
-    if prepared.digest is not None:
-        return prepared.digest
+    """Of the token ids, the masks and the packs: a resumed run must see the same."""
+    digest = hashlib.sha256()
+    for sequences in (prepared.sequences, prepared.eval.examples if prepared.eval else Examples()):
+        examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
+        members: list[list[int]] = sequences.members if isinstance(sequences, Packs) else []
+        columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
+        columns += [np.array([len(pack) for pack in members], "<i8"), np.array([*itertools.chain(*members)], "<i8")]
+        for column in columns:
+            digest.update(b"%d\n" % len(column))
+            digest.update(np.ascontiguousarray(column).data)
+    return ARRAYS + digest.hexdigest()
+
+
+def fingerprint_of_lists(prepared: Prepared) -> str:
+    """As versions until 0.2.0 made it, of token ids and labels as JSON: seconds for every 100,000 rows."""
     digest = hashlib.sha256()
     for sequence in itertools.chain(prepared.sequences, prepared.eval.examples if prepared.eval else ()):
         digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
-    prepared.digest = digest.hexdigest()
-    return prepared.digest
+    return digest.hexdigest()

@@ -6,6 +6,7 @@ from typing import Any
 
 from deftune.objectives import Objective
 from deftune.tokens.head import base_of
+from deftune.training.masters import FLOAT32, WITH_MASTERS
 
 
 def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> None:
@@ -82,3 +83,22 @@ def check_model(model: Any, router_loss: bool, objective: Objective) -> None:
             f"DeftSFTTrainer: {type(peft).__name__} puts virtual tokens before the row, which moves its labels; use "
             f"LoRA or another adapter inside the layers"
         )
+
+
+def check_masters(weights: str, trainer: Any) -> None:
+    """Refuse bfloat16 weights with masters where they were not tested."""
+    if weights != WITH_MASTERS:
+        raise ValueError(f"DeftSFTTrainer: weights={weights!r} is unknown; one of {FLOAT32}, {WITH_MASTERS}")
+    base, args = base_of(trainer.model), trainer.args
+    optim = str(getattr(args.optim, "value", args.optim))
+    reasons = {
+        "several processes": trainer.accelerator.num_processes > 1 or trainer.is_fsdp_enabled,
+        "LoRA": base is not trainer.model,
+        "a quantised model": getattr(base, "is_quantized", False),
+        f"optim={optim!r}": optim not in ("adamw_torch", "adamw_torch_fused"),
+        "an optimizer of your own": trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None,
+        "autocast (bf16=True or fp16=True in args)": trainer.accelerator.mixed_precision != "no",
+    }
+    for what, given in reasons.items():
+        if given:
+            raise ValueError(f"DeftSFTTrainer: weights={weights!r} was not tested with {what}; drop one of the two")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import load_model
 from deftune.training.assembly import base_options
-from deftune.training.preparation import Prepared, check_config, data_key, fingerprint, plan_run, read_data
+from deftune.training.preparation import Prepared, check_config, data_key, plan_run, read_data
 
 MOST_KEPT = 1 / 8  # of the machine's memory: several processes may keep a model beside each other
 
@@ -37,9 +37,7 @@ class Reuse:
         key = data_key(config)
         if self._data is None or self._data[0] != key:
             self._data = None  # freed before the next is read
-            read = read_data(config, notice)
-            fingerprint(read)
-            self._data = key, read
+            self._data = key, read_data(config, notice)
         else:
             notice(f"{len(self._data[1].train.examples):,} encoded rows of an earlier run in this process")
         return plan_run(self._data[1], config)

@@ -31,11 +31,13 @@ from deftune.training.card import name_base_model, render_card
 from deftune.training.display import StepDisplay
 from deftune.training.plan import MOMENT_BYTES
 from deftune.training.preparation import (
+    ARRAYS,
     Prepared,
     base_dtype,
     data_ranks,
     facts,
     fingerprint,
+    fingerprint_of_lists,
     is_main,
     precision_of,
     prepare,
@@ -127,6 +129,28 @@ def make_callback(
     return RunCallback()
 
 
+def make_profiler(run: Run, say: Callable[[str], None], get_trainer: Callable[[], Any]) -> Any:
+    """A callback that prints the profile of some steps, and writes it into the run's folder on rank 0."""
+    from deftune.training.profiling import StepProfiler
+
+    def report(found: Any) -> None:
+        for line in found.lines():
+            say(line)
+
+    return StepProfiler(get_trainer, report, run.folder / "profile.json" if is_main() else None)
+
+
+def check_profile(left: int) -> None:
+    """Refuse to profile a run that ends before its steps are measured."""
+    from deftune.training.profiling import STEPS
+
+    if left < STEPS:
+        raise ValueError(
+            f"--profile: needs {STEPS} steps, and the run has {left} left; raise train.max_steps or train.epochs, or "
+            f"lower train.batch_size"
+        )
+
+
 class StopSignal:
     """SIGTERM and SIGINT: finish the step, save, stop. A second one is the usual sudden end."""
 
@@ -160,7 +184,7 @@ class StopSignal:
 
 def train_run(
     config: RunConfig, console: Console | None = None, *, title: str = "train", score_tasks: ScoreTasks | None = None,
-    restart: bool = False, save: bool = True, reuse: Reuse | None = None,
+    restart: bool = False, save: bool = True, reuse: Reuse | None = None, profile: bool = False,
 ) -> Outcome:  # fmt: skip
     """Train a run to its end, from the newest checkpoint that verifies if there is one.
 
@@ -177,10 +201,12 @@ def train_run(
             ``model`` and ``tokenizer`` instead, as `load_result` would load them, but on the device of the training.
             A run whose model is in its folder already has an outcome without them.
         reuse: keeps the data and the untrained model for the next run of this process; one rank only.
+        profile: print where the time of a step goes (`deftune.training.profiling`), and write profile.json into the
+            run's folder; the training does not change.
 
     Raises:
         ValueError: ``save=False`` together with `train.best`, `train.push_to_hub`, several ranks or a base that is not
-            float32, which need files.
+            float32, which need files; ``profile`` in a run that is finished or has too few steps left.
     """
     if not save and not fits_in_memory(config):
         raise ValueError(
@@ -196,6 +222,8 @@ def train_run(
         if run.has_result():
             if restart:
                 raise ValueError(f"--restart: {run.folder} is finished; train anew in another folder, --set run=...")
+            if profile:
+                raise ValueError(f"--profile: {run.folder} is finished; profile another folder, --set run=...")
             say(f"{run.folder}: already finished; its model is in {run.model}")
             step = run.status()["step"]
             return Outcome("finished", step, run, step)
@@ -209,7 +237,7 @@ def train_run(
                 held.enter_context(locked(run.folder, TRAINING))
                 open_run(config)
             with tracking(config.train.report_to, run.folder / "logs"):
-                return _train(prepared, run, console, say, title, score_tasks, restart, save, reuse, begin)
+                return _train(prepared, run, console, say, title, score_tasks, restart, save, reuse, profile, begin)
 
 
 def fits_in_memory(config: RunConfig) -> bool:
@@ -225,7 +253,7 @@ def fits_in_memory(config: RunConfig) -> bool:
 
 def _train(
     prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str,
-    score_tasks: ScoreTasks | None, restart: bool, save: bool, reuse: Reuse | None, begin: float,
+    score_tasks: ScoreTasks | None, restart: bool, save: bool, reuse: Reuse | None, profile: bool, begin: float,
 ) -> Outcome:  # fmt: skip
     config = prepared.config
     clock = Clock(begin)
@@ -244,9 +272,12 @@ def _train(
     load = reuse.load_base if reuse else None if save else load_base
     base = None if load is None else load(prepared)  # else the trainer loads it, after torch.distributed has started
     untrained = None if save else Settings.of(base)
-    trainer = make_trainer(prepared, run, [callback], score_tasks, base)
+    profiler = make_profiler(run, say, lambda: trainer) if profile else None
+    trainer = make_trainer(prepared, run, [callback, *([profiler] if profiler else [])], score_tasks, base)
     resumed = from_main(resumed)
     begun = step = checkpoints.step_of(resumed) or 0 if resumed else 0
+    if profiler is not None:
+        check_profile(prepared.steps - begun)
     clock.end("prepare")
     if is_main():
         checkpoints.clear_staging(run.checkpoints)
@@ -255,7 +286,7 @@ def _train(
         if step:
             say(f"resuming from {resumed}")
     try:
-        with stop.listening():
+        with stop.listening(), profiler or nullcontext():
             trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     except BaseException as error:
         display.stop()
@@ -338,6 +369,8 @@ def take_model(trainer: Any, untrained: Settings) -> Any:
 
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
     base = base_of(model)
+    if trainer.masters is not None:
+        trainer.masters.release()
     detach_objective(base)
     for name in ("forward", "_original_forward"):  # accelerate's autocast, around PEFT's wrapper if there is one
         model.__dict__.pop(name, None)
@@ -412,7 +445,9 @@ def record_data(prepared: Prepared, run: Run) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"] if path.is_file() else None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
-    if before is not None and before != now["fingerprint"]:
+    # a run that an earlier version began has the other kind
+    own = fingerprint_of_lists(prepared) if before and not str(before).startswith(ARRAYS) else now["fingerprint"]
+    if before is not None and before != own:
         raise ValueError(
             f"{run.folder}: the data is not what the run began with (tokens or masks differ); restore it, or start "
             f"another run with --set run=..."

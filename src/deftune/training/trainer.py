@@ -41,9 +41,10 @@ from deftune.training.attention import VARLEN, attention_kernels, kernels_of, wh
 from deftune.training.checkpointing import CheckpointingTrainer
 from deftune.training.compiling import compiled_layers
 from deftune.training.guard import UnseenNorm, clear_skip, skip_nonfinite
+from deftune.training.masters import FLOAT32, Masters
 from deftune.training.nonfinite import diagnose
 from deftune.training.recording import StepRecord, scalars
-from deftune.training.refusals import check_arguments, check_divided, check_model
+from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
 
@@ -81,6 +82,9 @@ class DeftSFTTrainer(CheckpointingTrainer):
             can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``; or ``varlen``, for a
             collator that lays rows end to end with their boundaries (`deftune.data.packing.Collator`).
         compile_layers: compile each decoder layer with torch.compile while training; layers of one kind share the code.
+        weights: ``float32``, or ``bfloat16_with_masters``: the model's weights are bfloat16, and AdamW updates float32
+            copies of them (`deftune.training.masters`); for full fine-tuning with AdamW in one process, ``bf16=False``
+            in ``args``. What is saved is float32.
         sparse: make the head's gradients from a share of the classes (`deftune.Sparse`), an approximation whose error
             is logged as ``sparse_dropped``, ``sparse_error_hidden`` and ``sparse_error_weight``; not for a head with a
             softcap.
@@ -96,7 +100,8 @@ class DeftSFTTrainer(CheckpointingTrainer):
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
                  special_ids: tuple[int, ...] | None = None, attention: str = "auto", compile_layers: bool = False,
-                 sparse: Sparse | None = None, score_tasks: Callable[[Any], dict[str, float]] | None = None,
+                 weights: str = FLOAT32, sparse: Sparse | None = None,
+                 score_tasks: Callable[[Any], dict[str, float]] | None = None,
                  stop_after: int | None = None, checkpoint_root: Path | None = None,
                  keep: int | None = None, pinned: Collection[int] = (), distributed_checkpoints: bool = False,
                  **kwargs: Any):  # fmt: skip
@@ -123,6 +128,10 @@ class DeftSFTTrainer(CheckpointingTrainer):
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         self.data_ranks = self.accelerator.num_processes // self.get_tp_size()
         check_model(self.model, self.aux_loss_enabled, self.objective)
+        self.masters = None
+        if weights != FLOAT32:
+            check_masters(weights, self)
+            self.masters = Masters(base_of(self.model))
         if getattr(base_of(self.model), "is_quantized", False):
             prepare_quantised(self.model)
         self.sparse = sparse
@@ -323,14 +332,16 @@ class DeftSFTTrainer(CheckpointingTrainer):
                 parameter.grad.mul_(factor)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        self._before_clipping(model)
-        return super()._clip_grad_norm(model)
+        trained = self.masters or model
+        self._before_clipping(trained)
+        return super()._clip_grad_norm(trained)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """As in transformers, and have the optimizer skip an update whose gradient is not finite."""
+        trained = self.masters or model
         if grad_norm is None:  # clipping is off
-            self._before_clipping(model)
-        norm = super()._get_grad_norm(model, grad_norm)
+            self._before_clipping(trained)
+        norm = super()._get_grad_norm(trained, grad_norm)
         if self.accelerator.scaler is not None:  # float16's skips such a step by itself
             raise_pending()
             return norm
@@ -393,7 +404,16 @@ class DeftSFTTrainer(CheckpointingTrainer):
             return output.loss
 
         lower = self.accelerator.mixed_precision != "no"
-        return diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
+        with self.masters.paused() if self.masters else contextlib.nullcontext():
+            return diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; with masters, over them."""
+        new = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self.masters is not None and new:
+            self.masters.drive(optimizer)
+        return optimizer
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:

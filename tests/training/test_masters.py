@@ -1,0 +1,160 @@
+"""bfloat16 weights with float32 masters: the trajectory of autocast, exact resume, float32 results."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import make_arguments, make_model, make_rows, make_trainer
+
+from deftune.artifacts.config import ConfigError, RunConfig
+from deftune.training.masters import WITH_MASTERS, Masters
+from deftune.training.preparation import check_config
+from deftune.training.train import train_run
+
+WEIGHTS = {"train.weights": WITH_MASTERS, "train.precision": "bf16"}
+
+
+def trajectory(folder, weights: str, objective: str, **more) -> list[float]:
+    """The losses of 20 steps in bfloat16."""
+    arguments = make_arguments(
+        folder, bf16=weights == "float32", num_train_epochs=10, gradient_accumulation_steps=2, learning_rate=1e-3,
+        max_grad_norm=1.0, weight_decay=0.01, **more,
+    )  # fmt: skip
+    trainer, _ = make_trainer(make_model(torch.float32), arguments, make_rows(16), objective=objective, weights=weights)
+    trainer.train()
+    losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    assert len(losses) == 20
+    return losses
+
+
+@pytest.mark.parametrize("objective", ["nll", "deft", "eaft", "mile"])  # mile rescales the gradients of the step
+def test_the_trajectory_is_that_of_autocast(tmp_path, objective):
+    plain, masters = (trajectory(tmp_path, weights, objective) for weights in ("float32", WITH_MASTERS))
+    assert plain[-1] < 0.98 * plain[0]
+    assert masters == pytest.approx(plain, rel=1e-3)
+
+
+def test_gradients_of_micro_batches_are_summed_in_float32():
+    """1 + 256 times 2^-9 is 1.5; in bfloat16 each sum 1 + 2^-9 is 1 again."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    masters = Masters(layer)
+    (weight,), (master,) = layer.parameters(), masters.parameters()
+    for value in [1.0, *[2.0**-9] * 256]:
+        (weight * torch.tensor(value, dtype=torch.bfloat16)).sum().backward()
+        assert weight.grad is None
+    assert weight.dtype == torch.bfloat16 and master.grad.dtype == torch.float32 and master.grad.item() == 1.5
+
+
+def test_small_updates_add_up():
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    masters = Masters(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    masters.drive(optimizer)
+    (master,) = masters.parameters()
+    for _ in range(100):
+        layer(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert master.grad is None
+    assert master.item() == pytest.approx(0.99, abs=1e-4)
+    assert layer.weight.item() == master.detach().bfloat16().item() == 0.98828125
+
+
+def test_a_step_that_is_not_finite_changes_no_master(tmp_path):
+    arguments = make_arguments(tmp_path)
+    trainer, _ = make_trainer(make_model(torch.float32), arguments, make_rows(8), weights=WITH_MASTERS)
+    before = [master.detach().clone() for master in trainer.masters.parameters()]
+    weight = trainer.model.model.layers[1].mlp.up_proj.weight
+    weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(ValueError, match=r"training step 1: the gradient's norm is nan; the weights were not changed"):
+        trainer.train()
+    assert all(map(torch.equal, before, trainer.masters.parameters()))
+    assert trainer.model.model.layers[1].mlp.up_proj.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("objective", ["deft", "mile"])
+def test_a_resumed_run_is_bitwise_the_same(tmp_path, make_config, objective):
+    """The masters and the moments come back from a checkpoint; the result is float32 and more than rounded weights."""
+    plan = {**WEIGHTS, "train.max_steps": 6, "train.save_steps": 3, "train.batch_size": 4, "train.micro_batch_size": 2}
+    whole = make_config(tmp_path / "whole", plan, objective=objective)
+    train_run(whole)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for gone in ("model", "checkpoints/checkpoint-6"):
+        shutil.rmtree(tmp_path / "cut" / gone)
+    (tmp_path / "cut" / "status.json").unlink()
+    outcome = train_run(make_config(tmp_path / "cut", plan, objective=objective))
+    assert outcome.begun == 3 and outcome.step == 6
+    one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert {value.dtype for value in one.values()} == {torch.float32}
+    assert not all(torch.equal(value, value.bfloat16().float()) for value in one.values())
+    assert json.loads((tmp_path / "whole" / "model" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_the_best_step_is_the_masters_of_that_step(tmp_path, make_config):
+    plan = {
+        **WEIGHTS, "train.max_steps": 8, "train.eval_steps": 1, "train.best": "eval_nll", "train.stop_after": 2,
+        "train.learning_rate": 1.0, "train.warmup_ratio": 0.0, "data.holdout": 0.2,
+    }  # fmt: skip
+    train_run(make_config(tmp_path / "run", plan))
+    kept = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert kept["kept"] < kept["step"] and kept["stopped_early"]
+    result = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    saved = load_file(tmp_path / "run" / "checkpoints" / f"checkpoint-{kept['kept']}" / "model.safetensors")
+    assert all(torch.equal(result[name], saved[name]) for name in saved)
+
+
+def test_a_model_in_memory_has_the_masters(tmp_path, make_config):
+    plan = {**WEIGHTS, "train.max_steps": 3}
+    train_run(make_config(tmp_path / "saved", plan))
+    model = train_run(make_config(tmp_path / "kept", plan), save=False).model
+    saved = load_file(tmp_path / "saved" / "model" / "model.safetensors")
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in saved.items())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"train.fsdp": True}, "train.fsdp"),
+        ({"train.tensor_parallel": 2}, "train.tensor_parallel"),
+        ({"model.lora": {"r": 2}}, "model.lora"),
+        ({"train.optimizer": "muon"}, "train.optimizer=muon"),
+        ({"train.precision": "fp32"}, "train.precision=fp32"),
+    ],
+)
+def test_what_was_not_tested_is_refused(tmp_path, make_config, more, what):
+    with pytest.raises(ValueError, match=f"train.weights: {WITH_MASTERS} was not tested with {what}; drop one"):
+        make_config(tmp_path, {**WEIGHTS, **more})
+
+
+def test_several_ranks_and_float32_are_refused(tmp_path, make_config, monkeypatch):
+    config: RunConfig = make_config(tmp_path, {**WEIGHTS, "train.batch_size": 8, "train.micro_batch_size": 4})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="was not tested with several ranks; leave it out"):
+        check_config(config)
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"computes in bfloat16; set train\.precision=bf16"):
+        check_config(make_config(tmp_path, {**WEIGHTS, "train.precision": "auto"}))
+
+
+def test_the_trainer_refuses_autocast_and_unknown_names(tmp_path):
+    for more, weights, text in [
+        ({"bf16": True}, WITH_MASTERS, "was not tested with autocast"),
+        ({"optim": "adafactor"}, WITH_MASTERS, "was not tested with optim='adafactor'"),
+        ({}, "bfloat16", "weights='bfloat16' is unknown; one of float32, bfloat16_with_masters"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            make_trainer(make_model(torch.float32), make_arguments(tmp_path, **more), make_rows(4), weights=weights)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", ["nll", "deft", "eaft", "mile"])
+def test_the_trajectory_on_a_gpu_is_that_of_autocast(tmp_path, objective):
+    plain, masters = (trajectory(tmp_path, w, objective, use_cpu=False) for w in ("float32", WITH_MASTERS))
+    assert masters == pytest.approx(plain, rel=1e-3)
