@@ -31,6 +31,7 @@ HEAVY = {
         "axolotl",
         "deepspeed",
         "export",
+        "export_gguf",
         "llamafactory",
         "megatron",
         "reference",

@@ -31,6 +31,7 @@ from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
+from deftune.data.spool import Spool
 from deftune.objectives import objective as parse_objective
 from deftune.training.display import RowProgress
 from deftune.training.plan import NO_CHECKPOINTING, Checkpointing, choose_checkpointing
@@ -163,13 +164,14 @@ def check_config(config: RunConfig) -> None:
 
 
 def read_mixture(sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None]) -> PackedRows:
-    """The rows of the sources, mixed by their weights."""
+    """The rows of the sources, mixed by their weights; their text is in one spool, on disk where there is much."""
     read: list[tuple[PackedRows, float]] = []
+    spool = Spool()
     for source in sources:
         found = iterate_rows(
             source.place, format=source.format, split=source.split, limit=source.limit, bad=bad, fields=source.fields
         )
-        rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad)
+        rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad, spool)
         notice(f"{source.place}: {len(rows):,} rows")
         read.append((rows, source.weight))
     if len(read) == 1 and config.data.total is None:
