@@ -32,6 +32,7 @@ HEAVY = {
         "axolotl",
         "deepspeed",
         "export",
+        "export_gguf",
         "llamafactory",
         "megatron",
         "reference",

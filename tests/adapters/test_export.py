@@ -152,6 +152,7 @@ OTHER = {
     "train.compile": True, "train.attention": "math", "train.sparse": 0.5, "train.fsdp": True, "train.workers": 1,
     "train.save_steps": 7, "train.keep": 5, "train.save_at": [2], "train.eval_steps": 2, "train.best": "eval_loss",
     "train.report_to": ["wandb"], "train.push_to_hub": "org/name",
+    "train.push_private": True,
 }  # fmt: skip
 KEYS = [f"{name}.{key}" for name, cls in (("model", Model), ("train", Train)) for key in cls.model_fields]
 

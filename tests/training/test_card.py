@@ -13,7 +13,7 @@ from deftune.artifacts.config import RunConfig, Source
 from deftune.artifacts.runs import Run
 from deftune.training.card import card_text, hub_dataset, render_merged_card
 from deftune.training.results import merge
-from deftune.training.train import train_run
+from deftune.training.train import push, train_run
 
 LOCAL = re.compile(r"(?<![\w.:/])(?:/|~/|\.\./)\w")  # the beginning of a path, not of `a/b` or `https://`
 
@@ -61,8 +61,64 @@ def test_a_base_model_without_a_hub_id_is_not_named_as_one(tmp_path):
 def test_datasets_are_hub_ids_only(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "here").mkdir(parents=True)
-    paths = ["org/set", "org/set:config", "org/here", "data/train.jsonl", "data/train.jsonl.gz", "/a/b", "x"]
-    assert [hub_dataset(Source(path=path)) for path in paths] == ["org/set", "org/set", None, None, None, None, None]  # pyright: ignore
+    paths = [
+        "org/set",
+        "org/set:config",
+        "org/here",
+        "data/train.jsonl",
+        "data/train.jsonl.gz",
+        "/a/b",
+        "x",
+        "data/faq.csv",
+    ]
+    found = [hub_dataset(Source(path=path)) for path in paths]  # pyright: ignore
+    assert found == ["org/set", "org/set", *[None] * 6]
+
+
+@pytest.mark.parametrize("model", [{"name": "smollm2"}, {"name": "org/name", "lora": {}}, {"name": "/no/such/folder"}])
+def test_the_hub_can_read_the_front_matter(tmp_path, model):
+    """By the hub's own parser; its online check of a card needs a connection."""
+    from huggingface_hub import ModelCard
+    from huggingface_hub.utils import validate_repo_id
+
+    head = ModelCard(card_text(config(model=model), [], Run(tmp_path / "mine"))).data
+    assert head.pipeline_tag == "text-generation" and head.tags == ["deftune", "sft"]
+    assert head.library_name == ("peft" if "lora" in model else "transformers")
+    named = [*(head.datasets or []), *([head.base_model] if head.base_model else [])]
+    for name in named:
+        validate_repo_id(name)
+    assert (head.base_model is None) == model["name"].startswith("/")
+    assert head.license == ("apache-2.0" if model["name"] == "smollm2" else None)
+    assert yaml.safe_load(head.to_yaml()) == front(card_text(config(model=model), [], Run(tmp_path / "mine")))
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_the_result_is_uploaded(tmp_path, monkeypatch, private):
+    """The hub cannot be reached in a test: this is a record of the calls of its client."""
+    import huggingface_hub
+
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+
+        def upload_folder(self, **options):
+            calls.append(options)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    said = []
+    push(Run(tmp_path), "org/name", said.append, private=private)
+    assert calls == [
+        ("org/name", {"private": private, "exist_ok": True}),
+        {"repo_id": "org/name", "folder_path": str(tmp_path / "model")},
+    ]
+    assert said == ["uploaded to org/name"]
+
+
+def test_a_private_upload_needs_a_name():
+    with pytest.raises(ValueError, match="push_private: nothing is uploaded; give push_to_hub"):
+        config(train={"push_private": True})
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,7 @@ def check_common(job: Job) -> None:
     keys.refuse("train.best", f"{keys.stack} ends with the last step; --set train.best=none")
     keys.note("train.save_at", f"not exported; {keys.stack} saves every train.save_steps steps")
     keys.note("train.push_to_hub", "not exported; upload the result yourself")
+    keys.note("train.push_private", "not exported; upload the result yourself")
     keys.note("train.attention", f"not exported; {keys.stack} lets torch choose among its attention kernels")
     keys.note("data.tasks", f"not exported; score the result with `deftune eval`: {keys.stack} trains only")
     needs_ends = "special_ids" in parse_objective(config.objective).requires

@@ -211,6 +211,7 @@ class Train(Section):
     )
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default_factory=list)
     push_to_hub: str | None = Field(None, description="a hub id to upload the result to")
+    push_private: bool = Field(False, description="with push_to_hub: make a new repository private")
 
     @model_validator(mode="after")
     def _batches(self) -> Train:
@@ -218,6 +219,8 @@ class Train(Section):
             raise ValueError(f"batch_size {self.batch_size} is no multiple of micro_batch_size {self.micro_batch_size}")
         if self.optimizer == "adafactor" and self.betas != Train.model_fields["betas"].default:
             raise ValueError("betas: adafactor has none; leave them out")
+        if self.push_private and not self.push_to_hub:
+            raise ValueError("push_private: nothing is uploaded; give push_to_hub, or leave it out")
         if self.optimizer != "adamw" and self.fsdp:
             raise ValueError(f"optimizer: {self.optimizer} was not tested with fsdp; drop one")
         return self

@@ -1,4 +1,4 @@
-"""`deftune export`: a run as the files of another training stack."""
+"""`deftune export`: a run as the files of another training stack, or its model as a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from deftune.cli.output import notice
 from deftune.cli.train import need_training, read_config
 
 STACKS = ("verl", "axolotl", "llamafactory", "swift")
+TYPES = ("f16", "bf16", "f32", "q8_0")
 
 
 def add_to(commands: Any) -> None:
-    export = commands.add_parser("export", help="write a run as the config and data files of another training stack")
-    export.add_argument("stack", metavar="STACK", help=", ".join(STACKS))
-    export.add_argument("config", help="a YAML file, a run's folder, or a recipe of `deftune paper recipes`")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for the files")
+    export = commands.add_parser(
+        "export", help="write a run for another training stack, or its model as a GGUF file for llama.cpp"
+    )
+    export.add_argument("stack", metavar="STACK", help=f"{', '.join(STACKS)}, gguf")
+    export.add_argument(
+        "config",
+        metavar="RUN",
+        help="a YAML file, a run's folder, or a recipe of `deftune paper recipes`; with gguf a run's folder or a model",
+    )
+    export.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder; with gguf a new file")
     export.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
-    export.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that will train (default: 1)")
+    export.add_argument("--ranks", type=int, metavar="N", help="processes that will train (default: 1)")
+    export.add_argument("--type", choices=TYPES, help="of the matrices in a GGUF file (default: f16)")
     export.set_defaults(run=run_export)
 
 
@@ -34,17 +42,38 @@ def read_run_or_recipe(name: str, overrides: list[str]) -> Any:
 
 def run_export(args: argparse.Namespace) -> int:
     need_training()
-    if args.ranks < 1:
-        raise ValueError(f"export: --ranks from 1, got {args.ranks}")
+    if args.stack == "gguf":
+        return run_gguf(args)
+    if args.type is not None:
+        raise ValueError(f"export: --type is for gguf; {args.stack} trains the run itself: leave it out")
+    ranks = 1 if args.ranks is None else args.ranks
+    if ranks < 1:
+        raise ValueError(f"export: --ranks from 1, got {ranks}")
     from deftune.adapters.export import export_run
     from deftune.artifacts.display import quiet
 
     config = read_run_or_recipe(args.config, args.set)
     with quiet():
-        done = export_run(config, args.stack, args.out, ranks=args.ranks, notice=notice)
+        done = export_run(config, args.stack, args.out, ranks=ranks, notice=notice)
     for path in done.files:
         print(path)
     for line in done.notes:
         print(f"note: {line}")
     print(f"train with:\n  {done.command}")
+    return 0
+
+
+def run_gguf(args: argparse.Namespace) -> int:
+    given = {"--set": args.set, "--ranks": args.ranks is not None}
+    if wrong := [flag for flag, value in given.items() if value]:
+        raise ValueError(f"export gguf: {', '.join(wrong)}: the file holds a trained model; leave it out")
+    from deftune.adapters.export_gguf import export_gguf
+    from deftune.artifacts.display import quiet
+
+    with quiet():
+        done = export_gguf(args.config, args.out, type=args.type or "f16", notice=notice)
+    for line in done.notes:
+        print(f"note: {line}")
+    print(f"{done.path}: {done.architecture}, {done.num_tensors} tensors, {done.num_bytes / 1e6:,.1f} MB")
+    print(f"run with:\n  llama-cli -m {done.path}")
     return 0

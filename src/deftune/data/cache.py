@@ -26,6 +26,7 @@ from deftune.data.rows import BadRows, PackedRows
 SIZE_VARIABLE = "DEFTUNE_DATA_CACHE_GB"
 DEFAULT_GIGABYTES = 20.0
 WAITING_SECONDS = 15.0
+BLOCK = 2**20  # values that are copied at a time
 _DTYPES = {"I32": "<i4", "U8": "<u1"}
 _LISTS = ("fully_truncated", "overlong", "fully_masked")
 
@@ -71,7 +72,8 @@ def encode_cached(
                 notice(f"{found.num_rows:,} rows were encoded before: taken from {entry}")
                 return checked(found, encoder, bad)
             result = encode()
-            _write(entry, result, notice)
+            if _write(entry, result, notice):  # from here on a map of the entry's file, not of one more copy
+                result.examples = _examples(entry, result.examples.sources)
             _make_room(folder, cache_bytes(), keep=entry)
             return result
     except OSError as error:
@@ -94,10 +96,8 @@ def _waiting(notice: Callable[[str], None]) -> Callable[[float], None]:
     return wait
 
 
-def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> None:
-    """Write an entry; a full disk is only a notice, since the run can go on without the cache."""
-    from safetensors.numpy import save_file
-
+def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> bool:
+    """Whether an entry was written; a full disk is only a notice, since the run can go on without the cache."""
     about: dict[str, Any] = {
         "max_length": result.max_length, "num_rows": result.num_rows, "num_ended": result.num_ended,
         "sources": result.examples.sources, "refused": [[e.where, e.problem, e.raw] for e in result.refused],
@@ -105,13 +105,15 @@ def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> N
     }  # fmt: skip
     try:
         with sealed_folder(entry.with_name(f".{entry.name}-{os.getpid()}"), entry) as place:
-            save_file(result.examples.columns, place / "examples.safetensors")
+            _save_file(result.examples.columns, place / "examples.safetensors")
             (place / "rows.json").write_text(json.dumps(about), encoding="utf-8")
-    except Exception as error:  # safetensors has a class of its own for a full disk
+    except Exception as error:
         reason = disk_error(error)
         if not reason:
             raise
         notice(f"{entry.parent}: the encoded rows could not be kept ({reason}); {SIZE_VARIABLE}=0 turns this off")
+        return False
+    return True
 
 
 def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
@@ -122,7 +124,7 @@ def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
         verify(entry)
         about: dict[str, Any] = json.loads((entry / "rows.json").read_text(encoding="utf-8"))
         result = EncodedRows(
-            examples=Examples.of_columns(_map_file(entry / "examples.safetensors"), about["sources"]),
+            examples=_examples(entry, about["sources"]),
             max_length=about["max_length"], num_rows=about["num_rows"], num_ended=about["num_ended"],
             refused=[EncodingError(*fields) for fields in about["refused"]],
             **{name: about[name] for name in _LISTS},
@@ -133,6 +135,29 @@ def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
     with suppress(OSError):
         os.utime(entry / MANIFEST)  # marks the entry as used now: the oldest are removed first
     return result
+
+
+def _examples(entry: Path, sources: list[str]) -> Examples:
+    return Examples.of_columns(_map_file(entry / "examples.safetensors"), sources)
+
+
+def _save_file(arrays: dict[str, NDArray[Any]], path: Path) -> None:
+    """A safetensors file, written block by block: the library's own function would copy every array into memory."""
+    names = sorted(arrays, key=lambda name: -arrays[name].itemsize)  # aligned: the wide ones first
+    header: dict[str, Any] = {}
+    start = 0
+    for name in names:
+        code = next(code for code, dtype in _DTYPES.items() if np.dtype(dtype) == arrays[name].dtype)
+        stop = start + arrays[name].nbytes
+        header[name] = {"dtype": code, "shape": [len(arrays[name])], "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for at in range(0, len(arrays[name]), BLOCK):
+                file.write(arrays[name][at : at + BLOCK].tobytes())
 
 
 def _map_file(path: Path) -> dict[str, NDArray[Any]]:

@@ -1,14 +1,15 @@
-"""Encoded rows, held in flat arrays: five bytes a token, where lists of Python's take sixteen and more."""
+"""Encoded rows, in flat arrays of five bytes a token; once they are many the arrays are maps of files."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deftune.data.spool import Spool
 
 IGNORE_INDEX = -100  # objectives.IGNORE_INDEX; written again, so that an encoding process need not load torch
 
@@ -37,7 +38,7 @@ class Examples(Sequence[Encoded]):
     """
 
     def __init__(self, examples: Iterable[Encoded] = ()):
-        self._growing = {name: array(code) for name, code in _CODES.items()}
+        self._growing = {name: Spool() for name in _CODES}
         self._columns: dict[str, NDArray[Any]] | None = None
         self._sources: dict[str, int] = {}
         for example in examples:
@@ -65,14 +66,15 @@ class Examples(Sequence[Encoded]):
         if len(ids) != len(labels) or (ids[supervised] != labels[supervised]).any():
             raise ValueError(f"{example.where}: a label is neither its token nor {IGNORE_INDEX}")
         columns = self._grow()
-        columns["input_ids"].frombytes(ids.tobytes())
-        columns["supervised"].frombytes(supervised.tobytes())
-        columns["size"].append(len(ids))
-        columns["truncated"].append(example.truncated)
-        columns["straddled"].append(example.straddled)
-        columns["source"].append(self._sources.setdefault(example.source, len(self._sources)))
-        columns["where"].frombytes(where)
-        columns["where_size"].append(len(where))
+        columns["input_ids"].append(ids.tobytes())
+        columns["supervised"].append(supervised.tobytes())
+        columns["where"].append(where)
+        numbers = {
+            "size": len(ids), "truncated": example.truncated, "straddled": example.straddled,
+            "source": self._sources.setdefault(example.source, len(self._sources)), "where_size": len(where),
+        }  # fmt: skip
+        for name, number in numbers.items():
+            columns[name].append(np.int32(number).tobytes())
 
     def extend(self, other: Examples) -> None:
         columns = self._grow()
@@ -80,23 +82,20 @@ class Examples(Sequence[Encoded]):
         for name, values in other.columns.items():
             if name == "source":
                 values = np.array(numbers, dtype=values.dtype)[values]
-            columns[name].frombytes(values.tobytes())
+            columns[name].append(values.tobytes())
 
-    def _grow(self) -> dict[str, array[int]]:
+    def _grow(self) -> dict[str, Spool]:
         if self._columns is not None:
-            if not self._growing["size"]:  # made of columns
+            if not self._growing["size"].num_bytes:  # made of columns
                 for name, values in self._columns.items():
-                    self._growing[name].frombytes(values.tobytes())
+                    self._growing[name].append(values.tobytes())
             self._columns = None  # they hold the arrays' memory, which could not grow
         return self._growing
 
     @property
     def columns(self) -> dict[str, NDArray[Any]]:
         if self._columns is None:
-            self._columns = {
-                name: np.frombuffer(values, dtype=_CODES[name]) if values else np.zeros(0, dtype=_CODES[name])
-                for name, values in self._growing.items()
-            }
+            self._columns = {name: values.view(_CODES[name]) for name, values in self._growing.items()}
             self._place()
         return self._columns
 
@@ -110,7 +109,7 @@ class Examples(Sequence[Encoded]):
         return list(self._sources)
 
     def __len__(self) -> int:
-        return len(self._growing["size"]) if self._columns is None else len(self._columns["size"])
+        return self._growing["size"].num_bytes // 4 if self._columns is None else len(self._columns["size"])
 
     @overload
     def __getitem__(self, place: int) -> Encoded: ...
@@ -171,6 +170,6 @@ class Examples(Sequence[Encoded]):
 
 
 _CODES = {
-    "input_ids": "i", "supervised": "B", "size": "i", "truncated": "i", "straddled": "i", "source": "i",
-    "where": "B", "where_size": "i",
+    "input_ids": "i4", "supervised": "u1", "size": "i4", "truncated": "i4", "straddled": "i4", "source": "i4",
+    "where": "u1", "where_size": "i4",
 }  # fmt: skip

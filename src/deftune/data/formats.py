@@ -364,7 +364,7 @@ def _check_message(index: int, message: object) -> Message:
         if "\0" in message.get(key, ""):  # JSON files are refused before; Parquet and the hub can hold it
             raise Fault("NUL character", f"{where} ({role}): in {key}")
     if calls is not None:
-        _check_calls(where, role, calls)
+        message = {**message, "tool_calls": _checked_calls(where, role, calls)}
     if role == "assistant" and not (content and content.strip()) and not calls:
         raise Fault("empty assistant turn", where)
     if role == "user" and not (content and content.strip()):
@@ -374,13 +374,24 @@ def _check_message(index: int, message: object) -> Message:
     return message if content is not None else {**message, "content": None}
 
 
-def _check_calls(where: str, role: str, calls: object) -> None:
+def _checked_calls(where: str, role: str, calls: object) -> list[Fields]:
+    """The calls, with arguments as objects: OpenAI writes an object as text, which templates would quote once more."""
     if role != "assistant":
         raise Fault("tool_calls outside an assistant turn", f"{where} ({role})")
+    checked: list[Fields] = []
     for call in as_list(calls, "tool_calls"):
         function = cast("Fields", call).get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(cast("Fields", function).get("name"), str):
             shape = '{"function": {"name": ..., "arguments": ...}}'
             raise Fault("tool call without a function's name", f"{where}: a call looks like {shape}")
-        if not isinstance(cast("Fields", function).get("arguments", ""), (str, dict)):
+        arguments = cast("Fields", function).get("arguments", "")
+        if not isinstance(arguments, (str, dict)):
             raise Fault("tool call's arguments are neither text nor object", where)
+        if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise Fault("tool call's arguments are not JSON", f"{where}: {arguments[:60]!r}") from None
+            call = {**cast("Fields", call), "function": {**cast("Fields", function), "arguments": arguments}}
+        checked.append(cast("Fields", call))
+    return checked

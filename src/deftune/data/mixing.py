@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
-from typing import TypeVar
 
 from deftune.data.rows import Row
-
-_T = TypeVar("_T")
 
 
 def _shares(weights: Sequence[float], total: int) -> list[int]:
@@ -53,7 +51,7 @@ def mix_places(
     if total < 1:
         raise ValueError(f"mix: total is at least 1, got {total}")
     counts = _shares(weights, total)
-    picked: list[list[int]] = []
+    picked: list[array[int]] = []
     for index, ((rows, _), count) in enumerate(zip(sources, counts)):
         if count > len(rows):
             raise ValueError(
@@ -61,7 +59,7 @@ def mix_places(
                 f"lower data.total or the source's weight"
             )
         picked.append(_shuffled(range(len(rows)), f"{seed}/{index}/0")[:count])
-    order = _shuffled([index for index, count in enumerate(counts) for _ in range(count)], f"{seed}/order")
+    order = _shuffled((index for index, count in enumerate(counts) for _ in range(count)), f"{seed}/order")
     queues = [iter(places) for places in picked]
     return ((index, next(queues[index])) for index in order)
 
@@ -70,8 +68,8 @@ def _named(sources: Sequence[tuple[Sequence[Row], float]], index: int) -> str:
     return f"source {index} ({sources[index][0][0].source})"
 
 
-def _shuffled(items: Sequence[_T], seed: str) -> list[_T]:
-    shuffled = list(items)
+def _shuffled(items: Iterable[int], seed: str) -> array[int]:
+    shuffled = array("q", items)
     Random(seed).shuffle(shuffled)  # a string seeds through SHA-512, so PYTHONHASHSEED has no part in it
     return shuffled
 
@@ -90,7 +88,7 @@ def prompt_of(row: Row) -> str:
     return " ".join(" ".join(parts).split()) if asked else repr(row.messages)
 
 
-def split_places(rows: Sequence[Row], holdout: float, seed: int) -> tuple[list[int], list[int]]:
+def split_places(rows: Sequence[Row], holdout: float, seed: int) -> tuple[Sequence[int], Sequence[int]]:
     """Places of the rows to train on and of the rows held out, each in order; equal prompts are on the same side.
 
     Args:
@@ -103,10 +101,10 @@ def split_places(rows: Sequence[Row], holdout: float, seed: int) -> tuple[list[i
     if not 0 < holdout < (1 if fraction else len(rows)):
         bound = "between 0 and 1" if fraction else f"from 1 to {len(rows) - 1}"
         raise ValueError(f"holdout: a number of rows or a fraction, {bound} for {len(rows)} rows, got {holdout}")
-    places = [_place(row, seed) for row in rows]
+    places = array("d", (_place(row, seed) for row in rows))
     limit = holdout if fraction else sorted(places)[int(holdout) - 1]
-    held = [index for index, place in enumerate(places) if place <= limit]
-    train = [index for index, place in enumerate(places) if place > limit]
+    held = array("q", (index for index, place in enumerate(places) if place <= limit))
+    train = array("q", (index for index, place in enumerate(places) if place > limit))
     if not held or not train:
         empty = "held out" if not held else "left to train on"
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Pack:
 class Packs(Sequence[Pack]):
     """Packs of examples; a pack is joined when it is accessed, so that only the places of its examples are stored."""
 
-    def __init__(self, examples: Sequence[Encoded], members: list[list[int]]):
+    def __init__(self, examples: Sequence[Encoded], members: list[array[int]]):
         self.examples, self.members = examples, members
 
     def __len__(self) -> int:
@@ -57,16 +58,17 @@ def pack(encoded: Sequence[Encoded], length: int) -> Packs:
                 f"encode with max_length={length} or pack longer rows"
             )
     bins = _best_fit_decreasing(lengths, length)
-    return Packs(encoded, [sorted(members) for members in sorted(bins, key=min)])
+    bins.sort(key=min)
+    return Packs(encoded, [array("q", sorted(members)) for members in bins])
 
 
-def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[list[int]]:
-    bins: list[list[int]] = []
+def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[array[int]]:
+    bins: list[array[int]] = []  # an array takes a fourth of a list's memory
     room: list[tuple[int, int]] = []  # (tokens free, bin), ascending
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(room, (lengths[i], -1))
         if at == len(room):
-            bins.append([i])
+            bins.append(array("q", [i]))
             free, which = length, len(bins) - 1
         else:
             free, which = room.pop(at)

@@ -8,7 +8,8 @@ import pickle  # between a process and its own children; nothing is stored
 import queue
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -57,15 +58,17 @@ def encode_packed(
     if workers is None:
         workers = default_workers(ranks) if rows.num_bytes > SMALL_BYTES else 1
     result = EncodedRows(max_length=encoder.max_length)
-    chunks = _chunks(rows.texts)
-    if workers > 1 and len(chunks) > 1:
-        with _pool(encoder, min(workers, len(chunks))) as submit:
+    chunks = _chunks(rows.texts())
+    if workers > 1 and rows.num_bytes > CHUNK_BYTES:
+        with _pool(encoder, min(workers, -(-rows.num_bytes // CHUNK_BYTES))) as submit:
             # a few chunks ahead of the processes: their results are merged as they come
-            ahead: list[Future[EncodedRows]] = []
-            for number, chunk in enumerate(chunks):
+            ahead: deque[Future[EncodedRows]] = deque()
+            for chunk in chunks:
                 ahead.append(submit(chunk))
-                while len(ahead) > 2 * workers or (ahead and number == len(chunks) - 1):
-                    _merge(result, ahead.pop(0).result(), bad, progress)
+                if len(ahead) > 2 * workers:
+                    _merge(result, ahead.popleft().result(), bad, progress)
+            while ahead:
+                _merge(result, ahead.popleft().result(), bad, progress)
     else:
         for chunk in chunks:
             _merge(result, encode_texts(chunk, encoder), bad, progress)
@@ -79,16 +82,17 @@ def _merge(result: EncodedRows, part: EncodedRows, bad: BadRows, progress: Calla
     progress(result.num_rows)
 
 
-def _chunks(texts: list[bytes]) -> list[list[bytes]]:
-    chunks: list[list[bytes]] = []
-    size = CHUNK_BYTES
+def _chunks(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+    chunk: list[bytes] = []
+    size = 0
     for text in texts:
-        if size >= CHUNK_BYTES:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(text)
+        chunk.append(text)
         size += len(text)
-    return chunks
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 @contextmanager

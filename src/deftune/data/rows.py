@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 from deftune.artifacts.files import write_atomic
+from deftune.data.spool import Spool
 
 MAX_RAW_CHARS = 2000  # of a bad row's text, kept for the report
 SKIP_REMEDY = "fix the row or pass --skip-bad-rows"
@@ -35,15 +37,21 @@ class Row:
 
 
 class PackedRows(Sequence[Row]):
-    """Rows held as JSON text, a third of the memory of their objects; a `Row` is made when it is accessed.
+    """Rows held as JSON text, in a file once they are many; a `Row` is made when it is accessed.
 
     >>> rows = PackedRows([Row(({"role": "user", "content": "Hello"},), None, "a.jsonl:1", "a.jsonl")])
     >>> rows[0].messages, rows.num_bytes
     (({'role': 'user', 'content': 'Hello'},), 70)
+
+    Args:
+        rows: the rows.
+        bad: what to do with a row that JSON cannot hold.
+        spool: where the text goes; rows in one spool are gathered without a copy of their text.
     """
 
-    def __init__(self, rows: Iterable[Row] = (), bad: BadRows | None = None):
-        self.texts: list[bytes] = []
+    def __init__(self, rows: Iterable[Row] = (), bad: BadRows | None = None, spool: Spool | None = None):
+        self._spool = Spool() if spool is None else spool
+        self._starts, self._sizes = array("q"), array("i")
         self.num_bytes = 0
         for row in rows:
             try:
@@ -55,11 +63,17 @@ class PackedRows(Sequence[Row]):
                 self._add(text.encode("utf-8", "surrogatepass"))
 
     def _add(self, text: bytes) -> None:
-        self.texts.append(text)
-        self.num_bytes += len(text)
+        start = self._spool.num_bytes
+        self._spool.append(text)
+        self._place(start, len(text))
+
+    def _place(self, start: int, size: int) -> None:
+        self._starts.append(start)
+        self._sizes.append(size)
+        self.num_bytes += size
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self._starts)
 
     @overload
     def __getitem__(self, place: int) -> Row: ...
@@ -67,28 +81,40 @@ class PackedRows(Sequence[Row]):
     def __getitem__(self, place: slice) -> list[Row]: ...
     def __getitem__(self, place: int | slice) -> Row | list[Row]:
         if isinstance(place, slice):
-            return [unpack_row(text) for text in self.texts[place]]
-        return unpack_row(self.texts[place])
+            return [self[i] for i in range(*place.indices(len(self)))]
+        return unpack_row(self._text(place))
+
+    def _text(self, place: int) -> bytes:
+        return self._spool.read(self._starts[place], self._sizes[place])
+
+    def texts(self) -> Iterator[bytes]:
+        """The rows as JSON, one at a time; `unpack_row` reads one."""
+        return (self._text(place) for place in range(len(self)))
 
     @classmethod
     def gather(cls, parts: Iterable[tuple[PackedRows, int]]) -> PackedRows:
         """The rows at (rows, place), in that order."""
-        gathered = cls()
+        gathered: PackedRows | None = None
         for rows, place in parts:
-            gathered._add(rows.texts[place])
-        return gathered
+            if gathered is None:
+                gathered = cls(spool=rows._spool)
+            if rows._spool is gathered._spool:
+                gathered._place(rows._starts[place], rows._sizes[place])
+            else:
+                gathered._add(rows._text(place))
+        return cls() if gathered is None else gathered
 
     def digest(self) -> str:
         """The sha256 of the rows' content and places, in their order."""
         digest = hashlib.sha256()
-        for text in self.texts:
+        for text in self.texts():
             digest.update(b"%d\n" % len(text))
             digest.update(text)
         return digest.hexdigest()
 
 
 def unpack_row(text: bytes) -> Row:
-    """The row of one text of `PackedRows`."""
+    """The row of one of `PackedRows.texts`."""
     messages, tools, where, source = json.loads(text.decode("utf-8", "surrogatepass"))
     return Row(tuple(messages), None if tools is None else tuple(tools), where, source)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from deftune.artifacts.config import RunConfig
@@ -120,7 +121,7 @@ class Batches:
 def make_dataset(places: range) -> Any:
     from datasets import Dataset
 
-    return Dataset.from_dict({"place": list(places)})
+    return Dataset.from_dict({"place": np.arange(places.start, places.stop)})  # no list of Python's integers
 
 
 def lora_config(config: RunConfig) -> Any:

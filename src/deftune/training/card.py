@@ -12,6 +12,7 @@ import yaml
 from deftune.artifacts.config import RunConfig, Source, render_yaml
 from deftune.artifacts.names import HUB_ID, hub_model, is_local, model_license, shown_model, shown_path
 from deftune.artifacts.runs import Run
+from deftune.data.files import SUFFIXES
 from deftune.training.preparation import Prepared, facts
 
 NUMBERS = {"train": ("loss", "nll", "p", "focus", "gate"), "eval": ("eval_loss", "eval_nll", "eval_p")}
@@ -88,7 +89,7 @@ def front_matter_of(config: RunConfig, adapter: bool) -> dict[str, Any]:
 def hub_dataset(source: Source) -> str | None:
     """The id of a dataset on the hub, None for a file, a folder, or generated rows."""
     name = (source.path or "").partition(":")[0]
-    is_file = bool(Path(name).suffix) and Path(name).suffix in (".jsonl", ".json", ".parquet", ".gz")
+    is_file = name.endswith(SUFFIXES)
     return name if HUB_ID.fullmatch(name) and not is_file and not Path(name).exists() else None
 
 

@@ -33,6 +33,7 @@ from deftune.data.packing import Packs, pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
+from deftune.data.spool import Spool
 from deftune.objectives import objective as parse_objective
 from deftune.training.attention import auto_precision
 from deftune.training.display import RowProgress
@@ -172,18 +173,22 @@ def check_config(config: RunConfig) -> None:
 def read_mixture(
     sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None], *, total: int | None = None
 ) -> PackedRows:
-    """The rows of the sources, mixed by their weights; ``total`` of them, or as many as the weights allow."""
+    """The rows of the sources, mixed by their weights; ``total`` of them, or as many as the weights allow.
+
+    Their text is in one spool, on disk where there is much.
+    """
     read: list[tuple[PackedRows, float]] = []
+    spool = Spool()
     for source in sources:
         found = iterate_rows(
             source.place, format=source.format, split=source.split, limit=source.limit, bad=bad, fields=source.fields
         )
-        rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad)
+        rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad, spool)
         if source.exchange:
             changed = exchange_answers(rows, source.exchange)
             kept = [row for row in changed if is_exchanged(row.where)]
             notice(f"{source.place}: {len(kept):,} of {len(rows):,} rows have the answer of another row")
-            rows = PackedRows(kept if source.exchanged_only else changed)
+            rows = PackedRows(kept if source.exchanged_only else changed, bad, spool)
         notice(f"{source.place}: {len(rows):,} rows")
         read.append((rows, source.weight))
     if len(read) == 1 and total is None:

@@ -328,7 +328,7 @@ def _train(
         run.set_status("finished", step=step, **asdict(kept))
     say(f"finished: {run.model} holds {kept}")
     if config.train.push_to_hub and is_main():
-        push(run, config.train.push_to_hub, say)
+        push(run, config.train.push_to_hub, say, private=config.train.push_private)
     return Outcome("finished", step, run, begun, clock.seconds)
 
 
@@ -481,14 +481,14 @@ def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def push(run: Run, hub_id: str, say: Callable[[str], None]) -> None:
-    """Upload the result, on request."""
+def push(run: Run, hub_id: str, say: Callable[[str], None], *, private: bool = False) -> None:
+    """Upload the result, on request; ``private`` is for a repository that this call makes."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         api = HfApi()
-        api.create_repo(hub_id, exist_ok=True)
+        api.create_repo(hub_id, private=private, exist_ok=True)
         api.upload_folder(repo_id=hub_id, folder_path=str(run.model))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ValueError(f"push_to_hub: {hub_id}: {error}; the model is safe in {run.model}") from error

@@ -1,0 +1,81 @@
+"""Bytes that are appended and read: few of them in memory, many in a file on disk, so that data may exceed memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+MEMORY_BYTES = 32 * 2**20  # of one spool; beyond this the bytes are in a file
+
+
+class Spool:
+    """Bytes in memory up to `MEMORY_BYTES`, then in a file without a name, which is gone when the process ends.
+
+    >>> spool = Spool()
+    >>> spool.append(b"one"), spool.append(b"two"), spool.read(3, 3)
+    (None, None, b'two')
+    """
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+        self._file: BinaryIO | None = None
+        self._written = 0  # bytes of the file that can be read; the rest is in its buffer
+        self.num_bytes = 0
+
+    def append(self, data: bytes) -> None:
+        if self._file is None and self.num_bytes + len(data) > MEMORY_BYTES:
+            self._write(bytes(self._memory))
+            self._memory = bytearray()
+        if self._file is None:
+            self._memory += data
+        else:
+            self._write(data)
+        self.num_bytes += len(data)
+
+    def _write(self, data: bytes) -> None:
+        from deftune.artifacts.models import cache_folder  # here: an encoding process does without its imports
+
+        folder = cache_folder() / "spool"
+        try:
+            if self._file is None:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=2**20))
+            self._file.write(data)
+        except OSError as error:
+            raise _no_room(folder, error) from error
+
+    def _flush(self) -> BinaryIO:
+        assert self._file is not None
+        if self._written < self.num_bytes:
+            try:
+                self._file.flush()
+            except OSError as error:
+                from deftune.artifacts.models import cache_folder
+
+                raise _no_room(cache_folder() / "spool", error) from error
+            self._written = self.num_bytes
+        return self._file
+
+    def read(self, start: int, size: int) -> bytes:
+        if self._file is None:
+            return bytes(self._memory[start : start + size])
+        return os.pread(self._flush().fileno(), size, start)
+
+    def view(self, dtype: str) -> NDArray[Any]:
+        """All of it as an array: of the memory, which cannot grow while the array lives, or a map of the file."""
+        if not self.num_bytes:
+            return np.zeros(0, dtype=dtype)
+        if self._file is None:
+            return np.frombuffer(self._memory, dtype=dtype)
+        return np.memmap(self._flush(), dtype=dtype, mode="r")
+
+
+def _no_room(folder: object, error: OSError) -> ValueError:
+    return ValueError(
+        f"data: the rows cannot be kept in {folder} ({error.strerror}); free some space, or set DEFTUNE_CACHE to a "
+        f"folder on a larger disk"
+    )
