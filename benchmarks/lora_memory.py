@@ -46,7 +46,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
     config = transformers.LlamaConfig(
         hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 4), intermediate_size=args.width * 7 // 2, vocab_size=args.vocabulary,
-        max_position_embeddings=8192, rope_theta=500000.0, tie_word_embeddings=False, dtype="bfloat16",
+        max_position_embeddings=8192, tie_word_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -347,7 +347,7 @@ def fingerprint(prepared: Prepared) -> str:
     digest = hashlib.sha256()
     for sequences in (prepared.sequences, prepared.eval.examples if prepared.eval else Examples()):
         examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
-        members: list[list[int]] = sequences.members if isinstance(sequences, Packs) else []
+        members: Sequence[Sequence[int]] = sequences.members if isinstance(sequences, Packs) else []
         columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
         columns += [np.array([len(pack) for pack in members], "<i8"), np.array([*itertools.chain(*members)], "<i8")]
         for column in columns:
