@@ -118,6 +118,18 @@ def test_a_copy_of_a_model_is_as_it_was_loaded(model):
     assert kept.isdisjoint(p.data_ptr() for p in fresh.parameters())
 
 
+def test_a_model_too_large_to_keep_is_loaded_for_each_run(model, monkeypatch):
+    loads = []
+    monkeypatch.setattr("deftune.training.reuse.load_model", lambda *a, **k: loads.append(a) or load_model(*a, **k))
+    monkeypatch.setattr("deftune.training.reuse.machine_bytes", lambda: 1000)
+    shared = Shared()
+    first, second = shared.load(str(model)), shared.load(str(model))
+    assert len(loads) == 2 and first is not second
+    monkeypatch.setattr("deftune.training.reuse.machine_bytes", lambda: 1 << 40)
+    third, fourth = shared.load(str(model)), shared.load(str(model))
+    assert len(loads) == 3 and third is not fourth
+
+
 OTHER = {"default dtype": torch.float64, "deterministic algorithms": 1, "float32 matmul precision": "high",
          "working folder": "/"}  # fmt: skip
 
