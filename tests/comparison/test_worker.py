@@ -1,6 +1,7 @@
 """Cells that share a process give what they give in processes of their own."""
 
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -76,8 +77,12 @@ def test_the_data_is_read_once_and_the_model_loaded_once(tmp_path, model, monkey
         monkeypatch.setattr(
             f"deftune.training.reuse.{name}", lambda *a, real=real, name=name, **k: calls.append(name) or real(*a, **k)
         )
-    shared = Shared()
-    assert [run_cell(cell, shared=shared) for cell in comparison.cells()] == ["finished"] * 3
+    shared, state, living = Shared(), ProcessState(), []
+    for cell in comparison.cells():
+        assert run_cell(cell, shared=shared) == "finished"
+        state.restore()
+        living.append(sum(issubclass(type(thing), torch.nn.Module) for thing in gc.get_objects()))
+    assert len(set(living)) == 1  # the kept model, and no trained one
     assert calls == ["load_model", "read_data"]  # of the untuned model's cell, and of the first tuned one
 
 
