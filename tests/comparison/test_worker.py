@@ -1,6 +1,7 @@
 """Cells that share a process give what they give in processes of their own."""
 
 import copy
+import gc
 import json
 import os
 import subprocess
@@ -76,8 +77,12 @@ def test_the_data_is_read_once_and_the_model_loaded_once(tmp_path, model, monkey
         monkeypatch.setattr(
             f"deftune.training.reuse.{name}", lambda *a, real=real, name=name, **k: calls.append(name) or real(*a, **k)
         )
-    shared = Shared()
-    assert [run_cell(cell, shared=shared) for cell in comparison.cells()] == ["finished"] * 3
+    shared, state, living = Shared(), ProcessState(), []
+    for cell in comparison.cells():
+        assert run_cell(cell, shared=shared) == "finished"
+        state.restore()
+        living.append(sum(issubclass(type(thing), torch.nn.Module) for thing in gc.get_objects()))
+    assert len(set(living)) == 1  # the kept model, and no trained one
     assert calls == ["load_model", "read_data"]  # of the untuned model's cell, and of the first tuned one
 
 
@@ -116,6 +121,18 @@ def test_a_copy_of_a_model_is_as_it_was_loaded(model):
     assert tied is (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight)
     kept = {p.data_ptr() for p in loaded.parameters()}
     assert kept.isdisjoint(p.data_ptr() for p in fresh.parameters())
+
+
+def test_a_model_too_large_to_keep_is_loaded_for_each_run(model, monkeypatch):
+    loads = []
+    monkeypatch.setattr("deftune.training.reuse.load_model", lambda *a, **k: loads.append(a) or load_model(*a, **k))
+    monkeypatch.setattr("deftune.training.reuse.machine_bytes", lambda: 1000)
+    shared = Shared()
+    first, second = shared.load(str(model)), shared.load(str(model))
+    assert len(loads) == 2 and first is not second
+    monkeypatch.setattr("deftune.training.reuse.machine_bytes", lambda: 1 << 40)
+    third, fourth = shared.load(str(model)), shared.load(str(model))
+    assert len(loads) == 3 and third is not fourth
 
 
 OTHER = {"default dtype": torch.float64, "deterministic algorithms": 1, "float32 matmul precision": "high",

@@ -11,6 +11,7 @@ cannot be undone; `schedule` gives a process that has used them no cell without 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import os
@@ -96,6 +97,8 @@ class ProcessState:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        with suppress(AttributeError):  # glibc only: freed memory between living objects goes back to the system
+            ctypes.CDLL(None).malloc_trim(0)
         with suppress(OSError):  # Linux only: the largest resident size, which a run on a CPU records
             Path("/proc/self/clear_refs").write_text("5")
 
