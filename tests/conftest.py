@@ -42,7 +42,7 @@ HEAVY = {
         "verl",
     ),
     "artifacts": ("checkpoints", "results"),
-    "cli": ("long_commands", "objectives_command", "output"),
+    "cli": ("doctor_command", "long_commands", "objectives_command", "output"),
     "comparison": ("grid", "grid_failures", "grid_processes", "report", "score_figures", "worker"),
     "data": ("generated", "parallel", "rendering"),
     "evaluation": (
