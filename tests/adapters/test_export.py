@@ -268,6 +268,9 @@ def run_exported(done: Exported, python: str, out: Path, folder: Path, ranks: in
                         "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip
         command = [*torchrun, str(HERE / "verl_on_cpu.py"), "runs.json"]
     elif stack == "axolotl":
+        if (out / "adapter").exists():  # axolotl's own LoRA kernels, its default, need a GPU
+            with (out / "axolotl.yaml").open("a") as file:
+                file.write("lora_mlp_kernel: false\n")
         (folder / "runs.json").write_text(json.dumps({"exported": [str(out / f"{stack}.yaml")]}))
         command = [*torchrun, str(HERE / "drivers" / "recorded.py"), str(folder), stack, "exported"]
     else:
