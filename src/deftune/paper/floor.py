@@ -176,7 +176,7 @@ def noise_probability(gate: Gate, noise: float) -> float:
     def pull(wrong: float) -> float:
         return (1 - noise) * gate(1 - wrong) * wrong - noise * gate(wrong) * (1 - wrong)
 
-    grid = [10**exponent for exponent in np.linspace(-12, math.log10(0.5), 4000)]
+    grid = [10**exponent for exponent in np.linspace(-12, math.log10(0.5), 1000).tolist()]
     high = next((w for w in grid if pull(w) > 0), 0.5)  # above it the right label pulls harder
     if high == grid[0]:
         return 0.0
@@ -198,7 +198,9 @@ def floor_noise(noise: float, floor: float) -> float:
     return floor * noise / (1 - noise)
 
 
-DEFT_NOISE = 1 / (1 + math.exp(max(2 * p * (1 - p) * math.log(p / (1 - p)) for p in np.linspace(0.5, 0.999, 100_000))))
+DEFT_NOISE = 1 / (
+    1 + math.exp(max(2 * p * (1 - p) * math.log(p / (1 - p)) for p in np.linspace(0.5, 0.999, 2000).tolist()))
+)
 """The largest share of wrong labels that DEFT ignores here, 39%: 2 p (1 - p) ln(p / (1 - p)) is at most 0.448."""
 
 
