@@ -51,17 +51,18 @@ def test_the_times_are_those_of_the_objectives(spec):
     closed = {"nll": nll_time, "linear": linear_time, "deft": deft_time}
     start = 0.02
     expected = closed[spec](start) if spec in closed else floor_time(start, float(spec[13:-1]))
-    step = expected / 2000  # Euler's error is of the order of a step
+    step = expected / 400  # Euler's error is then at most 0.0034 of the time
     assert stepped(spec, start, step) == pytest.approx(expected, rel=5e-3)
 
 
+@settings(max_examples=30, deadline=None)
 @given(starts)
 def test_closed_forms_agree_with_quadrature(start):
     assert gate_time(lambda p: 1.0, start) == pytest.approx(nll_time(start), rel=1e-9)
     assert gate_time(lambda p: p, start) == pytest.approx(linear_time(start), rel=1e-9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20, deadline=None)
 @given(starts, floors)
 def test_a_floor_lies_between_nll_and_nll_slowed_by_the_floor(start, floor):
     time = floor_time(start, floor)
@@ -70,6 +71,7 @@ def test_a_floor_lies_between_nll_and_nll_slowed_by_the_floor(start, floor):
     assert time == pytest.approx(gate_time(lambda p: floor_gate(p, floor), start), rel=2e-3)  # with the kink unsplit
 
 
+@settings(max_examples=30, deadline=None)
 @given(starts)
 def test_deft_is_as_slow_as_linear_up_to_a_constant(start):
     assert linear_time(start) / 1.69 <= deft_time(start) <= linear_time(start)
@@ -83,6 +85,7 @@ def test_deft_takes_one_over_p_and_a_floor_the_logarithm():
         assert more == pytest.approx(math.log(1000) / (2 * floor), rel=1e-3)
 
 
+@settings(max_examples=30, deadline=None)
 @given(floors)
 def test_the_crossing_is_where_the_floor_takes_over(floor):
     at = crossing(floor)
@@ -90,7 +93,7 @@ def test_the_crossing_is_where_the_floor_takes_over(floor):
     assert floor_gate(at / 2, floor) == floor and floor_gate(0.5, floor) == deft_gate(0.5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.floats(0.01, 0.35))
 def test_nll_learns_the_noise_deft_ignores_it_and_a_floor_keeps_a_part(noise):
     assert noise_probability(lambda p: 1.0, noise) == pytest.approx(noise, rel=1e-6)

@@ -317,14 +317,15 @@ def renamed(study: Study, regime: str) -> Study:
 
 def test_the_untuned_model_with_room_for_its_answers_counts_where_the_plan_says(root):
     plan = Plan(root / "benchmarks/study/plan.yaml")
-    study, longer = invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3)), invented(base=(0.6, 0.6, 0.6))
+    study = invented(base=(0.2, 0.2, 0.2), nll=(0.4, 0.35, 0.3), deft=(0.4, 0.4, 0.4))
+    longer = invented(base=(0.8, 0.8, 0.8))
     for grade in study.cells["strong/base"]["scores"]["tasks"]["gsm8k"].values():
         grade["finished"] = {"stop": 60, "length": 140}
     alone = plan.arranged(sections([study]))[0]
     assert alone.base_cut == 0.7 and "base" not in alone.scores
     (section,) = plan.arranged(sections([renamed(longer, "strong-base"), study]))  # which has no objectives to show
     assert section.regime == "strong" and section.base_cut == 0
-    assert section.accuracy("base", 0.0).value == pytest.approx(0.6, abs=0.1)
+    assert section.accuracy("base", 0.0).value == pytest.approx(0.8, abs=0.1)
     assert "training does not help" in default_answer([section])[0]
     other = renamed(longer, "strong-base")
     other.items["strong-base"]["tasks"]["gsm8k"][0] = "another item"

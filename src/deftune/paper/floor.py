@@ -161,11 +161,11 @@ def floor_time(start: float, floor: float) -> float:
 def noise_probability(gate: Gate, noise: float) -> float:
     """The probability that training gives to a wrong label that stands in a share ``noise`` of the same rows.
 
-    A model that begins on the side of the right label comes to rest where both labels pull alike:
+    A model that begins undecided, p = 1/2, comes to rest where both labels pull alike:
 
         (1 - n) s(p) (1 - p) = n s(1 - p) p        p: of the right label; returned is 1 - p
 
-    NLL: n. A gate without such a point above 1/2 goes to certainty: 0.
+    NLL: n. With a gate without such a point above 1/2 the model becomes certain: 0.
 
     >>> round(noise_probability(lambda p: 1.0, 0.1), 6), noise_probability(deft_gate, 0.1)
     (0.1, 0.0)
@@ -176,11 +176,11 @@ def noise_probability(gate: Gate, noise: float) -> float:
     def pull(wrong: float) -> float:
         return (1 - noise) * gate(1 - wrong) * wrong - noise * gate(wrong) * (1 - wrong)
 
-    grid = [10**exponent for exponent in np.linspace(-12, math.log10(0.5), 4000)]
-    high = next((w for w in grid if pull(w) > 0), 0.5)  # above it the right label pulls harder
-    if high == grid[0]:
+    grid = [10**exponent for exponent in np.linspace(math.log10(0.5), -12, 1000).tolist()]
+    low = next((wrong for wrong in grid if pull(wrong) <= 0), None)  # down to it the right label pulls harder
+    if low is None:
         return 0.0
-    low = grid[0]
+    high = 0.5 if low == grid[0] else grid[grid.index(low) - 1]
     for _ in range(200):
         middle = math.sqrt(low * high)
         low, high = (low, middle) if pull(middle) > 0 else (middle, high)
@@ -198,7 +198,9 @@ def floor_noise(noise: float, floor: float) -> float:
     return floor * noise / (1 - noise)
 
 
-DEFT_NOISE = 1 / (1 + math.exp(max(2 * p * (1 - p) * math.log(p / (1 - p)) for p in np.linspace(0.5, 0.999, 100_000))))
+DEFT_NOISE = 1 / (
+    1 + math.exp(max(2 * p * (1 - p) * math.log(p / (1 - p)) for p in np.linspace(0.5, 0.999, 2000).tolist()))
+)
 """The largest share of wrong labels that DEFT ignores here, 39%: 2 p (1 - p) ln(p / (1 - p)) is at most 0.448."""
 
 
@@ -280,7 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=Path, metavar="FILE", help="a token table: shares of its signal")
     args = parser.parse_args(argv)
     if args.out is not None:
-        plot_floor().savefig(args.out, dpi=200, facecolor="white", metadata={"Software": None})
+        about = {"Software": None} if args.out.suffix == ".png" else {}  # the same bytes with any matplotlib
+        plot_floor().savefig(args.out, dpi=200, facecolor="white", metadata=about)
     print("\n".join(numbers()))
     if args.tokens is not None:
         print("\n| objective | share of the signal on confident conflicts | mean gate there |\n|---|---|---|")
