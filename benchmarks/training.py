@@ -118,7 +118,7 @@ def measure(contender: str, args: argparse.Namespace) -> dict[str, Any]:
         packs = sequences(args, tokenizer)
         config = SFTConfig(
             output_dir=folder, per_device_train_batch_size=args.micro, gradient_accumulation_steps=args.accumulation,
-            max_steps=args.warmup + args.steps + 1, learning_rate=1e-5, bf16=cuda and "weights" not in ours,
+            max_steps=args.warmup + args.steps + 1, learning_rate=1e-5, bf16=cuda or "weights" in ours,
             use_cpu=not cuda, gradient_checkpointing=False, logging_steps=1, report_to=[], save_strategy="no",
             optim="adamw_torch_fused", disable_tqdm=True, remove_unused_columns=False, max_length=None,
             dataset_kwargs={"skip_prepare_dataset": True}, **options,

@@ -160,7 +160,7 @@ class Train(Section):
     precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
     weights: Literal["float32", "bfloat16_with_masters"] = Field(
         "float32",
-        description="bfloat16_with_masters: the model's weights are bfloat16, and AdamW updates float32 copies of "
+        description="bfloat16_with_masters: the layers' matrices are bfloat16, and AdamW updates float32 copies of "
         "them, so that no forward pass rounds weights; the result is float32",
     )
     gradient_checkpointing: Literal[True, False, "auto"] = Field(

@@ -17,7 +17,6 @@ from deftune.data.packing import Collator, Joined
 from deftune.losses import Sparse
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
-from deftune.training.masters import FLOAT32
 from deftune.training.optimizers import NAMES, muon_factory
 from deftune.training.preparation import Prepared, base_dtype, data_ranks, precision_of, tensor_ranks, world_size
 from deftune.training.trackers import tracker_name
@@ -64,7 +63,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         max_grad_norm=train.clip,
         seed=train.seed,
         data_seed=train.seed,
-        bf16=precision_of(config) == "bf16" and train.weights == FLOAT32,  # autocast, which masters do without
+        bf16=precision_of(config) == "bf16",
         use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=prepared.checkpointing.on,
         neftune_noise_alpha=train.neftune_alpha,
@@ -244,6 +243,7 @@ def make_trainer(
         distributed_checkpoints=config.train.fsdp or config.train.tensor_parallel > 1,
     )
     if config.data.packing and attention != VARLEN:
-        check_packing(trainer.model)
+        with trainer.whole_weights():
+            check_packing(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer

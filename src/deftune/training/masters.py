@@ -5,8 +5,8 @@ model. The optimizer updates the masters, and each update is rounded into the mo
 
     master <- AdamW(master, gradient),  weight = bfloat16(master)
 
-Small updates are not lost, because they add up in the masters. The gradient of each micro-batch is bfloat16, as under
-autocast; the micro-batches are summed in float32.
+Small updates are not lost, because they add up in the masters. The rest of the computation is that of autocast, which
+stays on: a forward pass has the same values, and each micro-batch the same bfloat16 gradient, summed in float32.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ FLOAT32, WITH_MASTERS = "float32", "bfloat16_with_masters"  # what `train.weight
 
 
 class Masters:
-    """The float32 masters of a model, whose parameters become bfloat16.
+    """The float32 masters of a model's linear layers, whose parameters become bfloat16.
 
-    All parameters are rounded, those of norms too: a norm with float32 weights returns float32 activations, which each
-    of the products after it would round again. Buffers (the frequencies of rotary embeddings) stay as they are.
+    Embeddings, norms and the head stay float32: autocast does not round the first two, so that the layers pass float32
+    to each other, and the fused loss has a float32 gradient of the head.
 
     Args:
-        model: a model with float32 (or bfloat16) parameters, on its device. Tied parameters are one.
+        model: a causal LM with float32 parameters, on its device.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.rounded: dict[nn.Parameter, Tensor] = {}
         self.hooks: list[Any] = []
-        for weight in model.parameters():
-            if not weight.is_floating_point():
-                raise ValueError(f"masters: a parameter is {weight.dtype}, which is no float; use float32 weights")
+        ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
+        linear = [p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters() if id(p) not in ends]
+        self.others = [p for p in model.parameters() if p not in set(linear)]
+        for weight in dict.fromkeys(linear):
             master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
             self.masters[weight] = master
             weight.data = self.rounded[weight] = master.detach().bfloat16()
@@ -57,13 +58,13 @@ class Masters:
             master.grad.add_(gradient)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The masters: what gradients are clipped and rescaled of."""
-        return iter(self.masters.values())
+        """The masters and the float32 parameters: what gradients are clipped and rescaled of."""
+        return iter([*self.masters.values(), *self.others])
 
     def drive(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer that was made for the model's parameters, and has no state yet, update the masters."""
         for group in optimizer.param_groups:
-            group["params"] = [self.masters[weight] for weight in group["params"]]
+            group["params"] = [self.masters.get(weight, weight) for weight in group["params"]]
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _after_step(self) -> None:

@@ -316,7 +316,11 @@ def facts(prepared: Prepared) -> list[str]:
             if tensor_ranks(config) > 1
             else "train.tensor_parallel: one rank holds all weights; start several with torchrun to divide them"
         )
-    lines += ["weights: bfloat16, with float32 masters in the optimizer"] if train.weights != "float32" else []
+    lines += (
+        ["the layers' matrices are bfloat16, with float32 masters in the optimizer"]
+        if train.weights != "float32"
+        else []
+    )
     lines += [prepared.checkpointing.why] if prepared.checkpointing.why else []
     if train.fsdp:
         size = min(train.shard_size or ranks, ranks)

@@ -97,7 +97,7 @@ def check_masters(weights: str, trainer: Any) -> None:
         "a quantised model": getattr(base, "is_quantized", False),
         f"optim={optim!r}": optim not in ("adamw_torch", "adamw_torch_fused"),
         "an optimizer of your own": trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None,
-        "autocast (bf16=True or fp16=True in args)": trainer.accelerator.mixed_precision != "no",
+        "bf16=False in args": trainer.accelerator.mixed_precision != "bf16",
     }
     for what, given in reasons.items():
         if given:

@@ -82,8 +82,8 @@ class DeftSFTTrainer(CheckpointingTrainer):
             can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``; or ``varlen``, for a
             collator that lays rows end to end with their boundaries (`deftune.data.packing.Collator`).
         compile_layers: compile each decoder layer with torch.compile while training; layers of one kind share the code.
-        weights: ``float32``, or ``bfloat16_with_masters``: the model's weights are bfloat16, and AdamW updates float32
-            copies of them (`deftune.training.masters`); for full fine-tuning with AdamW in one process, ``bf16=False``
+        weights: ``float32``, or ``bfloat16_with_masters``: the layers' matrices are bfloat16, and AdamW updates float32
+            copies of them (`deftune.training.masters`); for full fine-tuning with AdamW in one process, ``bf16=True``
             in ``args``. What is saved is float32.
         sparse: make the head's gradients from a share of the classes (`deftune.Sparse`), an approximation whose error
             is logged as ``sparse_dropped``, ``sparse_error_hidden`` and ``sparse_error_weight``; not for a head with a
@@ -128,10 +128,6 @@ class DeftSFTTrainer(CheckpointingTrainer):
             plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
         self.data_ranks = self.accelerator.num_processes // self.get_tp_size()
         check_model(self.model, self.aux_loss_enabled, self.objective)
-        self.masters = None
-        if weights != FLOAT32:
-            check_masters(weights, self)
-            self.masters = Masters(base_of(self.model))
         if getattr(base_of(self.model), "is_quantized", False):
             prepare_quantised(self.model)
         self.sparse = sparse
@@ -172,6 +168,9 @@ class DeftSFTTrainer(CheckpointingTrainer):
         self._mass: Tensor | None = None
         self._unseen: UnseenNorm | None = None
         self._clock = time.perf_counter()
+        if weights != FLOAT32:  # after the checks, which run without autocast
+            check_masters(weights, self)
+            self.masters = Masters(base_of(self.model))
 
     def check_varlen(self) -> None:
         """Refuse a model whose logits change where ``varlen`` joins two rows; the bound allows bfloat16's rounding."""
@@ -397,13 +396,14 @@ class DeftSFTTrainer(CheckpointingTrainer):
         call = ObjectiveCall(self.objective, context, inputs.num_items, sparse=self.sparse)
 
         def loss_of(batch: Any, autocast: bool) -> Tensor:
-            with self.accelerator.autocast() if autocast else contextlib.nullcontext():
+            # bfloat16 weights take no float32 states: without autocast they could not be run at all
+            with self.accelerator.autocast() if autocast or self.masters else contextlib.nullcontext():
                 output = self._forward(model, self._prepare_inputs(dict(batch)), call)
             assert output.loss is not None
             raise_pending()
             return output.loss
 
-        lower = self.accelerator.mixed_precision != "no"
+        lower = self.accelerator.mixed_precision != "no" and self.masters is None
         with self.masters.paused() if self.masters else contextlib.nullcontext():
             return diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
 
@@ -484,7 +484,7 @@ class DeftSFTTrainer(CheckpointingTrainer):
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         clock = time.perf_counter()
         if self.accelerator.is_main_process:
-            with torch.random.fork_rng(devices), torch.no_grad():
+            with torch.random.fork_rng(devices), torch.no_grad(), self.whole_weights():
                 found[0] = self.score_tasks(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
         if self.accelerator.num_processes > 1:
             dist.broadcast_object_list(found)
