@@ -45,7 +45,7 @@ def cache(tmp_path, monkeypatch):
 def make_model(tokenizer, name: str):
     """A tiny model whose norms and biases are not those of the start: a lost one would change the logits."""
     cls, options = MODELS[name]
-    model = tiny.make_model(tokenizer, cls, **{"gain": 4.0, **options})
+    model = tiny.make_model(tokenizer, cls, **{"gain": 4.0, "vocab_size": len(tokenizer) + 8, **options})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
