@@ -45,7 +45,7 @@ def cache(tmp_path, monkeypatch):
 def make_model(tokenizer, name: str):
     """A tiny model whose norms and biases are not those of the start: a lost one would change the logits."""
     cls, options = MODELS[name]
-    model = tiny.make_model(tokenizer, cls, **{"gain": 4.0, **options})
+    model = tiny.make_model(tokenizer, cls, **{"gain": 4.0, "vocab_size": len(tokenizer) + 8, **options})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,10 +79,10 @@ def test_the_file_gives_the_same_logits(tmp_path, name):
     done = export_gguf(save(tmp_path / "model", model, tokenizer), tmp_path / "model.gguf", type="f32")
     assert done.architecture == name.split("-")[0] and done.notes == []
     assert done.num_bytes == done.path.stat().st_size
-    back, its_tokenizer = read_back(done.path)
+    back = read_back(done.path)[0]
     expected = logits(model, tokenizer)
     assert expected.std() > 0.3
-    torch.testing.assert_close(logits(back, its_tokenizer), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(back, tokenizer), expected, rtol=1e-5, atol=1e-5)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -318,8 +318,10 @@ def test_tokenizers_without_a_counterpart():
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("▁")
     with pytest.raises(ValueError, match="another treatment of spaces than Gemma's"):
         describe_tokenizer(tokenizer, len(tokenizer))
-    with pytest.raises(ValueError, match=r"has 300 tokens and the model's embedding 299"):
-        describe_tokenizer(tiny.make_tokenizer(), 299)
+    tokenizer = tiny.make_tokenizer()
+    size = len(tokenizer)
+    with pytest.raises(ValueError, match=f"has {size} tokens and the model's embedding {size - 1}"):
+        describe_tokenizer(tokenizer, size - 1)
 
 
 def test_declared_end_tokens():

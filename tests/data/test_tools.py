@@ -36,7 +36,7 @@ def messages() -> list[dict]:
     return [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Weather in Oslo?"},
-        {"role": "assistant", "content": None, "tool_calls": [call(1, "Oslo")]},
+        {"role": "assistant", "content": "", "tool_calls": [call(1, "Oslo")]},
         {"role": "tool", "name": "get_weather", "tool_call_id": "call00001", "content": "-3 degrees"},
         {"role": "assistant", "content": "It is cold."},
         {"role": "user", "content": "And Rome?"},

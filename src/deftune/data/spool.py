@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-MEMORY_BYTES = 32 * 2**20  # of one spool; beyond this the bytes are in a file
+MEMORY_BYTES = 8 * 2**20  # of one spool; beyond this the bytes are in a file
 
 
 class Spool:
@@ -28,7 +28,7 @@ class Spool:
 
     def append(self, data: bytes) -> None:
         if self._file is None and self.num_bytes + len(data) > MEMORY_BYTES:
-            self._write(bytes(self._memory))
+            self._write(self._memory)
             self._memory = bytearray()
         if self._file is None:
             self._memory += data
@@ -36,7 +36,7 @@ class Spool:
             self._write(data)
         self.num_bytes += len(data)
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes | bytearray) -> None:
         from deftune.artifacts.models import cache_folder  # here: an encoding process does without its imports
 
         folder = cache_folder() / "spool"
