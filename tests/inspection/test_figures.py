@@ -179,6 +179,7 @@ def tables(tmp_path_factory, model_folder, data_file, run):
     return folder
 
 
+@pytest.mark.long
 def test_the_commands_draw_and_draw_again(tmp_path, capsys, tables, run):
     base, deft = tables / "base.parquet", tables / "deft.parquet"
     for name, inputs in {

@@ -1,5 +1,6 @@
 """A sequence divided among two ranks: attention over all of it, the loss of each rank's own places."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -84,5 +85,6 @@ def compare(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_a_divided_sequence_has_the_loss_and_gradients_of_the_whole(tmp_path):
     mp.spawn(compare, args=(str(tmp_path),), nprocs=RANKS)

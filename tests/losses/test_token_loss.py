@@ -474,7 +474,9 @@ def test_no_grad_and_no_leaf(spec):
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on the CPU")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.long])]
+)
 def test_compiled(backend):
     logits, targets = masked_sample(torch.float32)
 

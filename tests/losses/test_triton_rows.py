@@ -17,7 +17,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [CHECKS[0], *(pytest.param(name, marks=pytest.mark.long) for name in CHECKS[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHECKS)
 def test_kernels_in_the_interpreter(name):
     run_checks("losses", name, "not slow")
 

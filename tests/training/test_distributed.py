@@ -116,6 +116,7 @@ def test_two_ranks_of_ddp_are_exact(tmp_path):
     check_steps(tmp_path, "ddp", ranks=2, micro=2, accumulated=2, specs=SPECS)
 
 
+@pytest.mark.long
 def test_two_ranks_of_fsdp2_are_exact(tmp_path):
     check_steps(tmp_path, "fsdp", ranks=2, micro=2, accumulated=2, specs=SPECS)
 
@@ -164,6 +165,7 @@ def quietly(config) -> None:
     assert train_run(config, Console(quiet=True)).state == "finished"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher, spec, packing",
     [("torchrun", "clip", False), pytest.param("accelerate", "mile(1)", True, marks=pytest.mark.slow)],
@@ -178,6 +180,7 @@ def test_a_launched_run_equals_one_process(launcher, spec, packing, tmp_path, ma
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.long
 def test_a_sharded_run_equals_one_process_and_resumes(tmp_path, make_config):
     options = {**RUN, "objective": "deft"}
     quietly(make_config(tmp_path / "one", options))
@@ -218,6 +221,7 @@ def assert_same_steps(one: Path, other: Path) -> None:
         assert abs(x - y) <= FLOAT32 * max(1, abs(x))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first, then", [(2, 1), (1, 2)])
 def test_a_sharded_run_resumes_on_another_number_of_ranks(first, then, tmp_path, make_config):
     """The checkpoint of FSDP2 over two ranks continues in one process, and the other way round."""

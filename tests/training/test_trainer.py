@@ -366,6 +366,7 @@ def test_bfloat16_autocast_trains_float32_weights(tmp_path):
     assert deviation(watch.steps[0], gradients) <= 0.1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("spec, backend", [("deft", "aot_eager"), ("clip", "aot_eager"),
                                            pytest.param("deft", "inductor", marks=pytest.mark.slow)])  # fmt: skip
