@@ -44,7 +44,7 @@ class Masters:
             if weight.requires_grad:
                 self.hooks.append(weight.register_post_accumulate_grad_hook(self._take_gradient))
         # in the model's order: a norm summed in another one differs in its last bit
-        self.trained = [self.masters.get(p, p) for p in model.parameters()]
+        self.trained: list[nn.Parameter] = [self.masters.get(p, p) for p in model.parameters()]
 
     @torch.no_grad()
     def _take_gradient(self, weight: Any) -> None:
