@@ -37,13 +37,14 @@ class Masters:
         self.hooks: list[Any] = []
         ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
         linear = [p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters() if id(p) not in ends]
-        self.others = [p for p in model.parameters() if p not in set(linear)]
         for weight in dict.fromkeys(linear):
             master = nn.Parameter(weight.detach().float(), requires_grad=weight.requires_grad)
             self.masters[weight] = master
             weight.data = self.rounded[weight] = master.detach().bfloat16()
             if weight.requires_grad:
                 self.hooks.append(weight.register_post_accumulate_grad_hook(self._take_gradient))
+        # in the model's order: a norm summed in another one differs in its last bit
+        self.trained: list[nn.Parameter] = [self.masters.get(p, p) for p in model.parameters()]
 
     @torch.no_grad()
     def _take_gradient(self, weight: Any) -> None:
@@ -58,8 +59,8 @@ class Masters:
             master.grad.add_(gradient)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The masters and the float32 parameters: what gradients are clipped and rescaled of."""
-        return iter([*self.masters.values(), *self.others])
+        """The masters and the float32 parameters, in the model's order: what gradients are clipped and rescaled of."""
+        return iter(self.trained)
 
     def drive(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer that was made for the model's parameters, and has no state yet, update the masters."""
@@ -96,7 +97,7 @@ class Masters:
             hook.remove()
         for weight, master in self.masters.items():
             weight.data, weight.grad = master.data, None
-        self.masters, self.rounded = {}, {}
+        self.masters, self.rounded, self.trained = {}, {}, []
 
     @contextmanager
     def paused(self) -> Generator[None]:
