@@ -320,7 +320,7 @@ def test_parquet_and_its_nulls(tmp_path):
         [row] = read_rows(path, limit=1)
         assert row.messages == (
             {"role": "user", "content": "q"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
         )
         assert row.where == f"{path}[0]"
         with pytest.raises(RowError, match=r"\[1\]: no assistant turn \(roles: user\)"):
