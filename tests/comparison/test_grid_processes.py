@@ -296,3 +296,12 @@ def test_liger_kernels_stay_out_of_cells_without_them(stand_in):
     list(Children(1)([*tuned, base], lambda cell: True))
     first, second, third = ((cell.folder / "pid").read_text() for cell in (*tuned, base))
     assert first == second != third
+
+
+def test_a_cell_of_another_comparison_gets_another_process(stand_in, tmp_path):
+    """A process has read the config of one comparison."""
+    (cell,) = stand_in(SEVERAL, base=False, seeds=[0], objectives=["nll"])
+    other = cell.comparison.model_copy(update={"folder": str(tmp_path / "other")})
+    cells = [cell, *other.cells()]
+    assert [state for _, state in Children(1)(cells, lambda cell: True)] == ["finished", "finished"]
+    assert (cells[0].folder / "pid").read_text() != (cells[1].folder / "pid").read_text()

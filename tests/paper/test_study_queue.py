@@ -65,6 +65,37 @@ def test_missing_cells_run_in_the_order_of_the_plan_and_are_merged_one_by_one(st
     assert (base.seconds, nll.seconds) == (START_SECONDS + 100, START_SECONDS + 10)
 
 
+@pytest.mark.long
+def test_processes_run_the_cells_of_several_comparisons(study, tmp_path):
+    """As `study run` does: the cells of two comparisons, in processes of their own, each merged into its own file."""
+    plan, folder, results = study
+    other = yaml.safe_load((folder / "tiny.yaml").read_text())
+    other |= {"folder": str(tmp_path / "other"), "regimes": {"other": other["regimes"]["weak"]}}
+    tiny_comparison.write(folder / "other.yaml", other)
+    plan.regimes["other"] = plan.regimes["weak"] | {"config": "other"}
+    plan.tiers[0]["regimes"] = ["weak", "other"]
+    outcome = run_queue(plan, folder, results, minutes=30, say=lambda _: None)
+    assert outcome.failed == {} and outcome.left == []
+    assert sorted(outcome.finished) == sorted([*CELLS, "other/deft/lr0.001-s1"])
+    assert sorted(read_study(results / "tiny.json").cells) == sorted(CELLS)
+    assert list(read_study(results / "other.json").cells) == ["other/deft/lr0.001-s1"]
+
+
+@pytest.mark.long
+def test_cells_that_run_when_the_budget_is_spent_are_stopped(study):
+    """The watch looks every few seconds: a clock that jumps past the end while the first cell runs."""
+    plan, folder, results = study
+    for path in folder.glob("tiny.yaml"):
+        content = yaml.safe_load(path.read_text())
+        content["train"] |= {"max_steps": 100_000, "epochs": 100_000}
+        tiny_comparison.write(path, content)
+    asked = iter([0.0, 0.0, 0.0])
+    outcome = run_queue(plan, folder, results, minutes=30, say=lambda _: None, clock=lambda: next(asked, 1e9))
+    assert outcome.finished == [] and outcome.failed == {}
+    cell = missing_cells(plan, folder, results)[0].cell
+    assert cell.state()["state"] == "stopped"
+
+
 def test_no_cell_starts_that_would_not_end_in_time(study):
     plan, folder, results = study
     now = 0.0

@@ -271,7 +271,8 @@ class Child:
 
     def suits(self, cell: Cell) -> bool:
         """Whether the process, which waits, can run the cell as a new process would."""
-        return not self._exits() and needs_liger(cell) >= self.liger
+        same = cell.comparison.folder == self.cell.comparison.folder  # of which the process has read the config
+        return same and needs_liger(cell) >= self.liger and not self._exits()
 
     def start(self, cell: Cell) -> None:
         """Ask for a cell."""
