@@ -44,7 +44,8 @@ class Masters:
             if weight.requires_grad:
                 self.hooks.append(weight.register_post_accumulate_grad_hook(self._take_gradient))
         # in the model's order: a norm summed in another one differs in its last bit
-        self.trained: list[nn.Parameter] = [self.masters.get(p, p) for p in model.parameters()]
+        weights: Iterator[nn.Parameter] = model.parameters()
+        self.trained: list[nn.Parameter] = [self.masters.get(weight, weight) for weight in weights]
 
     @torch.no_grad()
     def _take_gradient(self, weight: Any) -> None:
