@@ -77,7 +77,7 @@ def sequences(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
 def load(args: argparse.Namespace, attention: str) -> tuple[Any, Any]:
     import transformers
 
-    from deftune.artifacts.models import load_model, load_tokenizer
+    from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 
     if args.model.endswith(".json"):
         config = transformers.AutoConfig.for_model(**json.loads(Path(args.model).read_text()))
@@ -86,7 +86,8 @@ def load(args: argparse.Namespace, attention: str) -> tuple[Any, Any]:
             chosen = {} if attention == "auto" else {"attn_implementation": attention}
             model = transformers.AutoModelForCausalLM.from_config(config, **chosen).float()
         return model, load_tokenizer(args.tokenizer)
-    return load_model(args.model, attention=attention), load_tokenizer(args.tokenizer or args.model)
+    source = resolve_model(args.model)
+    return load_model(source, attention=attention), load_tokenizer(args.tokenizer or source)
 
 
 def measure(contender: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def in_process(contender: str, args: argparse.Namespace, given: list[str]) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a model folder, or a config.json for random weights")
+    parser.add_argument("model", nargs="?", help="a model folder or GGUF file, or a config.json for random weights")
     parser.add_argument("data", nargs="?")
     parser.add_argument("--tokenizer")
     parser.add_argument("--format", default="auto")
