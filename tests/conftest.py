@@ -43,7 +43,16 @@ HEAVY = {
     ),
     "artifacts": ("checkpoints", "results"),
     "cli": ("doctor_command", "long_commands", "objectives_command", "output"),
-    "comparison": ("grid", "grid_failures", "grid_processes", "report", "score_figures", "worker"),
+    "comparison": (
+        "cells_in_memory",
+        "grid",
+        "grid_failures",
+        "grid_processes",
+        "quickstart",
+        "report",
+        "score_figures",
+        "worker",
+    ),
     "data": ("generated", "parallel", "rendering"),
     "evaluation": (
         "decoding",
@@ -58,7 +67,7 @@ HEAVY = {
     "inspection": ("figures", "inspect_command", "inspect_page", "real", "style"),
     "losses": ("context_parallel", "triton_rows", "vocab_shards"),
     "objectives": ("step_ranks",),
-    "paper": ("conflicts", "recipes", "theory"),
+    "paper": ("conflicts", "recipes", "study", "study_queue", "theory"),
     "tokens": ("definitions",),
     "training": (
         "attacks",
