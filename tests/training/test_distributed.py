@@ -67,7 +67,7 @@ def test_a_run_leaves_its_process_group(monkeypatch):
     monkeypatch.setattr(train, "train_run", train_run)
     model, data = SimpleNamespace(trust_remote_code=False), SimpleNamespace(tasks=[])
     monkeypatch.setattr(cli_train, "read_config", lambda *_: SimpleNamespace(model=model, data=data))
-    flags = dict.fromkeys(("skip_bad_rows", "no_cache", "dry_run", "trust_remote_code", "restart"), False)
+    flags = dict.fromkeys(("skip_bad_rows", "no_cache", "dry_run", "trust_remote_code", "restart", "profile"), False)
     assert cli_train.run_train(argparse.Namespace(set=[], config=None, **flags)) == 0
     assert not dist.is_initialized()
     train.leave_ranks()  # alone: nothing to leave
