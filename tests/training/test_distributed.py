@@ -263,7 +263,7 @@ def test_hybrid_sharding_equals_one_process_and_resumes(tmp_path, make_config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", ["nll", "deft", "eaft"])
+@pytest.mark.parametrize("spec", ["deft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nll", "eaft"))])
 def test_a_divided_run_equals_one_process_and_resumes(spec, tmp_path, make_config):
     """Tensor parallel: 20 steps of two ranks that share layers and vocabulary; resumed on two ranks and on one."""
     options = {**RUN, "objective": spec, "train.max_steps": 20, "train.epochs": 1000, "train.save_steps": 18,

@@ -184,7 +184,7 @@ def test_a_bfloat16_step_on_a_gpu_agrees_with_padded_rows(cls, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("choice", ["auto", "varlen"])
+@pytest.mark.parametrize("choice", [pytest.param("auto", marks=pytest.mark.slow), "varlen"])
 def test_compiled_layers_train_as_plain_ones_and_leave_the_model_plain(choice, tmp_path):
     """Micro-batches of several lengths; afterwards no layer is compiled."""
     flat = choice == "varlen"

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deftune.adapters.gguf_tokenizer import describe_tokenizer
+from deftune.artifacts.display import quiet
 from deftune.artifacts.files import sync
 from deftune.artifacts.folders import disk_error
 from deftune.artifacts.names import model_license
@@ -95,7 +96,8 @@ def export_gguf(
         raise ValueError(f"export gguf: --out {out}: the name of a GGUF file ends in .gguf")
     if out.exists():
         raise ValueError(f"export gguf: {out} exists; name another file")
-    model, tokenizer = load_result(name, notice)
+    with quiet():
+        model, tokenizer = load_result(name, notice)
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload(safe_merge=True)
     return write_gguf(

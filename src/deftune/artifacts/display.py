@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
@@ -29,7 +30,10 @@ QUIET: Display = _Quiet()  # shows nothing
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Turn off the progress bars and notes of transformers and datasets, which would break up a progress line."""
+    """Turn off progress bars and notes of transformers and datasets, which would break up a progress line.
+
+    Their FutureWarnings are turned off too: they announce that names will go which TRL uses, not the user.
+    """
     import datasets
     import transformers
 
@@ -38,6 +42,8 @@ def quiet() -> Generator[None]:
     level = transformers.utils.logging.get_verbosity()  # pyright: ignore[reportPrivateImportUsage]
     transformers.utils.logging.set_verbosity_error()  # pyright: ignore[reportPrivateImportUsage]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft|accelerate)\b")
+            yield
     finally:
         transformers.utils.logging.set_verbosity(level)  # pyright: ignore[reportPrivateImportUsage]
