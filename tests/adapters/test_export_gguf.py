@@ -320,9 +320,19 @@ def test_tokenizers_without_a_counterpart():
     with pytest.raises(ValueError, match="another treatment of spaces than Gemma's"):
         describe_tokenizer(tokenizer, len(tokenizer))
     tokenizer = tiny.make_tokenizer()
+    first = min(tokenizer.eos_token_id, tokenizer.pad_token_id)
+    with pytest.raises(ValueError, match=rf"has a \w+ token of id \d+, and the embedding {first} rows"):
+        describe_tokenizer(tokenizer, first)
+
+
+def test_tokens_without_an_embedding_are_left_out():
+    """Gemma 3's tokenizer has a token for images, one more than its text models embed."""
+    tokenizer = tiny.make_tokenizer()
     size = len(tokenizer)
-    with pytest.raises(ValueError, match=f"has {size} tokens and the model's embedding {size - 1}"):
-        describe_tokenizer(tokenizer, size - 1)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    described = describe_tokenizer(tokenizer, size)
+    assert described.notes == [f"tokens from id {size} on are left out: the model's embedding has no row for them"]
+    assert len(described.tokens) == size and "<image>" not in described.tokens
 
 
 def test_declared_end_tokens():

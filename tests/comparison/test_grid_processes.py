@@ -305,3 +305,24 @@ def test_a_cell_of_another_comparison_gets_another_process(stand_in, tmp_path):
     cells = [cell, *other.cells()]
     assert [state for _, state in Children(1)(cells, lambda cell: True)] == ["finished", "finished"]
     assert (cells[0].folder / "pid").read_text() != (cells[1].folder / "pid").read_text()
+
+
+CHATTY = """
+import os, pathlib, sys
+os.write(1, b"a library that greets\\n")
+for line in sys.stdin:
+    name = line.split()[1]
+    folder = pathlib.Path(sys.argv[1], name)
+    folder.mkdir(parents=True, exist_ok=True)
+    os.write(1, b"more words\\n")
+    (folder / "cell.json").write_text('{"state": "finished"}')
+    os.write(1, name.encode() + b"\\n")
+    if "deft" in name:
+        os._exit(7)
+"""
+
+
+def test_words_of_a_library_are_no_reply_and_a_finished_cell_stays_finished(stand_in):
+    cells = stand_in(CHATTY, base=False, seeds=[0], objectives=["nll", "deft", "linear"])
+    assert [state for _, state in Children(1)(cells, lambda cell: True)] == ["finished"] * 3
+    assert [cell.state()["state"] for cell in cells] == ["finished"] * 3

@@ -44,6 +44,15 @@ def test_the_share_is_kept_and_a_larger_share_contains_a_smaller_one():
     assert sum(a != b for a, b in zip(cut, whole)) <= 1
 
 
+def test_answers_to_the_same_question_are_not_exchanged():
+    """Several right answers to one question: exchanged with each other they would still be right."""
+    rows = [row(number // 4, f"way {number}") for number in range(80)]
+    for before, after in zip(rows, exchange_answers(rows, 1.0)):
+        if is_exchanged(after.where):
+            other = after.messages[-1]["content"]
+            assert rows[int(other.split()[1])].messages[0] != before.messages[0]
+
+
 def test_a_source_is_read_with_its_answers_exchanged(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"prompt": "question {n}", "completion": "{n}"}}\n' for n in range(60)))

@@ -140,3 +140,12 @@ def test_a_full_disk_is_one_line(on_disk, monkeypatch):
     monkeypatch.setattr(spools.tempfile, "TemporaryFile", full)
     with pytest.raises(ValueError, match=r"data: the rows cannot be kept in .*spool \(No space left on device\); free"):
         make_rows(3)
+
+
+def test_without_a_cache_folder_the_rows_are_in_the_system_s_temporary_one(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr(spools, "MEMORY_BYTES", 8)
+    monkeypatch.setenv("DEFTUNE_CACHE", str(blocked))
+    assert [row.where for row in make_rows(3)] == [row.where for row in list(make_rows(3))]
+    assert make_rows(3)._spool._file is not None

@@ -13,6 +13,7 @@ from test_encoding import runs, trl_template
 
 from deftune.data.encoding import Encoder, EncodingError, encode_rows
 from deftune.data.preview import render_preview
+from deftune.data.rendering import Template
 from deftune.data.rows import Row
 from deftune.data.sources import read_rows
 
@@ -134,3 +135,13 @@ def test_arguments_may_be_text_or_an_object(tmp_path: Path, rows: list[Row]):
     path.write_text(json.dumps({"messages": objects, "tools": TOOLS}) + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"objects\.jsonl:1: tool call's arguments are not JSON \(.*'\{\"city\": '"):
         read_rows(path)
+
+
+def test_a_template_that_joins_arguments_to_text_gets_text(rows: list[Row]):
+    """As DeepSeek's templates do; an object would be a TypeError."""
+    text = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '<' + c.function.arguments + '>' }}{% endfor %}"
+    calls = [call for message in rows[0].messages for call in message.get("tool_calls", ())]
+    written = "".join(f"<{json.dumps(call['function']['arguments'])}>" for call in calls)
+    assert calls and Template(text + "{% endfor %}").render(rows[0].messages) == written
+    with pytest.raises(TypeError):  # no call is the cause
+        Template("{{ 'a' + 1 }}").render(rows[0].messages[:1])

@@ -126,7 +126,7 @@ def write_gguf(
     notes: list[str] = []
     # llama.cpp's writer opens the file itself; the file gets its name when it is complete
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.writing")
+    temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
     writer: Any = gguf.GGUFWriter(temporary, architecture.name)
     writer.add_type(gguf.GGUFType.MODEL)
     for key, value in about.items():
@@ -214,7 +214,8 @@ def add_parameters(writer: Any, config: Any, architecture: Architecture) -> None
         writer.add_rope_scaling_factor(rope["factor"])
     if architecture.name == "gemma3":
         writer.add_sliding_window(config.sliding_window)
-        writer.add_rope_freq_base_swa(rope_of(config, "sliding_attention")["rope_theta"])
+        local = rope_of(config, "sliding_attention")["rope_theta"]
+        writer.add_float32("gemma3.rope.freq_base_swa", local)  # by its name: older gguf packages have no method for it
         if config.final_logit_softcapping:
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
@@ -223,7 +224,8 @@ def rope_of(config: Any, layers: str = "full_attention") -> dict[str, Any]:
     """The rotary positions of a kind of layers; types that are not written here are refused."""
     parameters: dict[str, Any] = config.rope_parameters
     rope: dict[str, Any] = parameters.get(layers, parameters)
-    known = ("default", "linear", "llama3")[: 1 if layers == "sliding_attention" else 3]
+    known = ("default",) if layers == "sliding_attention" else ("default", "linear")
+    known += ("llama3",) if config.model_type == "llama" else ()  # llama.cpp reads its factors for Llama alone
     if rope["rope_type"] not in known or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"export gguf: rotary positions of type {rope['rope_type']!r} are not supported "

@@ -241,8 +241,8 @@ def first_adapter(job: Job) -> tuple[Lora, str] | None:
     if lora is None:
         return None
     folder = job.out / "adapter"
+    job.files.append(folder)  # before it is there: a failure removes what was written
     save_first_adapter(job.prepared, folder)
-    job.files.append(folder)
     if lora.dropout:
         job.keys.notes.append(
             f"model.lora.dropout: {job.keys.stack} draws which values to drop; steps differ from `deftune train` as "

@@ -66,8 +66,6 @@ def describe_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[str
     model: dict[str, Any] = content["model"]
     if model["type"] != "BPE":
         raise refused(f"is {model['type']}, not BPE")
-    if len(tokenizer) > vocab_size:
-        raise refused(f"has {len(tokenizer):,} tokens and the model's embedding {vocab_size:,}")
     pre = None if is_sentencepiece(content) else pre_tokenizer_name(content["pre_tokenizer"])
     tokens, types = token_list(tokenizer, vocab_size, plain=pre is None)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
@@ -77,11 +75,15 @@ def describe_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[str
         if (token := getattr(tokenizer, f"{name}_token_id")) is not None
     }
     notes: list[str] = []
+    if len(tokenizer) > vocab_size:  # Gemma 3's has a token for images, which its text models do not embed
+        notes.append(f"tokens from id {vocab_size} on are left out: the model's embedding has no row for them")
     if end_tokens:  # of data.end_tokens: llama.cpp stops at one beside EOS, and at those that it knows by their text
         special["eot"] = end_tokens_of(tokenizer, declared=end_tokens)[end_tokens[0]]
         notes += [
             f"data.end_tokens: the file holds one end-of-turn token; {token!r} is left out" for token in end_tokens[1:]
         ]
+    if without := [name for name, token in special.items() if token >= vocab_size]:
+        raise refused(f"has a {without[0]} token of id {special[without[0]]}, and the embedding {vocab_size:,} rows")
     bos: int | None = tokenizer.bos_token_id
     template = tokenizer.chat_template
     if isinstance(template, dict):

@@ -37,7 +37,7 @@ def need_version(package: str) -> None:
 def release(text: str) -> tuple[int, ...]:
     """The first three numbers of a version.
 
-    >>> release("0.16.1rc2")
-    (0, 16, 1)
+    >>> release("0.16.1rc2"), release("4.6")
+    ((0, 16, 1), (4, 6, 0))
     """
-    return tuple(map(int, re.findall(r"\d+", text)[:3]))
+    return tuple(map(int, [*re.findall(r"\d+", text), "0", "0"][:3]))

@@ -42,13 +42,13 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": gpus,
         "versions": versions(),
-        "git": git_state() or named_commit(),
+        "git": named_commit() or git_state(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
 
 def named_commit() -> dict[str, Any] | None:
-    """{"commit": ...} of the environment variable DEFTUNE_COMMIT; None if it is not set.
+    """{"commit": ...} of the environment variable DEFTUNE_COMMIT, which overrules git; None if it is not set.
 
     Raises:
         ValueError: its value is no commit.

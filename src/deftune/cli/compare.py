@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,12 +97,15 @@ def run_one(args: argparse.Namespace) -> int:
 
 
 def run_worker(args: argparse.Namespace) -> int:
+    replies = os.dup(1)  # before the imports: a line that a library prints is no reply
+    os.set_inheritable(replies, False)
+    os.dup2(2, 1)
     from deftune.comparison.grid import load_comparison
     from deftune.comparison.worker import serve
 
     comparison = load_comparison(args.config)
     check_trust(args, comparison)
-    return serve(comparison)
+    return serve(comparison, replies)
 
 
 def run_all(args: argparse.Namespace, shown: Progress) -> int:

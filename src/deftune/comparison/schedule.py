@@ -252,6 +252,7 @@ class Child:
 
     def __init__(self, cell: Cell):
         self.cell, self.shared, self.liger = cell, False, False  # shared: another cell ran at the same time
+        self.text = b""  # of its replies
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--worker"]
         if any(other.config.model.trust_remote_code for other in cell.comparison.cells()):
@@ -287,8 +288,10 @@ class Child:
     def is_over(self) -> bool:
         """Whether the cell has finished, or its process has ended."""
         with suppress(BlockingIOError):
-            if os.read(self.replies, 4096):
-                return True
+            self.text += os.read(self.replies, 4096)
+        if f"{self.cell.name}\n".encode() in self.text:
+            self.text = b""
+            return True
         return self._exits()
 
     def _exits(self) -> bool:
@@ -332,7 +335,7 @@ class Child:
     def end(self, *, told: bool) -> str:
         """The state of a cell that is over; ``told``: the process was asked to stop."""
         code, about = self.process.returncode or 0, self.cell.state()
-        if code == 0 and about["state"] == "finished":
+        if about["state"] == "finished":  # whatever came after that
             return "finished"
         if told or about["state"] == "stopped":
             if about["state"] != "failed":

@@ -29,7 +29,7 @@ import torch
 
 from deftune.comparison.cells import Shared, run_cell
 from deftune.comparison.grid import Cell, Comparison
-from deftune.losses import graphs
+from deftune.losses import graphs, pending
 
 STOPPED = 143  # the exit code of a process whose cell was stopped
 
@@ -92,6 +92,7 @@ class ProcessState:
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.reset()
         graphs.clear()
+        pending.clear()
         torch.manual_seed(self.seed)
         gc.collect()
         if torch.cuda.is_available():
@@ -103,18 +104,20 @@ class ProcessState:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def serve(comparison: Comparison) -> int:
-    """Run the cells that standard input asks for; returns the exit code of the process."""
+def serve(comparison: Comparison, replies: int) -> int:
+    """Run the cells that standard input asks for; returns the exit code of the process.
+
+    Args:
+        comparison: whose cells are asked for.
+        replies: a file descriptor that gets the name of each finished cell.
+    """
     cells = {cell.name: cell for cell in comparison.cells()}
     asked, busy = queue.SimpleQueue[str | None](), threading.Event()
     threading.Thread(target=_read_requests, args=(asked, busy), daemon=True).start()
-    replies = os.dup(1)
-    os.set_inheritable(replies, False)
     state, shared = ProcessState(), Shared()
     gc.collect()
     gc.freeze()  # the objects of the imported modules: every later collection would go through them, for 0.3 s
     while (line := asked.get()) is not None:
-        busy.set()
         asked_at, _, name = line.partition(" ")
         write_to(cells[name].folder / "log.txt")
         state.restore()
@@ -131,6 +134,7 @@ def _read_requests(asked: queue.SimpleQueue[str | None], busy: threading.Event) 
     while piece := os.read(0, 4096):  # not sys.stdin: Python could not close it while a thread reads
         *lines, text = (text + piece).split(b"\n")
         for line in lines:
+            busy.set()  # here: the starter may be gone before the imports end
             asked.put(line.decode())
     asked.put(None)
     if busy.is_set():

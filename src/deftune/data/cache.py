@@ -73,7 +73,8 @@ def encode_cached(
                 return checked(found, encoder, bad)
             result = encode()
             if _write(entry, result, notice):  # from here on a map of the entry's file, not of one more copy
-                result.examples = _examples(entry, result.examples.sources)
+                with suppress(OSError):  # a file system without maps: the encoded rows are still there
+                    result.examples = _examples(entry, result.examples.sources)
             _make_room(folder, cache_bytes(), keep=entry)
             return result
     except OSError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -120,9 +122,9 @@ EXCHANGED = ", with the answer of "
 def exchange_answers(rows: Sequence[Row], share: float) -> list[Row]:
     """The rows, with the last answers of about ``share`` of them exchanged in pairs: label noise on purpose.
 
-    Which rows are chosen follows from their prompts alone: a larger share contains the rows of a smaller one. Two rows
-    are exchanged only if their answers differ; a chosen row without a partner keeps its answer. `is_exchanged` knows
-    the exchanged rows by their place.
+    Which rows are chosen follows from their prompts alone: a larger share chooses the rows of a smaller one too. Two
+    rows are exchanged only if their prompts and their answers differ; a chosen row without a partner keeps its answer.
+    `is_exchanged` knows the exchanged rows by their place.
 
     Args:
         rows: all rows.
@@ -136,15 +138,21 @@ def exchange_answers(rows: Sequence[Row], share: float) -> list[Row]:
     [('1, with the answer of 2', '2'), ('2, with the answer of 1', '1')]
     """
     found = list(rows)
-    waiting: list[int] = []  # chosen, without a partner yet
-    for index, row in enumerate(rows):
+    waiting: dict[str, dict[str, deque[int]]] = {}  # chosen, without a partner yet: by answer and prompt
+    for index, row in enumerate(found):
         if _place(row, "exchange") >= share:
             continue
-        partner = next((other for other in waiting if rows[other].messages[-1] != row.messages[-1]), None)
-        if partner is None:
-            waiting.append(index)
+        answer, prompt = json.dumps(row.messages[-1]), prompt_of(row)
+        places = (
+            places
+            for other, prompts in waiting.items() if other != answer
+            for asked, places in prompts.items() if asked != prompt and places
+        )  # fmt: skip
+        partners = next(places, None)
+        if partners is None:
+            waiting.setdefault(answer, {}).setdefault(prompt, deque()).append(index)
             continue
-        waiting.remove(partner)
+        partner = partners.popleft()
         for mine, other in ((index, partner), (partner, index)):
             found[mine] = replace(
                 rows[mine],

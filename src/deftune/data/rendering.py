@@ -13,6 +13,7 @@ The result is what transformers' `apply_chat_template` renders; `tests/data/test
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import json
@@ -75,11 +76,15 @@ class Template:
         size = [0]
         chat = [_with_reasoning(_plain(message, size)) for message in messages]
         offered = _plain(list(tools), size) if tools is not None else None
+        options = {"tools": offered, "documents": None, "add_generation_prompt": add_generation_prompt}
         self.environment.allow(len(chat), size[0])
-        return self._compiled.render(
-            messages=chat, tools=offered, documents=None, add_generation_prompt=add_generation_prompt,
-            **(variables or {}),
-        )  # fmt: skip
+        try:
+            return self._compiled.render(messages=chat, **options, **(variables or {}))
+        except TypeError:
+            if not any(_has_objects(message) for message in chat):
+                raise
+        self.environment.allow(len(chat), size[0])  # DeepSeek's templates join the arguments of a call to text
+        return self._compiled.render(messages=[_written(message) for message in chat], **options, **(variables or {}))
 
 
 def _plain(value: Any, size: list[int]) -> Any:
@@ -106,6 +111,27 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message's reasoning under each of the names that templates read it by."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions that a message calls."""
+    return [call["function"] for call in message.get("tool_calls") or () if isinstance(call.get("function"), dict)]
+
+
+def _has_objects(message: dict[str, Any]) -> bool:
+    return any(isinstance(function.get("arguments"), dict) for function in _calls(message))
+
+
+def _written(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text."""
+    if not _has_objects(message):
+        return message
+    calls = copy.deepcopy(message["tool_calls"])
+    for call in calls:
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, dict):
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return {**message, "tool_calls": calls}
 
 
 # The sandbox with an allowance ---------------------------------------------------------------------------------------

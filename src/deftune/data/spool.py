@@ -42,8 +42,12 @@ class Spool:
         folder = cache_folder() / "spool"
         try:
             if self._file is None:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._file = cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=2**20))
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    file = tempfile.TemporaryFile(dir=folder, buffering=2**20)
+                except OSError:  # a cache folder that cannot be written
+                    file = tempfile.TemporaryFile(buffering=2**20)
+                self._file = cast("BinaryIO", file)
             self._file.write(data)
         except OSError as error:
             raise _no_room(folder, error) from error

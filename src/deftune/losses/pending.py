@@ -45,6 +45,11 @@ def pending_flags(device: torch.device) -> list[Tensor] | None:
     return [note.flag for note in _notes] if all(note.stream == here for note in _notes) else None
 
 
+def clear() -> None:
+    """Forget all notes: the work that they are about is over."""
+    _notes.clear()
+
+
 def look(note: Note) -> int:
     """Read a flag; waits for the stream that writes the flag."""
     with torch.cuda.stream(note.stream):

@@ -148,8 +148,12 @@ def run_queue(
         say(f"tier {one.tier}: {cell.name}, {one.seconds:.0f} s expected, {(end - clock()) / 60:.1f} minutes left")
         return True
 
+    told = False
+
     def watch(_: Sequence[Cell]) -> None:
-        if clock() > end:
+        nonlocal told
+        if not told and clock() > end:
+            told = True  # a second signal would end the cells while they save
             os.kill(os.getpid(), signal.SIGTERM)  # the runner passes it on to the cells
 
     for cell, state in (runner or Children(jobs, watch))(cells, begin):

@@ -163,7 +163,7 @@ def save_first_adapter(prepared: Prepared, folder: Path) -> None:
         adapted = get_peft_model(base, lora_config(prepared.config))
     # save_embedding_layers: otherwise peft looks the base model up on the hub
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
-    (folder / "README.md").unlink()  # peft's form of a model card, not filled in
+    (folder / "README.md").unlink(missing_ok=True)  # peft's form of a model card, not filled in
 
 
 def load_base(prepared: Prepared) -> Any:

@@ -353,7 +353,8 @@ def fingerprint(prepared: Prepared) -> str:
         examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
         members: Sequence[Sequence[int]] = sequences.members if isinstance(sequences, Packs) else []
         columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
-        columns += [np.array([len(pack) for pack in members], "<i8"), np.array([*itertools.chain(*members)], "<i8")]
+        places = np.concatenate([np.asarray(pack, "<i8") for pack in members] or [np.zeros(0, "<i8")])
+        columns += [np.array([len(pack) for pack in members], "<i8"), places]
         for column in columns:
             digest.update(b"%d\n" % len(column))
             digest.update(np.ascontiguousarray(column).data)

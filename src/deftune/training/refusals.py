@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from deftune.objectives import Objective
 from deftune.tokens.head import base_of
 from deftune.training.masters import FLOAT32, WITH_MASTERS
@@ -95,6 +97,7 @@ def check_masters(weights: str, trainer: Any) -> None:
         "several processes": trainer.accelerator.num_processes > 1 or trainer.is_fsdp_enabled,
         "LoRA": base is not trainer.model,
         "a quantised model": getattr(base, "is_quantized", False),
+        "weights that are not float32": any(p.dtype != torch.float32 for p in base.parameters()),
         f"optim={optim!r}": optim not in ("adamw_torch", "adamw_torch_fused"),
         "an optimizer of your own": trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None,
         "bf16=False in args": trainer.accelerator.mixed_precision != "bf16",
