@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +51,28 @@ def test_the_text_is_that_of_transformers(name: str, prompt: bool):
         chat = chat[:-1] if prompt and len(chat) > 1 else chat
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt}
         try:
-            expected = tokenizer.apply_chat_template(
-                chat, chat_template=text, tokenize=False, enable_thinking=False, **options
-            )
+            expected = transformers_text(tokenizer, text, chat, **options)
         except Exception as error:
             with pytest.raises(type(error)):
                 render(text, chat, tokenizer, **options)
         else:
             assert render(text, chat, tokenizer, **options) == expected
+
+
+def transformers_text(tokenizer: Any, text: str, chat: list[dict[str, Any]], **options: Any) -> str:
+    """As transformers renders it, without keys that have no value (5.23 leaves them out by itself).
+
+    A template that joins the arguments of a call to text fails on an object; it gets text here.
+    """
+    chat = [{key: value for key, value in message.items() if value is not None} for message in chat]
+    options |= {"chat_template": text, "tokenize": False, "enable_thinking": False}
+    try:
+        return tokenizer.apply_chat_template(chat, **options)
+    except TypeError:
+        chat = copy.deepcopy(chat)
+        for function in (call["function"] for message in chat for call in message.get("tool_calls", ())):
+            function["arguments"] = json.dumps(function["arguments"])
+        return tokenizer.apply_chat_template(chat, **options)
 
 
 def render(text: str, chat: list[dict[str, Any]], tokenizer: Any, **options: Any) -> str:

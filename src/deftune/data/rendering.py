@@ -74,7 +74,10 @@ class Template:
         if not messages:
             raise ValueError("a conversation without messages")
         size = [0]
-        chat = [_with_reasoning(_plain(message, size)) for message in messages]
+        # keys without a value are left out, as transformers does from 5.23 on: OpenAI writes "content": null in a call,
+        # which many templates would write as "None"
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        chat = [_with_reasoning(_plain(message, size)) for message in given]
         offered = _plain(list(tools), size) if tools is not None else None
         options = {"tools": offered, "documents": None, "add_generation_prompt": add_generation_prompt}
         self.environment.allow(len(chat), size[0])
