@@ -1,6 +1,8 @@
 """The study's queue: missing cells in the order of the plan, within a budget, merged one by one."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,26 @@ def test_cells_that_run_when_the_budget_is_spent_are_stopped(study):
     assert outcome.finished == [] and outcome.failed == {}
     cell = missing_cells(plan, folder, results)[0].cell
     assert cell.state()["state"] == "stopped"
+
+
+def test_a_spent_budget_is_signalled_once(study, monkeypatch):
+    """The runner watches every few seconds; a second signal would end a cell while it saves."""
+    plan, folder, results = study
+    sent: list[tuple[int, int]] = []
+
+    class Watching:
+        def __init__(self, jobs, watch):
+            self.watch = watch
+
+        def __call__(self, cells, begin):
+            for _ in range(3):
+                self.watch(cells)
+            return iter(())
+
+    monkeypatch.setattr("deftune.paper.study_queue.Children", Watching)
+    monkeypatch.setattr("deftune.paper.study_queue.os.kill", lambda *what: sent.append(what))
+    run_queue(plan, folder, results, minutes=1, say=lambda _: None, clock=iter(range(0, 10_000, 100)).__next__)
+    assert sent == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_no_cell_starts_that_would_not_end_in_time(study):

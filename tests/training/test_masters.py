@@ -161,6 +161,14 @@ def test_the_trainer_refuses_autocast_and_unknown_names(tmp_path):
             make_trainer(make_model(torch.float32), make_arguments(tmp_path, **more), make_rows(4), weights=weights)
 
 
+def test_the_trainer_refuses_a_bfloat16_model(tmp_path):
+    """Its embeddings, norms and head would have no masters."""
+    with pytest.raises(ValueError, match="was not tested with weights that are not float32"):
+        make_trainer(
+            make_model(torch.bfloat16), make_arguments(tmp_path, bf16=True), make_rows(4), weights=WITH_MASTERS
+        )
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", ["nll", "deft", "eaft", "mile"])

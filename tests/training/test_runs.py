@@ -272,6 +272,8 @@ def test_a_variable_names_the_commit_of_a_folder_without_a_repository(tmp_path, 
     assert environment()["git"] is None
     monkeypatch.setenv("DEFTUNE_COMMIT", COMMIT)
     assert environment()["git"] == {"commit": COMMIT}
+    repository(tmp_path, **{"HEAD": COMMIT[::-1] + "\n"})  # a copy inside another repository
+    assert git_state(tmp_path) == {"commit": COMMIT[::-1]} != environment()["git"] == {"commit": COMMIT}
     monkeypatch.setenv("DEFTUNE_COMMIT", COMMIT[:7])
     with pytest.raises(ValueError, match=f"DEFTUNE_COMMIT: a whole commit hash, .*; got '{COMMIT[:7]}'"):
         environment()
