@@ -1,28 +1,46 @@
 """Every figure that needs a GPU, in order of importance, within a budget of minutes: for a rented card.
 
+    python benchmarks/gpu.py --data DATA --models MODELS --out OUT --check         # packages, files, the GPU; no job
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --minutes 28
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --list          # the jobs, their state and seconds
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --only tests    # jobs whose name contains a word
+    python benchmarks/gpu.py --data DATA --models MODELS --out OUT --detach        # go on after the shell has ended
+    python benchmarks/gpu.py --data DATA --models MODELS --out OUT --wait 500      # until the detached one ends
 
-DATA holds gsm8k/, math/ and medquad/; MODELS holds smollm2.gguf, gemma-3-270m.gguf and qwen2.5-coder-1.5b.gguf. Each
-job is a command of this repository that could be typed by hand. It writes its results and NAME.log to OUT and is
-stopped at twice its expected seconds. A job that has finished (OUT/NAME.done) is not run again, and one that would not
-fit into the minutes left is passed over, so that a shorter one after it may run. The study's cells, if asked for with
---study, take the time that is left. The exit code is 1 if a job failed.
+DATA holds gsm8k/, math/ and medquad/; MODELS holds smollm2.gguf, gemma-3-270m.gguf and qwen2.5-coder-1.5b.gguf. A
+machine without a network gets its packages from elsewhere: `pip download -r benchmarks/gpu_requirements.txt`, and the
+wheels unzipped into a folder of PYTHONPATH. No job starts while a package or a file is missing.
+
+Each job is a command of this repository that could be typed by hand. It writes its results and NAME.log to OUT and is
+stopped at twice its expected seconds. Timed jobs run one after another; those without a clock then run together. A
+job that has finished (OUT/NAME.done) is not run again, and one that would not fit into the minutes left is passed
+over, so that a shorter one after it may run. The study's cells, if asked for with --study, take the time that is left.
+The exit code is 1 if a job failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN, GEMMA, SMOLLM2 = "MODELS/qwen2.5-coder-1.5b.gguf", "MODELS/gemma-3-270m.gguf", "MODELS/smollm2.gguf"
-MAIN = "^TRL nll$|Liger$|Liger; compile$|varlen$|varlen; bf16 weights$|compiled layers; bf16 weights$"  # of training.py
+FILES = (QWEN, GEMMA, SMOLLM2, *(f"DATA/{name}/train.jsonl.gz" for name in ("gsm8k", "math", "medquad")),
+         "DATA/gsm8k/test.jsonl.gz")  # fmt: skip
+PACKAGES = (
+    "torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "gguf", "pydantic", "yaml", "jinja2",
+    "rich", "safetensors", "math_verify", "rapidfuzz", "liger_kernel", "bitsandbytes", "pytest", "xdist", "hypothesis",
+    "mpmath", "numpy",
+)  # fmt: skip
+# of training.py: the reference, what users of TRL can switch on, and the steps from the default to the fast path
+MAIN = r"^TRL nll \+ Liger$|Liger; compile$|^deftune deft; varlen$|deft; varlen; (bf16 weights|compiled layers)|" \
+       r"deft \+ Liger; varlen; bf16 weights$"  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,33 +50,54 @@ class Job:
     name: str
     seconds: int
     command: str
+    timed: bool = True  # its times are results: nothing else may run
 
 
 JOBS = (
-    Job("tests", 240, "-m pytest -n 4 -m gpu tests -q"),
-    Job("real-runs-qwen", 330, "benchmarks/real_runs.py 'Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)=" + QWEN
-        + "' --compare 5 --datasets medquad --layouts packed --data DATA --results OUT/real_runs_qwen.jsonl"),
-    Job("real-runs-gemma", 420, "benchmarks/real_runs.py 'Gemma-3-270M (Q4_K_M)=" + GEMMA
-        + "' --template plain --data DATA --results OUT/real_runs_gemma.jsonl"),
-    Job("generation-qwen", 90, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 128 --kinds fixed "
-        "--rounds 1 --contenders deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz "
-        "--json OUT/generation_qwen.json --markdown OUT/generation_qwen.md"),
-    Job("shards", 60, "benchmarks/linear_loss.py --shards 8 --json OUT/shards.json --markdown OUT/shards.md"),
-    Job("training-smollm2", 400, "benchmarks/training.py " + SMOLLM2 + " DATA/gsm8k/train.jsonl.gz --micro 16 --only '"
-        + MAIN + "' --json OUT/training_smollm2.jsonl --markdown OUT/training_smollm2.md"),
-    Job("training-qwen", 500, "benchmarks/training.py " + QWEN + " DATA/gsm8k/train.jsonl.gz --micro 4 --only '"
+    Job("shards", 80, "benchmarks/linear_loss.py --shards 8 --json OUT/shards.json --markdown OUT/shards.md"),
+    Job("generation-qwen-128", 130, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 128 --kinds "
+        "fixed --rounds 1 --contenders deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz "
+        "--json OUT/generation_qwen_128.json --markdown OUT/generation_qwen_128.md"),
+    Job("generation-qwen-1024", 90, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 1024 --kinds "
+        "fixed --rounds 1 --contenders deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz "
+        "--json OUT/generation_qwen_1024.json --markdown OUT/generation_qwen_1024.md"),
+    Job("training-qwen", 280, "benchmarks/training.py benchmarks/results/qwen2.5-coder-1.5b.json "
+        "DATA/gsm8k/train.jsonl.gz --tokenizer " + SMOLLM2 + " --micro 4 --steps 15 --warmup 4 --timeout 120 --only '"
         + MAIN + "' --json OUT/training_qwen.jsonl --markdown OUT/training_qwen.md"),
-    Job("lora-memory", 240, "benchmarks/lora_memory.py DATA/gsm8k/train.jsonl.gz --format gsm8k --tokenizer " + SMOLLM2
-        + " --out OUT/lora_memory.json"),
+    Job("training-smollm2", 280, "benchmarks/training.py " + SMOLLM2 + " DATA/gsm8k/train.jsonl.gz --micro 16 --steps "
+        "15 --warmup 4 --timeout 120 --only '" + MAIN + "' --json OUT/training_smollm2.jsonl "
+        "--markdown OUT/training_smollm2.md"),
+    Job("lora-memory", 200, "benchmarks/lora_memory.py DATA/gsm8k/train.jsonl.gz --format gsm8k --tokenizer " + SMOLLM2
+        + " --only recomputed --steps 6 --out OUT/lora_memory.json"),
+    Job("tests", 240, "-m pytest -n 4 -m gpu GPU_TESTS -q", timed=False),
+    Job("real-runs-qwen", 330, "benchmarks/real_runs.py 'Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)=" + QWEN
+        + "' --compare 5 --datasets medquad --layouts packed --data DATA --results OUT/real_runs_qwen.jsonl",
+        timed=False),
+    Job("real-runs-gemma", 420, "benchmarks/real_runs.py 'Gemma-3-270M (Q4_K_M)=" + GEMMA
+        + "' --template plain --data DATA --results OUT/real_runs_gemma.jsonl", timed=False),
 )  # fmt: skip
 
 
-def line_of(job: Job, folders: dict[str, str]) -> str:
-    """The command as a shell takes it."""
-    line = job.command
+def filled(text: str, folders: dict[str, str]) -> str:
     for name, folder in folders.items():
-        line = line.replace(name, folder)
-    return f"{sys.executable} {line}"
+        text = text.replace(name, folder)
+    return text
+
+
+def line_of(job: Job, folders: dict[str, str]) -> str:
+    """The command as a shell takes it; of the tests, only files that have some for a GPU, since all are imported."""
+    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    named = " ".join(sorted(str(path.relative_to(ROOT)) for path in tests))
+    return f"{sys.executable} {filled(job.command, folders).replace('GPU_TESTS', named)}"
+
+
+def missing(folders: dict[str, str]) -> list[str]:
+    """What the jobs need and this machine lacks."""
+    found = [f"package {name}" for name in PACKAGES if importlib.util.find_spec(name) is None]
+    found += [f"file {path}" for path in (filled(name, folders) for name in FILES) if not Path(path).is_file()]
+    if not found and importlib.import_module("torch").cuda.is_available() is False:
+        found.append("a GPU that torch can use")
+    return found
 
 
 def run(job: Job, line: str, out: Path) -> bool:
@@ -77,6 +116,41 @@ def run(job: Job, line: str, out: Path) -> bool:
     return code == 0
 
 
+def run_all(jobs: list[Job], folders: dict[str, str], out: Path, end: float) -> bool:
+    """Run what fits before ``end``; whether all of it finished."""
+    good, together = True, []
+    for job in jobs:
+        if (out / f"{job.name}.done").exists():
+            print(f"{job.name}: done before", flush=True)
+        elif time.monotonic() + job.seconds > end:
+            print(f"{job.name}: passed over, {job.seconds} s are more than is left", flush=True)
+        elif job.timed:
+            good = run(job, line_of(job, folders), out) and good
+        else:
+            together.append(job)
+    with ThreadPoolExecutor(max(1, len(together))) as pool:
+        return all([*pool.map(lambda job: run(job, line_of(job, folders), out), together), good])
+
+
+def detach(out: Path) -> None:
+    """Start this script again in a session of its own, which a closed shell does not end."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
+    with (out / "gpu.log").open("w") as log:
+        subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.DEVNULL, stdout=log,
+                         stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    print(f"started; its output goes to {out / 'gpu.log'}, and {out / 'gpu.done'} says that it has ended")
+
+
+def wait(out: Path, seconds: float) -> int:
+    """Wait for a detached run; print what it has said so far."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not (out / "gpu.done").exists():
+        time.sleep(1)
+    log = out / "gpu.log"
+    print(log.read_text() if log.exists() else f"no run was started: there is no {log}")
+    return 0 if (out / "gpu.done").exists() else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -84,29 +158,46 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=28, help="the budget (default: 28)")
     parser.add_argument("--only", default="", help="jobs whose name contains this")
-    parser.add_argument("--list", action="store_true", help="print the jobs and stop")
     parser.add_argument("--study", action="store_true", help="give the minutes that are left to the study's cells")
+    parser.add_argument("--results", type=Path, help="the study's folder of results (default: the committed ones)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--list", action="store_true", help="print the jobs and stop")
+    how.add_argument("--check", action="store_true", help="say what this machine lacks and stop")
+    how.add_argument("--detach", action="store_true", help="run in the background")
+    how.add_argument("--wait", type=float, metavar="SECONDS", help="wait for a detached run, and print its output")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     folders = {"DATA": str(args.data.resolve()), "MODELS": str(args.models.resolve()), "OUT": str(args.out.resolve())}
-    failed = False
-    for job in [job for job in JOBS if args.only in job.name]:
-        done = (args.out / f"{job.name}.done").exists()
-        line = line_of(job, folders)
-        if args.list:
-            print(f"{job.name}: {'done' if done else f'{job.seconds} s'}\n  {line}")
-        elif done:
-            print(f"{job.name}: done before")
-        elif time.monotonic() + job.seconds > end:
-            print(f"{job.name}: passed over, {job.seconds} s are more than is left")
-        else:
-            failed = not run(job, line, args.out) or failed
-    left = (end - time.monotonic()) / 60
-    if args.study and not args.list and left > 2:
-        command = [sys.executable, "-m", "deftune.paper.study", "run", "--minutes", f"{left:.1f}", "--jobs", "2"]
-        failed = bool(subprocess.run(command, cwd=ROOT).returncode) or failed
-    return int(failed)
+    jobs = [job for job in JOBS if args.only in job.name]
+    if not jobs:
+        parser.error(f"--only: {args.only!r} is in no name of: {', '.join(job.name for job in JOBS)}")
+    if args.wait is not None:
+        return wait(args.out, args.wait)
+    if args.list:
+        for job in jobs:
+            state = "done" if (args.out / f"{job.name}.done").exists() else f"{job.seconds} s"
+            print(f"{job.name}: {state}\n  {line_of(job, folders)}")
+        return 0
+    lacking = missing(folders)
+    if lacking or args.check:
+        print("\n".join(f"missing: {name}" for name in lacking) or "nothing is missing")
+        return int(bool(lacking))
+    (args.out / "gpu.done").unlink(missing_ok=True)
+    if args.detach:
+        detach(args.out)
+        return 0
+    good = False
+    try:
+        good = run_all(jobs, folders, args.out, end)
+        left = (end - time.monotonic()) / 60
+        if args.study and left > 2:
+            command = [sys.executable, "-m", "deftune.paper.study", "run", "--minutes", f"{left:.1f}", "--jobs", "2"]
+            command += ["--results", str(args.results.resolve())] if args.results else []
+            good = not subprocess.run(command, cwd=ROOT).returncode and good
+    finally:
+        (args.out / "gpu.done").write_text("all finished\n" if good else "something failed\n")
+    return int(not good)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ Every contender trains the same model on the same packed sequences in the same o
 from the start of one step to the start of the next, records and data included; the first --warmup steps (compilation
 too) are left out. --repeats runs the whole list again: the speed is that of the median step of all repeats, and beside
 it the smallest and largest median of a repeat. Each result is appended to --json when it is there, so that a run that
-is cut off loses nothing. A contender that cannot run is a row that says why. MFU counts the products with the weights
-(`deftune.training.profiling.needed_flops`) against large matrix products in the same process.
+is cut off loses nothing. Contenders are forks of a process that has imported what they need. One that cannot run is a
+row that says why. MFU counts the products with the weights (`deftune.training.profiling.needed_flops`) against large
+matrix products in the same process.
 
 Needs deftune[train]; Liger's rows need liger-kernel, padding-free TRL needs flash-attn. Not here: unsloth (changes
 transformers and TRL when it is imported, and makes its own model) and torchtitan (has its own models, data, launcher).
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import re
 import statistics
 import subprocess
@@ -63,21 +65,26 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 OURS = ("attention", "compile_layers", "weights")  # arguments of DeftSFTTrainer
 
 
-def sequences(args: argparse.Namespace, tokenizer: Any) -> list[Any]:
-    """Real rows, masked and packed."""
+def prepared(args: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """The tokenizer, and real rows, masked and packed; imports what the contenders need, but starts no CUDA."""
+    import trl  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    import deftune.training.trainer  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    from deftune.artifacts.models import load_tokenizer, resolve_model
     from deftune.data.encoding import Encoder, encode_rows
     from deftune.data.packing import pack
     from deftune.data.sources import read_rows
 
+    tokenizer = load_tokenizer(resolve_model(args.tokenizer or args.model))
     rows = read_rows(args.data, format=args.format, limit=args.rows)
     encoded = encode_rows(rows, Encoder(tokenizer, mask="assistant", max_length=args.length))
-    return list(pack(encoded.examples, args.length))
+    return tokenizer, list(pack(encoded.examples, args.length))
 
 
-def load(args: argparse.Namespace, attention: str) -> tuple[Any, Any]:
+def load(args: argparse.Namespace, attention: str) -> Any:
     import transformers
 
-    from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
+    from deftune.artifacts.models import load_model, resolve_model
 
     if args.model.endswith(".json"):
         config = transformers.AutoConfig.for_model(**json.loads(Path(args.model).read_text()))
@@ -85,19 +92,18 @@ def load(args: argparse.Namespace, attention: str) -> tuple[Any, Any]:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             chosen = {} if attention == "auto" else {"attn_implementation": attention}
             model = transformers.AutoModelForCausalLM.from_config(config, **chosen).float()
-        return model, load_tokenizer(args.tokenizer)
-    source = resolve_model(args.model)
-    return load_model(source, attention=attention), load_tokenizer(args.tokenizer or source)
+        return model
+    return load_model(resolve_model(args.model), attention=attention)
 
 
-def measure(contender: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(contender: str, args: argparse.Namespace, tokenizer: Any, packs: list[Any]) -> dict[str, Any]:
     """Train a contender for some steps; the result is what a row of the table is made of."""
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
     from deftune.artifacts.display import quiet
     from deftune.data.packing import Collator
-    from deftune.training.assembly import NO_LIGER_LOSS, Batches, make_dataset
+    from deftune.training.assembly import NO_LIGER_LOSS, Batches, checkpointing_argument, make_dataset
     from deftune.training.profiling import compute_dtype, needed_flops, sustained_tflops, synchronized
     from deftune.training.trainer import DeftSFTTrainer, peak_gib
 
@@ -115,14 +121,13 @@ def measure(contender: str, args: argparse.Namespace) -> dict[str, Any]:
             stamps.append(synchronized(device))
 
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        model, tokenizer = load(args, "flash_attention_2" if trl_flat else "auto")
-        packs = sequences(args, tokenizer)
+        model = load(args, "flash_attention_2" if trl_flat else "auto")
         config = SFTConfig(
             output_dir=folder, per_device_train_batch_size=args.micro, gradient_accumulation_steps=args.accumulation,
             max_steps=args.warmup + args.steps + 1, learning_rate=1e-5, bf16=cuda or "weights" in ours,
-            use_cpu=not cuda, gradient_checkpointing=False, logging_steps=1, report_to=[], save_strategy="no",
+            use_cpu=not cuda, logging_steps=1, report_to=[], save_strategy="no",
             optim="adamw_torch_fused", disable_tqdm=True, remove_unused_columns=False, max_length=None,
-            dataset_kwargs={"skip_prepare_dataset": True}, **options,
+            dataset_kwargs={"skip_prepare_dataset": True}, **checkpointing_argument(False), **options,
         )  # fmt: skip
         flat = trl_flat or ours.get("attention") == "varlen"
         kwargs: dict[str, Any] = {
@@ -146,6 +151,19 @@ def measure(contender: str, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def machine() -> str:
+    """The GPU's name as nvidia-smi has it: a process that has started CUDA cannot fork contenders."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+        )
+        if name := found.stdout.strip():
+            return name.splitlines()[0]
+    except FileNotFoundError:
+        pass
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
 def why(error: BaseException) -> str:
     """An error as a cell of the table."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -155,17 +173,29 @@ def why(error: BaseException) -> str:
     return f"not installed: {text}" if missing else f"{type(error).__name__}: {text}"
 
 
-def in_process(contender: str, args: argparse.Namespace, given: list[str]) -> dict[str, Any]:
-    """`measure` in a process of its own; an error, a crash or too long a time is a result too."""
+def measure_into(out: Path, contender: str, *rest: Any) -> None:
+    try:
+        result = measure(contender, *rest)
+    except Exception as error:  # a row of the table
+        result = {"error": why(error)}
+    out.write_text(json.dumps(result))
+
+
+def in_process(contender: str, args: argparse.Namespace, tokenizer: Any, packs: list[Any]) -> dict[str, Any]:
+    """`measure` in a fork of this process; an error, a crash or too long a time is a result too."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        command = [sys.executable, __file__, *given, "--worker", contender, "--out", str(out)]
-        start = time.perf_counter()
-        try:
-            ended = subprocess.run(command, timeout=args.timeout, capture_output=True, text=True)
-            result = {"error": f"the process ended with code {ended.returncode}: {ended.stderr.strip()[-200:]}"}
-        except subprocess.TimeoutExpired:
-            result = {"error": f"took more than {args.timeout:g} s"}
+        out, start = Path(folder, "result.json"), time.perf_counter()
+        process = multiprocessing.get_context("fork").Process(
+            target=measure_into, args=(out, contender, args, tokenizer, packs)
+        )
+        process.start()
+        process.join(args.timeout)
+        result = {"error": f"took more than {args.timeout:g} s"}
+        if process.is_alive():
+            process.kill()
+            process.join()
+        elif not out.exists():
+            result = {"error": f"the process ended with code {process.exitcode}"}
         if out.exists():
             result = json.loads(out.read_text())
     return {"contender": contender, **result, "wall_seconds": time.perf_counter() - start}
@@ -190,9 +220,6 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of a --json file, and do nothing else")
     parser.add_argument("--list", action="store_true", help="print the contenders, and do nothing else")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    given = sys.argv[1:]
     args = parser.parse_args()
     if args.list:
         print("\n".join(CONTENDERS))
@@ -202,19 +229,11 @@ def main() -> None:
         return
     if args.model is None or args.data is None:
         parser.error("give a model and a data file")
-    if args.worker:
-        try:
-            result = measure(args.worker, args)
-        except Exception as error:  # a row of the table
-            result = {"error": why(error)}
-        args.out.write_text(json.dumps(result))
-        return
     chosen = [name for name in CONTENDERS if re.search(args.only, name)]
     if not chosen:
         parser.error(f"--only: {args.only!r} finds none of: {', '.join(CONTENDERS)}")
     shown = " ".join(a if a.isascii() and not re.search(r"[\s;|()]", a) else repr(a) for a in sys.argv)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-    head = {"command": shown, "machine": f"{name}, torch {torch.__version__}",
+    head = {"command": shown, "machine": f"{machine()}, torch {torch.__version__}",
             "what": f"Sequences of {args.length}, {args.micro} x {args.accumulation} a step; {args.steps} steps timed "
                     f"after {args.warmup}; {args.repeats} repeat{'s' * (args.repeats > 1)}"}  # fmt: skip
     results: list[dict[str, Any]] = []
@@ -226,9 +245,10 @@ def main() -> None:
                 file.write(json.dumps(result) + "\n")
 
     keep(head)
+    tokenizer, packs = prepared(args)
     for repeat in range(args.repeats):
         for contender in chosen:
-            keep({**in_process(contender, args, given), "repeat": repeat})
+            keep({**in_process(contender, args, tokenizer, packs), "repeat": repeat})
             print(render_row(contender, results), flush=True)
     text = render(results)
     print(f"\n{text}")

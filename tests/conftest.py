@@ -5,6 +5,7 @@ leaves the process as it found it.
 """
 
 import contextlib
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -53,7 +54,7 @@ HEAVY = {
         "score_figures",
         "worker",
     ),
-    "data": ("generated", "parallel", "rendering"),
+    "data": ("generated", "parallel", "rendering", "spawned"),
     "evaluation": (
         "decoding",
         "evaluate",
@@ -80,6 +81,7 @@ HEAVY = {
         "profiling",
         "resume",
         "runs",
+        "second_start",
         "trackers",
         "trainer",
         "varlen",
@@ -95,13 +97,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--scoreboard", metavar="FILE", help="with -m reliability: add the figures to this JSON file")
 
 
+def is_heavy(path: Path) -> bool:
+    return path.stem.removeprefix("test_") in HEAVY.get(path.parent.name, ())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m fast` imports no file that it would deselect whole."""
+    return True if config.option.markexpr == "fast" and is_heavy(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem.removeprefix("test_") in HEAVY.get(item.path.parent.name, ()):
+        if is_heavy(item.path):
             item.add_marker("heavy")
         if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker("fast")
+
+
+def pytest_collection() -> None:
+    """No collection of garbage while hundreds of modules are imported: they are there to stay."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Set aside the objects of the modules that were imported by now.
+
+    Every run of a trainer ends with a full collection of garbage, which would go through all of them: half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def state() -> dict[str, object]:

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def make_config(files, run: Path, changes=None) -> RunConfig:
 @pytest.fixture(scope="module")
 def prepared(files):
     return prepare(make_config(files, files[0] / "run", {"data.holdout": 0.1}), lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def exported(prepared, tmp_path_factory):
+    """``exported(stack)``: what the export of the config as it stands says, and its folder."""
+
+    @cache
+    def make(stack: str):
+        folder = tmp_path_factory.mktemp("exported") / stack
+        return export_prepared(prepared, stack, folder), folder
+
+    return make
 
 
 def read(folder: Path, stack: str) -> dict:
@@ -159,9 +172,9 @@ KEYS = [f"{name}.{key}" for name, cls in (("model", Model), ("train", Train)) fo
 
 @pytest.mark.parametrize("stack", [*STACKS])
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "model.name"])
-def test_no_key_is_dropped(stack, key, prepared, tmp_path):
+def test_no_key_is_dropped(stack, key, prepared, exported, tmp_path):
     """A changed value changes the file, adds a note, or is an error that names the key."""
-    base = export_prepared(prepared, stack, tmp_path / "base")
+    base, folder = exported(stack)
     section, name = key.split(".")
     config = prepared.config
     value = OTHER.get(key, "another value")  # a key that is new has no counterpart: it must be refused
@@ -172,8 +185,8 @@ def test_no_key_is_dropped(stack, key, prepared, tmp_path):
         assert f"export {stack}: {key}" in str(error)
         assert not (tmp_path / "other").exists()
         return
-    before, after = read(tmp_path / "base", stack), read(tmp_path / "other", stack)
-    own = json.loads(json.dumps(after).replace(str(tmp_path / "other"), str(tmp_path / "base")))
+    before, after = read(folder, stack), read(tmp_path / "other", stack)
+    own = json.loads(json.dumps(after).replace(str(tmp_path / "other"), str(folder)))
     if stack == "verl" and key == "train.fsdp":
         return  # verl shards in any case
     assert own != before or any(line.startswith(key) for line in set(done.notes) - set(base.notes))

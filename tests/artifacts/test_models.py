@@ -244,4 +244,4 @@ def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path, said):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert models.asks_for_bos(path) is bool(said)
+    assert models.tokenizer_facts(path) == ({} if said is None else {"add_bos_token": said})

@@ -1,12 +1,15 @@
 """`deftune doctor`: what the machine has, the backends by name, and checks that can fail."""
 
+import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 from deftune.cli import main
+from deftune.comparison.worker import FLAGS
 from deftune.losses.torch_backend import TorchBackend
 from deftune.training import doctor
 from deftune.training.doctor import checkup, self_test, try_kernel
@@ -94,6 +97,68 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_an_exception_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TorchBackend, "measure", lambda *_: 1 / 0)
     assert self_test(CPU, torch.float32) == "FAILED: ZeroDivisionError: division by zero"
+
+
+EXCLUSIVE = "CUDA error: all CUDA-capable devices are busy or unavailable\nFor debugging consider passing a variable"
+
+
+def fails(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError(EXCLUSIVE),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore advice"),
+    RuntimeError(),
+])  # fmt: skip
+def test_a_gpu_that_cannot_be_used_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys, error):
+    """Its name is visible, and everything else fails: another process has it to itself, or its memory."""
+    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    true = torch.zeros
+    monkeypatch.setattr(
+        torch, "zeros", lambda *a, **k: fails(error)() if "cuda" in str(k.get("device")) else true(*a, **k)
+    )
+    for name in ("init", "current_device", "mem_get_info", "get_device_capability", "get_device_name",
+                 "get_device_properties", "is_bf16_supported"):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fails(error))
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert f"  gpu 0        cannot be used: {said}\n" in printed
+    assert printed.endswith(f"\nBROKEN: the GPU cannot be used: {said}\n")
+    assert "compute dtype          fp32: the GPU cannot be used" in printed and "Traceback" not in printed
+    assert [line.split()[0] for line in lines_of(printed, "linear_loss")] == ["cpu"] * 4
+
+
+def test_a_gpu_that_fills_up_meanwhile_is_a_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "make_request", fails(torch.OutOfMemoryError("CUDA out of memory.\nAdvice")))
+    tried = doctor.try_loss(CPU, torch.float32)
+    assert (tried.name, tried.verdict) == ("-", "FAILED: OutOfMemoryError: CUDA out of memory.")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_it_leaves_the_state_of_the_process_alone(monkeypatch: pytest.MonkeyPatch, breaks):
+    """The attention kernels that torch may take, the precision of products (TF32), the random state, the variables."""
+
+    def state():
+        precisions = {name: read() for name, (read, _) in FLAGS.items()}
+        tf32 = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+        return precisions, tf32, torch.get_rng_state().tolist(), dict(os.environ), list(warnings.filters)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if breaks:
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails(RuntimeError("no kernel")))
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        before = state()
+        assert bool(checkup().broken) is breaks
+        assert state() == before and not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
 
 
 def test_it_needs_torch_only():

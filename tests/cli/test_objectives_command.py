@@ -36,7 +36,7 @@ def test_import_deftune_loads_neither_triton_nor_transformers():
     assert done.stdout.strip() == "set()"
 
 
-def test_an_objective_of_a_users_file(tmp_path):
+def test_an_objective_of_a_users_file(tmp_path, capsys):
     """--import runs the file, and the processes that the command starts run it too."""
     path = tmp_path / "mine.py"
     path.write_text(
@@ -44,7 +44,7 @@ def test_an_objective_of_a_users_file(tmp_path):
         "@deftune.register('half-deft')\n@dataclasses.dataclass(frozen=True)\n"
         "class Half(deftune.Focus):\n    def focus(self, stats, context=None): return stats.concentration / 2\n"
     )
-    assert run("objectives", "show", "half-deft").returncode == 2
+    assert main(["objectives", "show", "half-deft"]) == 2
     done = run("--import", str(path), "objectives", "show", "half-deft | floor(0.1)")
     assert done.returncode == 0 and done.stdout.startswith("spec         half-deft | floor(0.1)\n")
     inherited = subprocess.run(
@@ -52,8 +52,8 @@ def test_an_objective_of_a_users_file(tmp_path):
         env={**os.environ, "DEFTUNE_IMPORT": str(path)},
     )  # fmt: skip
     assert inherited.returncode == 0
-    missing = run("--import", "no.py", "objectives")
-    assert missing.returncode == 2 and missing.stderr.endswith("no.py: no such file\n")
+    assert main(["--import", "no.py", "objectives"]) == 2
+    assert capsys.readouterr().err.endswith("no.py: no such file\n")
 
 
 def test_table_names_every_objective_and_modifier(capsys: pytest.CaptureFixture[str]):
@@ -81,11 +81,11 @@ def test_show_knows_every_name(spec: str, capsys: pytest.CaptureFixture[str]):
     assert "gate" in capsys.readouterr().out
 
 
-def test_a_mistake_is_one_line_and_exit_code_2():
-    done = run("objectives", "show", "defft")
-    assert done.returncode == 2
-    assert done.stderr.startswith("deftune: unknown objective 'defft'. Did you mean 'deft'?")
-    assert done.stderr.count("\n") == 1
+def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]):
+    assert main(["objectives", "show", "defft"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("deftune: unknown objective 'defft'. Did you mean 'deft'?")
+    assert err.count("\n") == 1
 
 
 def test_plot_writes_pictures_and_their_tables(tmp_path, capsys: pytest.CaptureFixture[str]):

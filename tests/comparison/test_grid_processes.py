@@ -130,11 +130,15 @@ def test_a_killed_cell_is_a_failure_that_leaves_nothing_behind(tmp_path, model, 
 
 
 @pytest.mark.slow
-def test_a_killed_process_group_of_the_command_stops_its_cells(tmp_path, model):
+@pytest.mark.parametrize("told", [False, True])
+def test_a_killed_process_group_of_the_command_stops_its_cells(tmp_path, model, told):
+    """``told``: the cells have been told to stop before; the end of their requests is no second signal."""
     command, cells = long_comparison(tmp_path, model)
     process = subprocess.Popen([*command, "--jobs", "2"], stdout=subprocess.DEVNULL, start_new_session=True)
     wait_until(lambda: all(steps(cell) > 2 for cell in cells), lambda: log(cells[0]))
     leaders = [leader_of(cell) for cell in cells]
+    for leader in leaders if told else []:
+        os.kill(leader, signal.SIGTERM)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: not any(group_of(leader) for leader in leaders), lambda: log(cells[0]))
@@ -255,6 +259,34 @@ def test_a_cell_without_gpu_memory_beside_others_runs_again_alone(stand_in, alwa
     assert ("deft", "crowded") in found[:2] and found[-1] == ("deft", "failed" if always else "finished")
     assert sorted(found[:-1]) == [("deft", "crowded"), ("linear", "finished"), ("nll", "finished")]
     assert [(cell.folder / "tries").read_text() for cell in cells] == ["x", "xx", "x"]
+
+
+CROWDED_ONCE = """
+import json, os, pathlib, sys, time
+for line in sys.stdin:
+    name = line.split()[1]
+    folder = pathlib.Path(sys.argv[1], name)
+    folder.mkdir(parents=True, exist_ok=True)
+    again = (folder / "pid").exists()
+    (folder / "pid").write_text(str(os.getpid()))
+    (folder / "ended").write_text(" ".join(path.name for path in pathlib.Path(sys.argv[1]).glob("left-*")))
+    if "deft" in name and not again:
+        (folder / "cell.json").write_text('{"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."}')
+        sys.exit(1)
+    time.sleep(0 if "deft" in name else 1)
+    (folder / "cell.json").write_text('{"state": "finished"}')
+    os.write(1, name.encode() + b"\\n")
+(pathlib.Path(sys.argv[1]) / f"left-{os.getpid()}").touch()
+"""
+
+
+def test_a_cell_that_runs_again_alone_has_a_new_process_and_no_idle_one_beside_it(stand_in):
+    """A process that waits for a cell holds memory: it ends before."""
+    nll, deft = cells = stand_in(CROWDED_ONCE, base=False, seeds=[0], objectives=["nll", "deft"])
+    found = [(cell.objective, state) for cell, state in Children(2)(cells, lambda cell: True)]
+    assert sorted(found[:2]) == [("deft", "crowded"), ("nll", "finished")] and found[2:] == [("deft", "finished")]
+    assert (nll.folder / "pid").read_text() != (deft.folder / "pid").read_text()
+    assert (deft.folder / "ended").read_text() == f"left-{(nll.folder / 'pid').read_text()}"
 
 
 def test_a_single_cell_without_gpu_memory_fails(stand_in):

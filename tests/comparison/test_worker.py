@@ -4,8 +4,12 @@ import copy
 import gc
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pyarrow.parquet as parquet
@@ -17,9 +21,11 @@ from deftune.artifacts.models import load_model
 from deftune.comparison.cells import Shared, run_cell
 from deftune.comparison.grid import Cell, load_comparison, open_comparison
 from deftune.comparison.schedule import Children
-from deftune.comparison.worker import FLAGS, ProcessState
+from deftune.comparison.worker import FLAGS, ProcessState, _read_requests, serve
+from deftune.training.host_memory import pinned_bytes
 from deftune.training.preparation import fingerprint, prepare
-from deftune.training.reuse import copy_model
+from deftune.training.reuse import copy_model, num_bytes, tensors_of
+from deftune.training.train import StopSignal
 from tiny_comparison import comparison_at, content, save_model, write
 
 CLOCKS = {"step_seconds", "tokens_per_second", "memory_gib"}
@@ -105,14 +111,18 @@ def test_a_copy_of_a_model_is_as_it_was_loaded(model):
     loaded = load_model(str(model))
     weights = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
     used = copy_model(loaded, torch.device("cpu"))
-    used.gradient_checkpointing_enable()
+    getattr(used, "activation_checkpointing_enable", used.gradient_checkpointing_enable)()
     used.train()
     used.config.use_cache = False
     used.generation_config.eos_token_id = 99
     used(input_ids=torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
     torch.optim.SGD(used.parameters(), 1.0).step()
     fresh = copy_model(loaded, torch.device("cpu"))
-    assert type(fresh) is type(loaded) and not fresh.training and not fresh.is_gradient_checkpointing
+    assert (
+        type(fresh) is type(loaded)
+        and not fresh.training
+        and not any(getattr(m, "gradient_checkpointing", 0) for m in fresh.modules())
+    )
     assert fresh.config.to_dict() == loaded.config.to_dict() and fresh.config.use_cache
     assert fresh.generation_config.eos_token_id == loaded.generation_config.eos_token_id != 99
     assert all(tensor.equal(weights[name]) for name, tensor in fresh.state_dict().items())
@@ -126,13 +136,78 @@ def test_a_copy_of_a_model_is_as_it_was_loaded(model):
 def test_a_model_too_large_to_keep_is_loaded_for_each_run(model, monkeypatch):
     loads = []
     monkeypatch.setattr("deftune.training.reuse.load_model", lambda *a, **k: loads.append(a) or load_model(*a, **k))
-    monkeypatch.setattr("deftune.training.reuse.machine_bytes", lambda: 1000)
+    monkeypatch.setattr("deftune.training.reuse.room_to_keep", lambda: 1000)
     shared = Shared()
     first, second = shared.load(str(model)), shared.load(str(model))
     assert len(loads) == 2 and first is not second
-    monkeypatch.setattr("deftune.training.reuse.machine_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("deftune.training.reuse.room_to_keep", lambda: 1 << 40)
     third, fourth = shared.load(str(model)), shared.load(str(model))
     assert len(loads) == 3 and third is not fourth
+
+
+def test_page_locked_memory_is_counted_as_torch_rounds_it(model, monkeypatch):
+    """A model that fits, but not with every tensor rounded up to a power of two, is kept in plain memory."""
+    loaded = load_model(str(model))
+    plain, rounded = num_bytes(loaded), pinned_bytes(tensors_of(loaded))
+    assert plain < rounded < 2 * plain
+    pinned = []
+    monkeypatch.setattr("deftune.training.reuse.pin", pinned.append)
+    monkeypatch.setattr("deftune.training.reuse.copy_model", lambda kept, device: kept)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for room, expected in ((plain - 1, (False, 0)), (rounded - 1, (True, 0)), (rounded, (True, 1))):
+        monkeypatch.setattr("deftune.training.reuse.room_to_keep", lambda room=room: room)
+        shared = Shared()
+        assert (shared.load(str(model)) is shared.load(str(model)), len(pinned)) == expected
+
+
+def test_page_locked_memory_is_given_back(model, monkeypatch, tmp_path):
+    """Where another model replaces the kept one, and where the process ends."""
+    emptied, kept = [], []
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append([one() for one in kept]), raising=False)
+    real = load_model
+    monkeypatch.setattr(
+        "deftune.training.reuse.load_model", lambda *a, **k: (one := real(*a, **k), kept.append(weakref.ref(one)))[0]
+    )
+    shared = Shared()
+    shared.load(str(model))
+    shared.load(str(model))
+    assert emptied == [] and len(kept) == 1
+    shared.load(str(model), dtype="bfloat16")
+    assert emptied == [[None]]  # the model was gone when the cache was emptied
+    shared.release_model()
+    assert emptied == [[None], [None, None]]
+    (cell,) = comparison_at(tmp_path, model, seeds=[0], objectives=["deft"], base=False).cells()
+    released = []
+    monkeypatch.setattr(Shared, "release_model", lambda self: released.append(self))
+    monkeypatch.setattr("deftune.comparison.worker._read_requests", lambda asked, busy: asked.put(None))
+    assert serve(cell.comparison, 2) == 0 and len(released) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "training", "told", "saving", "after"])
+def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
+    """A cell that was told to stop, and loses whoever told it, saves. Otherwise the end stops it, as SIGTERM does."""
+    killed, busy, stop = [], threading.Event(), StopSignal()
+    busy.set()
+    monkeypatch.setattr(StopSignal, "last", None)
+    monkeypatch.setattr("deftune.comparison.worker.os.read", lambda *_: b"")
+    monkeypatch.setattr("os.kill", lambda *what: killed.append(what))
+
+    def end() -> None:
+        _read_requests(queue.SimpleQueue(), busy)
+
+    if when == "before":
+        end()
+    with stop.listening():
+        if when in ("told", "saving"):
+            signal.raise_signal(signal.SIGTERM)
+        if when in ("training", "told"):
+            end()
+            end()
+    if when in ("saving", "after"):  # of a model in memory: its checkpoint is written here
+        end()
+    assert stop.heard is (when in ("training", "told", "saving"))
+    assert killed == ([] if stop.heard else [(os.getpid(), signal.SIGTERM)])
 
 
 OTHER = {"default dtype": torch.float64, "deterministic algorithms": 1, "float32 matmul precision": "high",

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deftune.data import packing
 from deftune.data.encoding import IGNORE_INDEX, Encoded
 from deftune.data.packing import Collator, Pack, pack
 
@@ -125,6 +126,26 @@ def test_best_fit_by_hand():
     encoded = [example(size, -1, first=10 * i) for i, size in enumerate([3, 5, 2, 7, 4])]
     assert [one.lengths for one in pack(encoded, 10)] == [[3, 7], [5, 4], [2]]
     assert [one.lengths for one in pack([encoded[2], example(9, -1)], 10)] == [[2], [9]]
+
+
+def by_definition(lengths: Sequence[int], length: int) -> list[list[int]]:
+    """Longest first, each into the bin that it leaves the least room in; of those into the earliest."""
+    bins: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        room = [length - sum(lengths[j] for j in members) for members in bins]
+        fits = [(free, which) for which, free in enumerate(room) if free >= lengths[i]]
+        if fits:
+            bins[min(fits)[1]].append(i)
+        else:
+            bins.append([i])
+    return bins
+
+
+@given(st.lists(st.integers(0, 20), max_size=40), st.integers(20, 60))
+def test_best_fit_by_its_definition(lengths: list[int], length: int):
+    assert [list(members) for members in packing._best_fit_decreasing(lengths, length)] == by_definition(
+        lengths, length
+    )
 
 
 def test_packing_is_deterministic_and_leaves_its_input_alone():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ CALLED = [
 ]  # fmt: skip
 
 
+@cache
 def templates() -> dict[str, str]:
     found = importlib.util.find_spec("trl")
     folder = Path(found.origin).parent / "chat_templates" if found and found.origin else None
@@ -43,10 +45,14 @@ def templates() -> dict[str, str]:
     return {**TEMPLATES, **{file.stem: file.read_text(encoding="utf-8") for file in files}}
 
 
+unchanged_tokenizer = cache(small_tokenizer)
+compiled = cache(Template)
+
+
 @pytest.mark.parametrize("name", templates())
 @pytest.mark.parametrize("prompt", [True, False])
 def test_the_text_is_that_of_transformers(name: str, prompt: bool):
-    text, tokenizer = templates()[name], small_tokenizer()
+    text, tokenizer = templates()[name], unchanged_tokenizer()
     for chat, tools in ((CHAT, None), (CHAT[1:2], None), (CALLED, [TOOL]), (CHAT[1:], [TOOL])):
         chat = chat[:-1] if prompt and len(chat) > 1 else chat
         options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt}
@@ -76,7 +82,7 @@ def transformers_text(tokenizer: Any, text: str, chat: list[dict[str, Any]], **o
 
 
 def render(text: str, chat: list[dict[str, Any]], tokenizer: Any, **options: Any) -> str:
-    return Template(text).render(chat, variables={**tokenizer.special_tokens_map, "enable_thinking": False}, **options)
+    return compiled(text).render(chat, variables={**tokenizer.special_tokens_map, "enable_thinking": False}, **options)
 
 
 def doubling(step: str) -> str:

@@ -1,6 +1,7 @@
 """Rows and tokens in files: the same result as in memory, and what is in memory does not grow with the text."""
 
 import errno
+import pickle
 import tracemalloc
 
 import numpy as np
@@ -131,6 +132,19 @@ def test_memory_does_not_grow_with_the_text(monkeypatch, tmp_path):
 
     small, large = held(1_000), held(10_000)
     assert large < small + 300_000, (small, large)  # in memory the text alone would be 3.6 MB more, the tokens 18 MB
+
+
+@pytest.mark.parametrize("number", [2, 30])
+def test_a_spool_can_be_copied(on_disk, number):
+    rows = make_rows(number)
+    examples = encode_packed(rows, Encoder(tiny.make_tokenizer(), max_length=99), bad=BadRows(), workers=1).examples
+    assert len(examples.columns["size"]) == number  # the views of the spools are not copied with them
+    again = pickle.loads(pickle.dumps((rows, examples)))
+    for copied, own in zip(again, (rows, examples)):
+        assert list(copied) == list(own)
+    again[0]._add(b'[[], null, "b", "b"]')
+    again[1].append(Encoded([1], [-100], "b", "b"))
+    assert (len(again[0]), len(rows)) == (number + 1, number) and list(again[1])[:number] == list(examples)
 
 
 def test_a_full_disk_is_one_line(on_disk, monkeypatch):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import deftune
+from ranks import run_ranks
 from tolerances import tolerance
 
 ROWS, LENGTH, D, V, RANKS = 3, 10, 6, 17, 2
@@ -87,4 +87,4 @@ def compare(rank, folder):
 
 @pytest.mark.long
 def test_a_divided_sequence_has_the_loss_and_gradients_of_the_whole(tmp_path):
-    mp.spawn(compare, args=(str(tmp_path),), nprocs=RANKS)
+    run_ranks(compare, (str(tmp_path),), RANKS)

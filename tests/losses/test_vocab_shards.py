@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 import deftune
 from battery import CASES, CONTEXT, names_in
 from deftune import IGNORE_INDEX, Context, VocabShard, linear_loss, linear_token_stats, token_loss, token_stats
+from ranks import run_ranks
 from tolerances import tolerance
 
 V, D, N = 23, 6, 31
@@ -430,10 +431,6 @@ def start_rank(rank: int, world: int, folder: str, names: list[str], *arguments)
     dist.destroy_process_group()
 
 
-def run_ranks(world: int, folder: Path, names: list[str], *arguments) -> None:
-    mp.spawn(start_rank, args=(world, str(folder), names, *arguments), nprocs=world)
-
-
 @pytest.mark.parametrize(
     "world, bounds",
     [
@@ -444,7 +441,7 @@ def run_ranks(world: int, folder: Path, names: list[str], *arguments) -> None:
     ids=str,
 )
 def test_ranks_that_share_a_vocabulary_are_one_rank(world, bounds, tmp_path):
-    run_ranks(world, tmp_path, [check.__name__ for check in CHECKS], bounds)
+    run_ranks(start_rank, (world, str(tmp_path), [check.__name__ for check in CHECKS], bounds), world)
 
 
 def check_on_a_gpu(bounds: tuple[int, ...]) -> None:
@@ -475,7 +472,7 @@ def check_on_a_gpu(bounds: tuple[int, ...]) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
 def test_two_ranks_on_a_gpu(tmp_path):
-    run_ranks(2, tmp_path, ["check_on_a_gpu"], (0, 2501, 5001))
+    mp.spawn(start_rank, args=(2, str(tmp_path), ["check_on_a_gpu"], (0, 2501, 5001)), nprocs=2)
 
 
 def test_the_battery_has_every_objective_and_modifier():

@@ -330,10 +330,67 @@ def test_eaft_divisor_is_the_asked_k_even_beyond_the_vocabulary():
     assert gates["eaft(norm=full)"] == pytest.approx(1, rel=1e-14)
 
 
+def test_eaft_divides_by_the_entropy_of_two_classes():
+    stats = token_stats(torch.tensor([[0.0, math.log(3)]], dtype=torch.float64), torch.tensor([0]))
+    share = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
+    assert deftune.objective("eaft(norm=full)").gate(stats).item() == pytest.approx(share, rel=1e-14)
+
+
 def test_clip_median_averages_the_two_middle_values():
     stats = from_columns([-1.0, -2.0, -4.0, -40.0], [0.0] * 4, [0.0] * 4, vocab_size=4)
     assert deftune.objective("clip(k=2)").loss(stats).tolist() == [1.0, 2.0, 4.0, 6.0]
     assert deftune.objective("clip(k=2)").gate(stats).tolist() == [1.0, 1.0, 1.0, 6.0 / 40.0]
+
+
+# --- gradients through statistics -------------------------------------------------------------------------------------
+
+
+@every_case
+def test_focus_and_gate_are_constants_of_the_gradient(case):
+    """With statistics that carry gradients, d loss / d log p = -gate, and nothing flows through the others."""
+    stats, _ = columns()
+    leaves = [getattr(stats, name).clone().requires_grad_() for name in ("log_p", "entropy", "log_collision")]
+    given = replace(stats, **dict(zip(("log_p", "entropy", "log_collision"), leaves)))
+    if case.kind == "mass":
+        assert not case.objective.mass(given, CONTEXT).requires_grad
+    together = case.objective.evaluate(given, CONTEXT)
+    apart = case.objective.gate(given, CONTEXT), case.objective.loss(given, CONTEXT)
+    for gate, loss in (together, apart):
+        assert not gate.requires_grad
+        log_p, *others = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+        torch.testing.assert_close(log_p, -gate, rtol=1e-12, atol=1e-14)
+        assert all(other is None or not other.any() for other in others)
+
+
+def test_a_step_whose_gates_are_all_shut_has_gradients_of_zero():
+    log_p = torch.tensor([-1e4, -2e4], dtype=torch.float64, requires_grad=True)  # p^a is 0
+    stats = from_columns([-1e4, -2e4], [0.5, 0.5], [-0.1, -0.1], vocab_size=4)
+    loss = deftune.objective("deft | mean_one").loss(replace(stats, log_p=log_p))
+    assert loss.tolist() == [0, 0]
+    assert torch.autograd.grad(loss.sum(), log_p)[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("progress", [0.2, 0.5, 1.0])
+def test_a_warmup_stays_at_its_objective_after_its_end(progress):
+    stats, _ = columns()
+    after = deftune.objective("deft | warmup(0.1)").evaluate(stats, Context(progress=progress))
+    for found, expected in zip(after, deftune.objective("deft").evaluate(stats)):
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_statistics_are_shown_and_compared_without_their_sources():
+    stats = token_stats(torch.zeros(1, 4, dtype=torch.float64), torch.tensor([0]))
+    assert "_top" not in repr(stats)
+    assert stats == replace(stats, _top_source=None)
+
+
+def test_an_entropy_that_a_kernel_measured_is_taken_for_its_k_alone():
+    stats = token_stats(torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=torch.float64), torch.tensor([0]))
+    measured = torch.tensor([0.25], dtype=torch.float64)
+    assert replace(stats, _top_entropy=(3, measured)).top_entropy(3) is measured
+    assert replace(stats, _top_entropy=(4, measured)).top_entropy(20) is measured  # of four tokens
+    other = replace(stats, _top_entropy=(3, measured)).top_entropy(2)
+    assert torch.equal(other, stats.top_entropy(2)) and not torch.equal(other, measured)
 
 
 # --- what objectives need ---------------------------------------------------------------------------------------------

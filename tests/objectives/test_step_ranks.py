@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import deftune
 from deftune.objectives.stats import TokenStats
+from ranks import run_ranks
 
 SPECS = ["clip", "cayley-released", "mile(2) | floor(0.1)", "clip | mean_one"]
 
@@ -42,7 +42,7 @@ def worker(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_over_ranks_it_is_the_whole_step(world: int, tmp_path: Path):
-    mp.spawn(worker, args=(world, str(tmp_path)), nprocs=world)
+    run_ranks(worker, (world, str(tmp_path)), world)
 
 
 def test_an_empty_step_is_an_error():

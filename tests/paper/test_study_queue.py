@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 import tiny_comparison
+from deftune.comparison.grid import load_comparison
 from deftune.paper.study import main
 from deftune.paper.study_cells import read_study, write_study
 from deftune.paper.study_plan import Plan
-from deftune.paper.study_queue import START_SECONDS, missing_cells, run_queue
+from deftune.paper.study_queue import START_SECONDS, lacking, missing_cells, run_queue
 from serial import run_here
 
 REPOSITORY = Path(__file__).parents[2]
@@ -158,6 +159,35 @@ def test_a_failure_is_merged_and_a_regime_without_its_files_is_left_out(study):
     said.clear()
     assert run_queue(plan, folder, results, minutes=30, runner=runner, say=said.append).failed == {}
     assert said == ["weak: left out: nowhere/rows.jsonl: no such file"]
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "missing"),
+    [
+        ("model", "org/model-1.5B", False),
+        ("model", "smollm2", False),
+        ("model", "org/model.gguf", True),
+        ("model", "./absent", True),
+        ("model", "here/model", True),  # a folder of this machine, no organisation of the hub
+        ("data", "org/rows", False),
+        ("data", "org/rows:main", False),
+        ("data", "org/rows.jsonl", True),
+        ("data", "org/rows.jsonl.gz", True),
+        ("data", "../rows", True),
+        ("data", "a/b/c", True),
+    ],
+)
+def test_a_hub_id_is_no_missing_file(study, tmp_path, monkeypatch, key, name, missing):
+    _, folder, _ = study
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    content = yaml.safe_load((folder / "tiny.yaml").read_text())
+    if key == "model":
+        content["model"]["name"] = name
+    else:
+        content["regimes"]["weak"]["tokens"] = [{"path": name}]
+    comparison = load_comparison(Path(tiny_comparison.write(folder / "other.yaml", content)))
+    assert lacking(comparison, "weak") == (f"{name}: no such file" if missing else "")
 
 
 def test_every_planned_cell_of_the_study_has_a_config(monkeypatch, capsys, tmp_path):

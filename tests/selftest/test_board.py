@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import warnings
 
 import pytest
 
@@ -13,6 +14,7 @@ from deftune.selftest.board import ROWS, Row, measure, render_markdown, run_rows
 from deftune.selftest.check import Figure, NotHere, Size, counted
 from deftune.selftest.files import damaged
 from deftune.selftest.records import Record, machine, read_records, write_records
+from deftune.selftest.runs import refused
 
 
 def test_the_rows_are_numbered_and_their_checks_exist():
@@ -123,3 +125,10 @@ def test_damage_changes_something():
 
     draw = random.Random(0)
     assert sum(damaged(b'{"a": 1}', draw) != b'{"a": 1}' for _ in range(100)) >= 95
+
+
+def test_refused_options_warn_of_nothing(tmp_path):
+    """A FutureWarning of transformers would stand between the rows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert refused(tmp_path, {"average_tokens_across_devices": False})

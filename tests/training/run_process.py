@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import runpy
 import socket
@@ -30,6 +31,7 @@ def rank_main(script: str, arguments: list[str], output: str, variables: dict[st
     """A script as one rank of several, as torchrun would start it."""
     import torch
 
+    gc.freeze()  # what the server imported
     torch.set_num_threads(1)
     os.environ.update(variables)
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

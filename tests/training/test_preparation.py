@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import warnings
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from deftune.data.mixing import split_places
 from deftune.data.packing import Packs, pack
 from deftune.data.sources import read_rows
 from deftune.training import display
+from deftune.training.assembly import checkpointing_argument, make_arguments
 from deftune.training.preparation import check_embedding, facts, fingerprint, fingerprint_of_lists, prepare
 from deftune.training.train import record_data
 
@@ -205,3 +208,19 @@ def test_a_long_preparation_says_something_every_ten_seconds(monkeypatch):
         clock[0] += 100
         progress.update(1)
     assert len(said) == 4
+
+
+# --- transformers' arguments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_arguments_use_no_name_that_transformers_will_remove(make_config, tmp_path, on):
+    prepared = prepare(make_config(tmp_path / "run", {"train.gradient_checkpointing": on}), silent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert make_arguments(prepared, Run(tmp_path / "run")).gradient_checkpointing is on
+
+
+def test_an_older_transformers_gets_its_own_name(monkeypatch):
+    monkeypatch.setattr("trl.SFTConfig", make_dataclass("Older", [("gradient_checkpointing", bool)]))
+    assert checkpointing_argument(True) == {"gradient_checkpointing": True}

@@ -1,6 +1,7 @@
 """The profile of a step: what its parts are, that they add up, and that the training does not change."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -82,6 +83,22 @@ def test_activations_that_are_computed_again_belong_to_their_part(tmp_path, quic
         trainer.train()
     shares = {part.part: part.share for part in found[0].parts}
     assert shares["attention"] > 0 and shares["MLP"] > 0
+
+
+def test_starting_and_stopping_the_profiler_is_no_time_of_a_step(tmp_path, quick, monkeypatch):
+    class Slow(profiling.torch_profile):
+        def __enter__(self):
+            time.sleep(2)
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            time.sleep(2)
+            super().__exit__(*error)
+
+    monkeypatch.setattr(profiling, "torch_profile", Slow)
+    *_, found, trainer = trained(tmp_path, profiled=True)
+    seconds = [record["step_seconds"] for record in trainer.state.log_history if "loss" in record]
+    assert len(found) == 1 and len(seconds) == 10 and max(seconds) < 2
 
 
 def test_a_run_that_fails_while_it_is_recorded_leaves_no_profiler_behind(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deftune.artifacts.models import LLAMA3_SPLITS
 from deftune.data.encoding import end_tokens_of
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -62,11 +63,15 @@ def describe_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[str
     Raises:
         ValueError: llama.cpp has no counterpart of the tokenizer.
     """
+    if not getattr(tokenizer, "is_fast", False):
+        raise refused(f"is a {type(tokenizer).__name__}, which is written in Python")
     content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
     model: dict[str, Any] = content["model"]
     if model["type"] != "BPE":
         raise refused(f"is {model['type']}, not BPE")
     pre = None if is_sentencepiece(content) else pre_tokenizer_name(content["pre_tokenizer"])
+    notes = [] if pre is None else normalizer_notes(content["normalizer"])
+    check_whole_words(content, pre)
     tokens, types = token_list(tokenizer, vocab_size, plain=pre is None)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     special = {
@@ -74,7 +79,6 @@ def describe_tokenizer(tokenizer: Any, vocab_size: int, end_tokens: Sequence[str
         for name in ("bos", "eos", "unk", "pad")
         if (token := getattr(tokenizer, f"{name}_token_id")) is not None
     }
-    notes: list[str] = []
     if len(tokenizer) > vocab_size:  # Gemma 3's has a token for images, which its text models do not embed
         notes.append(f"tokens from id {vocab_size} on are left out: the model's embedding has no row for them")
     if end_tokens:  # of data.end_tokens: llama.cpp stops at one beside EOS, and at those that it knows by their text
@@ -126,10 +130,44 @@ def token_list(tokenizer: Any, vocab_size: int, *, plain: bool) -> tuple[list[st
     return tokens, types
 
 
+def steps_of(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer, one after the other."""
+    if part is None:
+        return []
+    inside = part.get("normalizers", part.get("pretokenizers"))
+    return [part] if inside is None else [step for one in inside for step in steps_of(one)]
+
+
+def normalizer_notes(normalizer: dict[str, Any] | None) -> list[str]:
+    """What a file of byte-level BPE cannot say about the text before it is split: NFC is noted, others are refused."""
+    kinds = [step["type"] for step in steps_of(normalizer)]
+    if any(kind != "NFC" for kind in kinds):
+        raise refused(f"changes text before it splits it ({', '.join(kinds)})")
+    lost = "the tokenizer brings text into Unicode's form NFC and llama.cpp does not: other forms get other tokens"
+    return [lost] if kinds else []
+
+
+def check_whole_words(content: dict[str, Any], pre: str | None) -> None:
+    """Refuse a tokenizer that treats a whole word in its vocabulary unlike llama.cpp, if a token shows it."""
+    from tokenizers import Tokenizer
+
+    model, there = content["model"], pre in LLAMA3_SPLITS
+    if bool(model.get("ignore_merges")) == there:
+        return
+    merging: Any = Tokenizer.from_str(json.dumps({**content, "model": {**model, "ignore_merges": False}})).model
+    added = {token["content"] for token in content["added_tokens"]}
+    if unmerged := [token for token in model["vocab"] if token not in added and len(merging.tokenize(token)) != 1]:
+        raise refused(
+            f"has ignore_merges={json.dumps(not there)}, llama.cpp has {json.dumps(there)} for its way to split text, "
+            f"and no merges make {len(unmerged):,} of its tokens, such as {unmerged[0]!r}"
+        )
+
+
 def is_sentencepiece(content: dict[str, Any]) -> bool:
     """Whether spaces are written as ▁ and unknown characters as bytes, with no space put in front of the text."""
     normalizer = content["normalizer"]
-    if not content["model"].get("byte_fallback"):
+    byte_level = any(step["type"] == "ByteLevel" for step in steps_of(content["pre_tokenizer"]))
+    if not content["model"].get("byte_fallback") or byte_level:
         return False
     if normalizer != {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}:
         raise refused("is SentencePiece's with another treatment of spaces than Gemma's")
@@ -138,7 +176,7 @@ def is_sentencepiece(content: dict[str, Any]) -> bool:
 
 def pre_tokenizer_name(steps: dict[str, Any] | None) -> str:
     """llama.cpp's name of what splits a text before the merges of byte-level BPE."""
-    parts: list[dict[str, Any]] = [] if steps is None else steps.get("pretokenizers", [steps])
+    parts = steps_of(steps)
     last = parts[-1] if parts else {}
     if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
         before = parts[:-1]

@@ -54,6 +54,8 @@ PACKAGED = {
         "apache-2.0",
     )
 }
+# llama.cpp's names of ways to split text with which it takes a word that is a token as it is, whatever the merges say
+LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
 
 
 def cache_folder() -> Path:
@@ -184,7 +186,7 @@ def _from_gguf(path: Path, notice: Callable[[str], None]) -> Path:
         known, before = {}, []
     seen = before[:-1] == now and re.fullmatch("[0-9a-f]{64}", str(before[-1]))
     digest = str(before[-1]) if seen else sha256(path)
-    folder = cache_folder() / "models" / f"gguf2-{digest[:16]}"
+    folder = cache_folder() / "models" / f"gguf3-{digest[:16]}"
     if not _is_whole(folder, notice):
         _convert(path, digest, folder, notice)
     if not seen:
@@ -224,7 +226,10 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
             f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
             f"architecture that transformers does not know: download it again, or pass the folder of the original model"
         ) from error
-    if asks_for_bos(gguf) and tokenizer.bos_token_id is not None:
+    said = tokenizer_facts(gguf)
+    if said.get("model") == "gpt2" and said.get("pre") in LLAMA3_SPLITS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True  # as in llama.cpp: a word that is a token stays whole
+    if said.get("add_bos_token") and tokenizer.bos_token_id is not None:
         tokenizer.add_bos_token = True  # transformers leaves it out: Gemma's NLL is twice as high without
     if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
@@ -254,12 +259,13 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
     return folder
 
 
-def asks_for_bos(gguf: Path) -> bool:
-    """Whether a GGUF file's header says that every text begins with the BOS token."""
+def tokenizer_facts(gguf: Path) -> dict[str, Any]:
+    """What a GGUF file's header says of its tokenizer and transformers does not read, under llama.cpp's names."""
     from gguf import GGUFReader
 
-    field = GGUFReader(gguf).fields.get("tokenizer.ggml.add_bos_token")
-    return field is not None and bool(field.contents())
+    fields = GGUFReader(gguf).fields
+    names = {name: f"tokenizer.ggml.{name}" for name in ("model", "pre", "add_bos_token")}
+    return {name: fields[key].contents() for name, key in names.items() if key in fields}
 
 
 def load_tokenizer(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

@@ -172,7 +172,7 @@ def quickstart(folder: Path, console: Console) -> None:
 # --- disk and time ----------------------------------------------------------------------------------------------------
 
 PEAK_BYTES = 300_000_000  # six adapters, and two checkpoints of the last run with Adam's two moments
-MINUTES = "about 7 minutes of CPU time"
+MINUTES = "about 9 minutes of CPU time"
 
 
 def written(folder: Path) -> list[Path]:

@@ -206,8 +206,11 @@ class Children:
         try:
             while running or ((waiting or alone) and not self.signal):
                 while not self.signal and ((waiting and len(running) < self.jobs) or (alone and not running)):
+                    crowded = not waiting
                     cell = (waiting or alone).pop(0)
                     if begin(cell):
+                        while crowded and idle:  # they hold memory that the cell has lacked
+                            idle.pop().close()
                         child = next((child for child in idle if child.suits(cell)), None)
                         if child is not None:
                             idle.remove(child)

@@ -16,7 +16,6 @@ import gc
 import importlib
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ import torch
 from deftune.comparison.cells import Shared, run_cell
 from deftune.comparison.grid import Cell, Comparison
 from deftune.losses import graphs, pending
+from deftune.training.train import ask_to_stop
 
 STOPPED = 143  # the exit code of a process whose cell was stopped
 
@@ -117,19 +117,23 @@ def serve(comparison: Comparison, replies: int) -> int:
     state, shared = ProcessState(), Shared()
     gc.collect()
     gc.freeze()  # the objects of the imported modules: every later collection would go through them, for 0.3 s
-    while (line := asked.get()) is not None:
-        asked_at, _, name = line.partition(" ")
-        write_to(cells[name].folder / "log.txt")
-        state.restore()
-        if run_cell(cells[name], shared=shared, start_seconds=max(0.0, time.time() - float(asked_at))) != "finished":
-            return STOPPED
-        busy.clear()
-        os.write(replies, f"{name}\n".encode())
+    try:
+        while (line := asked.get()) is not None:
+            asked_at, _, name = line.partition(" ")
+            write_to(cells[name].folder / "log.txt")
+            state.restore()
+            waited = max(0.0, time.time() - float(asked_at))
+            if run_cell(cells[name], shared=shared, start_seconds=waited) != "finished":
+                return STOPPED
+            busy.clear()
+            os.write(replies, f"{name}\n".encode())
+    finally:
+        shared.release_model()
     return 0
 
 
 def _read_requests(asked: queue.SimpleQueue[str | None], busy: threading.Event) -> None:
-    """Pass on the lines of standard input; at its end stop this process, as on SIGTERM if a cell is running."""
+    """Pass on the lines of standard input; at its end stop this process, as on a first SIGTERM if a cell is running."""
     text = b""
     while piece := os.read(0, 4096):  # not sys.stdin: Python could not close it while a thread reads
         *lines, text = (text + piece).split(b"\n")
@@ -138,7 +142,7 @@ def _read_requests(asked: queue.SimpleQueue[str | None], busy: threading.Event) 
             asked.put(line.decode())
     asked.put(None)
     if busy.is_set():
-        os.kill(os.getpid(), signal.SIGTERM)
+        ask_to_stop()
 
 
 def write_to(log: Path) -> None:

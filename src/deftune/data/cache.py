@@ -3,6 +3,9 @@
 An entry is a folder named by the sha256 of all that its tokens depend on: the rows and their places, the tokenizer, the
 template, the encoder's options, and the version of the encoding. It holds the arrays as safetensors, the rest as JSON,
 and a manifest with their checksums, which are compared on every read. Nothing in it is ever executed.
+
+A second kind of entry, a `Reading`, records what was found when sources were read. Its name is made of what the rows
+depend on (the sha256 of the files, the options), so that the encoded rows are found without reading the sources.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from numpy.typing import NDArray
 from deftune.artifacts.folders import MANIFEST, FolderError, disk_error, locked_file, remove, sealed_folder, verify
 from deftune.data.encoding import EncodedRows, Encoder, EncodingError, checked
 from deftune.data.examples import Examples
-from deftune.data.rows import BadRows, PackedRows
+from deftune.data.rows import BadRow, BadRows, PackedRows
 
 SIZE_VARIABLE = "DEFTUNE_DATA_CACHE_GB"
 DEFAULT_GIGABYTES = 20.0
@@ -63,19 +67,18 @@ def encode_cached(
     """
     if not is_cached(encoder):
         return encode()
-    key = hashlib.sha256(f"{encoder.identity()}\n{rows.digest()}".encode("utf-8", "surrogatepass")).hexdigest()
-    entry = folder / key
+    entry = folder / _entry_name(rows.digest(), encoder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked_file(folder / f".lock-{key[0]}", _waiting(notice)):
+        with locked_file(folder / f".lock-{entry.name[0]}", waiting(notice)):
             if found := _read(entry, notice):
-                notice(f"{found.num_rows:,} rows were encoded before: taken from {entry}")
+                notice(_taken_from(found, entry))
                 return checked(found, encoder, bad)
             result = encode()
             if _write(entry, result, notice):  # from here on a map of the entry's file, not of one more copy
                 with suppress(OSError):  # a file system without maps: the encoded rows are still there
                     result.examples = _examples(entry, result.examples.sources)
-            _make_room(folder, cache_bytes(), keep=entry)
+            _make_room(folder, cache_bytes(), keep=[entry])
             return result
     except OSError as error:
         if error.filename is None or not str(error.filename).startswith(str(folder)):
@@ -84,7 +87,84 @@ def encode_cached(
         return encode()
 
 
-def _waiting(notice: Callable[[str], None]) -> Callable[[float], None]:
+def _entry_name(digest: str, encoder: Encoder) -> str:
+    return hashlib.sha256(f"{encoder.identity()}\n{digest}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _taken_from(found: EncodedRows, entry: Path) -> str:
+    return f"{found.num_rows:,} rows were encoded before: taken from {entry}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was found when the sources of a run were read."""
+
+    digests: list[str]  # `PackedRows.digest` of the rows to train on, and of the held-out rows if there are any
+    said: list[str]  # the lines that told of it
+    bad: list[BadRow]  # rows that could not be read
+
+
+def find_encoded(
+    key: str,
+    encoder: Encoder,
+    folder: Path,
+    *,
+    bad: BadRows,
+    notice: Callable[[str], None],
+    warn: Callable[[str], None] = lambda _: None,
+) -> list[EncodedRows] | None:
+    """The encoded rows of the sources that ``key`` stands for; None where they must be read, or encoded, again.
+
+    ``notice`` gets the lines of the first reading, and ``bad`` its bad rows. ``warn`` is told of a damaged entry.
+    """
+    reading = _read_reading(folder / key, warn)
+    if reading is None:
+        return None
+    entries = [folder / _entry_name(digest, encoder) for digest in reading.digests]
+    found = [encoded for entry in entries if (encoded := _read(entry, lambda _: None))]
+    if len(found) < len(entries):
+        return None
+    bad.rows += reading.bad
+    for line in reading.said:
+        notice(line)
+    for encoded, entry in zip(found, entries):
+        notice(_taken_from(encoded, entry))
+        checked(encoded, encoder, bad)
+    return found
+
+
+def _read_reading(entry: Path, warn: Callable[[str], None]) -> Reading | None:
+    if not entry.is_dir():
+        return None
+    try:
+        verify(entry)
+        about: dict[str, Any] = json.loads((entry / "reading.json").read_text(encoding="utf-8"))
+        bad = [BadRow(**row) for row in about["bad"]]
+        reading = Reading(list(about["digests"]), list(about["said"]), bad)
+    except (FolderError, OSError, ValueError, KeyError, TypeError) as error:
+        warn(f"reading the rows again, the record of an earlier reading is damaged: {error}")
+        return None
+    with suppress(OSError):
+        os.utime(entry / MANIFEST)
+    return reading
+
+
+def write_reading(
+    key: str, reading: Reading, encoder: Encoder, folder: Path, notice: Callable[[str], None] = lambda _: None
+) -> None:
+    """Remember a reading for `find_encoded`; a full disk is only a notice."""
+    entry = folder / key
+    try:
+        with sealed_folder(entry.with_name(f".{entry.name}-{os.getpid()}"), entry) as place:
+            (place / "reading.json").write_text(json.dumps(asdict(reading)), encoding="utf-8")
+    except OSError as error:
+        notice(f"{folder}: what was read could not be kept ({error.strerror}); {SIZE_VARIABLE}=0 turns this off")
+        return
+    rows = [folder / _entry_name(digest, encoder) for digest in reading.digests]
+    _make_room(folder, cache_bytes(), keep=[entry, *rows])
+
+
+def waiting(notice: Callable[[str], None]) -> Callable[[float], None]:
     """A function for `locked_file` that says every 15 seconds what this process waits for."""
     said = -WAITING_SECONDS
 
@@ -180,7 +260,7 @@ def _map_file(path: Path) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _make_room(folder: Path, limit: int, *, keep: Path) -> None:
+def _make_room(folder: Path, limit: int, *, keep: Collection[Path]) -> None:
     """Remove the entries that were not used for the longest time, until the rest is within ``limit`` bytes."""
     used: list[tuple[float, int, Path]] = []
     for entry in folder.iterdir():
@@ -193,7 +273,7 @@ def _make_room(folder: Path, limit: int, *, keep: Path) -> None:
     for _, size, entry in sorted(used):
         if total <= limit:
             break
-        if entry != keep or size > limit:
+        if entry not in keep or size > limit:
             with suppress(OSError):
                 remove(entry)
                 total -= size

@@ -60,6 +60,11 @@ class Examples(Sequence[Encoded]):
         examples._place()
         return examples
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without arrays that are views of the spools: they are made again."""
+        is_grown = self._growing["size"].num_bytes > 0
+        return {**vars(self), "_columns": None} if is_grown else vars(self)
+
     def append(self, example: Encoded) -> None:
         ids, labels = np.array(example.input_ids, dtype=np.int32), np.array(example.labels, dtype=np.int32)
         where, supervised = example.where.encode("utf-8", "surrogatepass"), labels != IGNORE_INDEX

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -119,51 +120,67 @@ EXCHANGED = ", with the answer of "
 """In `Row.where` of a row that has another row's answer, before the place of the other row."""
 
 
-def exchange_answers(rows: Sequence[Row], share: float) -> list[Row]:
-    """The rows, with the last answers of about ``share`` of them exchanged in pairs: label noise on purpose.
+def exchange_partners(rows: Sequence[Row], share: float) -> array[int]:
+    """Pairs for the exchange of last answers among about ``share`` of the rows: label noise on purpose.
 
     Which rows are chosen follows from their prompts alone: a larger share chooses the rows of a smaller one too. Two
     rows are exchanged only if their prompts and their answers differ; a chosen row without a partner keeps its answer.
-    `is_exchanged` knows the exchanged rows by their place.
 
     Args:
-        rows: all rows.
+        rows: all rows; they are read one at a time, and their text is not held.
         share: of the rows, from 0 to 1.
 
     Returns:
-        As many rows, in their order.
+        For each row the place of its partner, -1 for a row without one. `exchanged_row` makes the exchanged rows.
 
     >>> def row(n): return Row(({"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": n}), None, n, "")
-    >>> [(r.where, r.messages[-1]["content"]) for r in exchange_answers([row("1"), row("2")], 1.0)]
-    [('1, with the answer of 2', '2'), ('2, with the answer of 1', '1')]
+    >>> exchange_partners([row("1"), row("2")], 1.0), exchange_partners([row("1"), row("2")], 0.0)
+    (array('q', [1, 0]), array('q', [-1, -1]))
     """
-    found = list(rows)
-    waiting: dict[str, dict[str, deque[int]]] = {}  # chosen, without a partner yet: by answer and prompt
-    for index, row in enumerate(found):
+    # A chosen row takes the first waiting row that fits, and waits if none does. So no two waiting rows fit each other:
+    # all of them have one answer, or all have one prompt. If any fits a new row, one of the first two groups does.
+    partners = array("q", [-1]) * len(rows)
+    first: dict[bytes, int] = {}  # when an answer, and when an answer with a prompt, was first left waiting
+    waiting: list[tuple[int, int, bytes, bytes, deque[int]]] = []  # groups of one answer and prompt, the first first
+    for place, row in enumerate(rows):
         if _place(row, "exchange") >= share:
             continue
-        answer, prompt = json.dumps(row.messages[-1]), prompt_of(row)
-        places = (
-            places
-            for other, prompts in waiting.items() if other != answer
-            for asked, places in prompts.items() if asked != prompt and places
-        )  # fmt: skip
-        partners = next(places, None)
-        if partners is None:
-            waiting.setdefault(answer, {}).setdefault(prompt, deque()).append(index)
+        answer, prompt = _digest(json.dumps(row.messages[-1])), _digest(prompt_of(row))
+        fits = (i for i, group in enumerate(waiting[:2]) if group[2] != answer and group[3] != prompt)
+        at = next(fits, None)
+        if at is None:
+            order = first.setdefault(answer, len(first)), first.setdefault(answer + prompt, len(first))
+            _wait(waiting, (*order, answer, prompt), place)
             continue
-        partner = partners.popleft()
-        for mine, other in ((index, partner), (partner, index)):
-            found[mine] = replace(
-                rows[mine],
-                messages=(*rows[mine].messages[:-1], rows[other].messages[-1]),
-                where=f"{rows[mine].where}{EXCHANGED}{rows[other].where}",
-            )
-    return found
+        partner = waiting[at][4].popleft()
+        partners[place], partners[partner] = partner, place
+        if not waiting[at][4]:
+            del waiting[at]
+    return partners
+
+
+def exchanged_row(rows: Sequence[Row], place: int, partner: int) -> Row:
+    """The row at a place with the last answer of its partner; `is_exchanged` knows it by its ``where``."""
+    row, other = rows[place], rows[partner]
+    return replace(row, messages=(*row.messages[:-1], other.messages[-1]), where=f"{row.where}{EXCHANGED}{other.where}")
+
+
+def _wait(
+    waiting: list[tuple[int, int, bytes, bytes, deque[int]]], group: tuple[int, int, bytes, bytes], place: int
+) -> None:
+    """Add a place to its group, and the group in its order."""
+    at = bisect_left(waiting, group[:2], key=lambda found: found[:2])
+    if at == len(waiting) or waiting[at][:2] != group[:2]:
+        waiting.insert(at, (*group, deque()))
+    waiting[at][4].append(place)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def is_exchanged(where: str) -> bool:
-    """Whether the row at this place has another row's answer, by `exchange_answers`."""
+    """Whether the row at this place has another row's answer, by `exchanged_row`."""
     return EXCHANGED in where
 
 

@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Any, overload
 
@@ -64,16 +65,24 @@ def pack(encoded: Sequence[Encoded], length: int) -> Packs:
 
 def _best_fit_decreasing(lengths: Sequence[int], length: int) -> list[array[int]]:
     bins: list[array[int]] = []  # an array takes a fourth of a list's memory
-    room: list[tuple[int, int]] = []  # (tokens free, bin), ascending
+    with_room: dict[int, list[int]] = {}  # by tokens free: a heap of bins, the earliest first
+    rooms: list[int] = []  # the keys, ascending; at most ``length`` of them
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(room, (lengths[i], -1))
-        if at == len(room):
-            bins.append(array("q", [i]))
+        at = bisect_left(rooms, lengths[i])
+        if at == len(rooms):
+            bins.append(array("q"))
             free, which = length, len(bins) - 1
         else:
-            free, which = room.pop(at)
-            bins[which].append(i)
-        insort(room, (free - lengths[i], which))
+            free = rooms[at]
+            which = heappop(with_room[free])
+            if not with_room[free]:
+                del with_room[free], rooms[at]
+        bins[which].append(i)
+        left = free - lengths[i]
+        if left not in with_room:
+            with_room[left] = []
+            insort(rooms, left)
+        heappush(with_room[left], which)
     return bins
 
 

@@ -53,6 +53,7 @@ class PackedRows(Sequence[Row]):
         self._spool = Spool() if spool is None else spool
         self._starts, self._sizes = array("q"), array("i")
         self.num_bytes = 0
+        self._digest: str | None = None
         for row in rows:
             try:
                 text = json.dumps([row.messages, row.tools, row.where, row.source], ensure_ascii=False)
@@ -71,6 +72,7 @@ class PackedRows(Sequence[Row]):
         self._starts.append(start)
         self._sizes.append(size)
         self.num_bytes += size
+        self._digest = None
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -106,11 +108,13 @@ class PackedRows(Sequence[Row]):
 
     def digest(self) -> str:
         """The sha256 of the rows' content and places, in their order."""
-        digest = hashlib.sha256()
-        for text in self.texts():
-            digest.update(b"%d\n" % len(text))
-            digest.update(text)
-        return digest.hexdigest()
+        if self._digest is None:
+            digest = hashlib.sha256()
+            for text in self.texts():
+                digest.update(b"%d\n" % len(text))
+                digest.update(text)
+            self._digest = digest.hexdigest()
+        return self._digest
 
 
 def unpack_row(text: bytes) -> Row:

@@ -167,19 +167,37 @@ def _row(record: dict[str, Any], format: str, where: str, source: str) -> Row:
 def _parts(source: str, split: str | None, limit: int | None, bad: BadRows) -> Iterator[tuple[str, Iterator[Record]]]:
     """(name, records) of each file of a source; of the hub's dataset as a whole."""
     path = Path(source)
-    if path.is_dir():
-        for file in _folder(path, split):
+    files = files_of_source(source, split)
+    if files is not None and path.is_dir():
+        for file in files:
             yield str(file), read_records(file, bad)
-    elif path.exists():
+    elif files is not None:
         if split is not None:
             raise ValueError(f"{source}: a file has no splits, got split={split!r}; leave it out, or give the folder")
         yield source, read_records(path, bad)
-    elif _HUB_ID.fullmatch(source) and not source.endswith(SUFFIXES):
+    elif is_hub_id(source):
         yield source, read_hub(source, split or "train", streaming=limit is not None)
     else:
         raise RowError(
             source, Fault("no such file or folder", _beside(path), "give a file, a folder or a hub id org/name")
         )
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a name has the form of a hub dataset's, and not that of a data file.
+
+    >>> is_hub_id("org/name"), is_hub_id("org/name:config"), is_hub_id("data/rows.jsonl"), is_hub_id("./rows")
+    (True, True, False, False)
+    """
+    return _HUB_ID.fullmatch(source) is not None and not source.lower().endswith(SUFFIXES)
+
+
+def files_of_source(source: str, split: str | None) -> list[Path] | None:
+    """The files that `iterate_rows` reads for a source, in their order; None for the hub and for generators."""
+    path = Path(source)
+    if is_generated(source) or not path.exists():
+        return None
+    return _folder(path, split) if path.is_dir() else [path]
 
 
 def _beside(path: Path) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from multiprocessing import reduction
+from multiprocessing.context import get_spawning_popen
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -15,6 +17,9 @@ MEMORY_BYTES = 8 * 2**20  # of one spool; beyond this the bytes are in a file
 class Spool:
     """Bytes in memory up to `MEMORY_BYTES`, then in a file without a name, which is gone when the process ends.
 
+    It can be pickled. A process that is being started with it (a data worker under spawn) has the same file, and can
+    only read it; otherwise the bytes are copied.
+
     >>> spool = Spool()
     >>> spool.append(b"one"), spool.append(b"two"), spool.read(3, 3)
     (None, None, b'two')
@@ -25,6 +30,21 @@ class Spool:
         self._file: BinaryIO | None = None
         self._written = 0  # bytes of the file that can be read; the rest is in its buffer
         self.num_bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._file is None:
+            return {"data": bytes(self._memory)}
+        if get_spawning_popen() is None:
+            return {"data": self.read(0, self.num_bytes)}
+        return {"file": reduction.DupFd(self._flush().fileno()), "num_bytes": self.num_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Spool.__init__(self)
+        if "file" in state:
+            self._file = cast("BinaryIO", open(state["file"].detach(), "rb", buffering=0))
+            self._written = self.num_bytes = state["num_bytes"]
+        else:
+            self.append(state["data"])
 
     def append(self, data: bytes) -> None:
         if self._file is None and self.num_bytes + len(data) > MEMORY_BYTES:
@@ -39,6 +59,8 @@ class Spool:
     def _write(self, data: bytes | bytearray) -> None:
         from deftune.artifacts.models import cache_folder  # here: an encoding process does without its imports
 
+        if self._file is not None and not self._file.writable():
+            raise ValueError("data: the file belongs to the process that started this one, which can only read it")
         folder = cache_folder() / "spool"
         try:
             if self._file is None:

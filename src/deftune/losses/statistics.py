@@ -55,20 +55,17 @@ def rescaled(sums: RowSums, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sums.rest * factor, sums.squares * factor**2, moment
 
 
-def merge_ranks(sums: RowSums, y: Tensor, shard: VocabShard, *, known: bool = False) -> RowSums:
+def merge_ranks(sums: RowSums, y: Tensor, shard: VocabShard) -> RowSums:
     """The sums of whole rows from those of this rank's classes: a MAX of three numbers a row, then a SUM of four.
 
-    ``y`` are the targets' columns (`VocabShard.columns`); ``known``: all ranks have the targets' logits already. A row
-    whose target differs among the ranks becomes NaN, on all of them.
+    ``y`` are the targets' columns (`VocabShard.columns`). A row whose target differs among the ranks becomes NaN, on
+    all of them.
     """
     sums, labels = RowSums(*(wide(column) for column in sums)), wide(shard.labels(y))
     shift, most, least = shard.maximum(torch.stack([sums.shift, labels, -labels]))
-    parts = [*rescaled(sums, shift)]
-    if not known:
-        parts.append(torch.where(y >= 0, sums.target, 0.0))
-    rest, squares, moment, *target = shard.total(torch.stack(parts))
-    target = torch.where(most == -least, sums.target if known else target[0], torch.nan)
-    return RowSums(shift, target, rest, squares, moment)
+    parts = [*rescaled(sums, shift), torch.where(y >= 0, sums.target, 0.0)]
+    rest, squares, moment, target = shard.total(torch.stack(parts))
+    return RowSums(shift, torch.where(most == -least, target, torch.nan), rest, squares, moment)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

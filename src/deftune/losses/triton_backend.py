@@ -16,9 +16,7 @@ from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded
 from deftune.losses.head import Head, Slices
 from deftune.losses.pending import answer, latest_note
 from deftune.losses.request import Gradients, Request, Rows
-from deftune.losses.shards import VocabShard
 from deftune.losses.sparse import Products, Sparse
-from deftune.losses.statistics import LOG_P, RowSums, merge_ranks, stats_columns
 from deftune.objectives.stats import IGNORE_INDEX
 
 
@@ -144,9 +142,11 @@ class TritonBackend(Backend):
         e = -(-head.most_classes // 64) * 64 * dtype.itemsize
         # E, the sums of its tiles, x, v X and E W
         row = e + head.most_classes // 16 + 2 * head.width * (dtype.itemsize + 2)
-        limit = min(cls.max_rows, cls.max_e_bytes // e, cls.max_bytes // row)
+        # of a shard E has few columns, and every chunk waits for two reductions: chunks of twice the rows
+        times = 1 if head.shard is None else 2
+        limit = min(times * cls.max_rows, cls.max_e_bytes // e, cls.max_bytes // row)
         if bound is None and cls.max_rows * row > cls.small_bytes:
-            limit = min(limit, max(cls.min_rows, int(cls.max_share * tokens)))
+            limit = min(limit, max(cls.min_rows, int(times * cls.max_share * tokens)))
         return bounded(min(tokens, max(128, limit // 128 * 128)), bound)
 
     def begin(self, rows: int, keep: bool, top: int) -> None:
@@ -193,10 +193,13 @@ class TritonBackend(Backend):
         y, index = self.all.y[part], self.all.index[part]
         z_y, reference, _, _ = self.vectors[:, part].unbind()
         u, shard = self.u if self.multiplied else None, head.shard
-        out = columns if shard is None else self.kernels.aligned(4, rows, columns.dtype, columns.device)
+        out = columns if shard is None else kernels.new_sums(rows, columns.device)
         kernels.reduce_tiles(tiles, z_y, out, x, y, reference, head, e, u, self.nan, self.number, part.start)
-        if shard is not None:
-            self.merge(RowSums(out[0], z_y, *out[1:]), y, shard, columns)
+        if shard is not None:  # as `statistics.merge_ranks`, in two launches
+            shard.maximum(out[:3])
+            kernels.rescale_sums(out)
+            shard.total(out[3:6])
+            kernels.merged_columns(out, z_y, columns, self.nan)
         found = None, None
         if e is not None and top:
             into = self.likeliest
@@ -208,13 +211,6 @@ class TritonBackend(Backend):
             if shard is not None:
                 found = shard.likeliest(into, top), None
         return Chunk(part, x, y, index, columns, z_y, None if e is None else e[:, : head.classes], *found)
-
-    def merge(self, sums: RowSums, y: Tensor, shard: VocabShard, columns: Tensor) -> None:
-        """The statistics of whole rows into ``columns``, from the sums of this rank's classes."""
-        whole = merge_ranks(sums, y, shard, known=True)
-        for column, values in zip(columns, stats_columns(whole)):
-            column.copy_(values)
-        torch.maximum(self.nan, columns[LOG_P].isnan().any().to(self.nan.dtype), out=self.nan)
 
     def add(self, chunk: Chunk, gate: Tensor, scale: Tensor | float, to: Gradients) -> None:
         if isinstance(scale, Tensor):

@@ -46,7 +46,9 @@ from deftune.losses.triton_statistics import (
     TILE_SUMS,
     exponentials_kernel,
     likeliest_kernel,
+    merged_columns_kernel,
     reduce_tiles_kernel,
+    rescale_sums_kernel,
     survey_kernel,
     survey_told_kernel,
     take_rows_kernel,
@@ -201,8 +203,8 @@ def reduce_tiles(
 
     Rows of ``e``, and of ``u`` = E W, that left its range are recomputed about their maximum; ``ref`` then says so. A
     NaN sets ``nan``.
-    ``number`` and ``first`` are `exponentials`' count and first. Of a vocabulary shard, ``out`` [4, C] gets the shift,
-    rest, squares and moment of this rank's classes instead (`statistics.RowSums`), and ``nan`` stays as it is.
+    ``number`` and ``first`` are `exponentials`' count and first. Of a vocabulary shard, ``out`` is `new_sums`, which
+    gets the sums of this rank's classes instead, and ``nan`` stays as it is.
     """
     _, count, rows = tiles.shape
     block = 16
@@ -210,9 +212,33 @@ def reduce_tiles(
         tiles, z_y, out, x, head.weight, head.bias, y, ref, x if e is None else e, x if u is None else u, nan, number,
         tiles.stride(0), tiles.stride(1), rows, first, count, out.stride(0), head.classes, head.width,
         0 if e is None else e.stride(0), *_head_numbers(head), *units(head)[2:], OVERFLOW,
+        0 if head.shard is None else head.shard.first,
         **_head_options(head), STORED=e is not None, MULTIPLIED=u is not None, PARTIAL=head.shard is not None,
         BLOCK_R=block, BLOCK_T=64, BLOCK_V=64, BLOCK_D=64,
     )  # fmt: skip
+
+
+def new_sums(rows: int, device: torch.device) -> Tensor:
+    """Room for what `reduce_tiles` finds of a vocabulary shard: [7, >= rows], float64, each plane on 128 bytes.
+
+    Ranks take the maximum of the planes 0 to 2 (shift, label, -label), and add up 3 to 5 (rest, squares, moment) after
+    `rescale_sums`; 6 is this rank's own shift.
+    """
+    return torch.empty(7, -(-rows // 16) * 16, dtype=torch.float64, device=device)
+
+
+def rescale_sums(sums: Tensor) -> None:
+    """The sums of this rank's classes about the largest shift of all ranks, which plane 0 has by now."""
+    rows, block = sums.shape[1], 128
+    rescale_sums_kernel[(triton.cdiv(rows, block),)](sums, sums.stride(0), rows, BLOCK=block)
+
+
+def merged_columns(sums: Tensor, z_y: Tensor, out: Tensor, nan: Tensor) -> None:
+    """The `statistics.COLUMNS` of whole rows into ``out`` [5, C] from the sums of all ranks; a NaN sets ``nan``."""
+    rows, block = out.shape[1], 128
+    merged_columns_kernel[(triton.cdiv(rows, block),)](
+        sums, sums.stride(0), z_y, out, out.stride(0), nan, rows, BLOCK=block
+    )
 
 
 def finish_rows(

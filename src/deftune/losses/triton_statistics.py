@@ -224,10 +224,10 @@ def _repair_row(
                 tl.store(u, before + more, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["C", "first"])
+@triton.jit(do_not_specialize=["C", "first", "begin"])
 def reduce_tiles_kernel(
     tiles_ptr, z_ptr, out_ptr, x_ptr, w_ptr, bias_ptr, y_ptr, ref_ptr, e_ptr, u_ptr, nan_ptr, count_ptr,
-    plane, pitch, C, first, TILES, plane_out, V, D, stride_e, scale, softcap, unit, unit_low, overflow,
+    plane, pitch, C, first, TILES, plane_out, V, D, stride_e, scale, softcap, unit, unit_low, overflow, begin,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, STORED: tl.constexpr, MULTIPLIED: tl.constexpr,
     PARTIAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -263,28 +263,22 @@ def reduce_tiles_kernel(
         squares += tl.sum(s2 * share * share, axis=0)
         moment += tl.sum((ue + lower * s) * share, axis=0)
 
+    moments = moment.to(tl.float64) * unit
     out = out_ptr + rows
-    if PARTIAL:  # of this rank's classes: `statistics.merge_ranks` makes the rows' sums of them
+    if PARTIAL:  # of this rank's classes: the planes of `triton_rows.new_sums`
+        y = tl.load(y_ptr + rows, mask=live, other=0)
+        label = tl.where(y >= 0, y + begin, -1 - y).to(tl.float64)
         tl.store(out, shifted, mask=live)
-        tl.store(out + plane_out, rest.to(tl.float64), mask=live)
-        tl.store(out + 2 * plane_out, squares.to(tl.float64), mask=live)
-        tl.store(out + 3 * plane_out, moment.to(tl.float64) * unit, mask=live)
+        tl.store(out + plane_out, label, mask=live)
+        tl.store(out + 2 * plane_out, -label, mask=live)
+        tl.store(out + 3 * plane_out, rest.to(tl.float64), mask=live)
+        tl.store(out + 4 * plane_out, squares.to(tl.float64), mask=live)
+        tl.store(out + 5 * plane_out, moments, mask=live)
+        tl.store(out + 6 * plane_out, shifted, mask=live)
     else:
-        # the statistics, as `statistics.stats_columns` has them, in float64
-        u_y = z_y - shifted
-        e_y = tl.exp(u_y)
-        log_sum = _log1p((e_y - 1) + rest.to(tl.float64))
-        collision = _log1p((e_y * e_y - 1) + squares.to(tl.float64)) - 2 * log_sum
-        own = tl.where(e_y == 0, 0.0, u_y * e_y)  # 0 * -inf = 0
-        entropy = log_sum - (own + moment.to(tl.float64) * unit) / tl.exp(log_sum)
-        log_p = u_y - log_sum
-        if tl.sum((live & (log_p != log_p)).to(tl.int32), axis=0) > 0:
-            tl.store(nan_ptr, 1)
-        tl.store(out, log_p, mask=live)
-        tl.store(out + plane_out, tl.where(entropy < 0, 0.0, entropy), mask=live)
-        tl.store(out + 2 * plane_out, tl.where(collision > 0, 0.0, collision), mask=live)
-        tl.store(out + 3 * plane_out, log_sum, mask=live)
-        tl.store(out + 4 * plane_out, shifted, mask=live)
+        _store_columns(
+            out, plane_out, nan_ptr, live, z_y, shifted, rest.to(tl.float64), squares.to(tl.float64), moments
+        )
 
     if STORED:
         ref = tl.load(ref_ptr + rows, mask=live, other=0.0)
@@ -300,6 +294,55 @@ def reduce_tiles_kernel(
                         HAS_BIAS, HAS_SOFTCAP, MULTIPLIED, BLOCK_V, BLOCK_D,
                     )  # fmt: skip
             tl.store(ref_ptr + rows, anew, mask=over)
+
+
+@triton.jit(do_not_specialize=["C"])
+def rescale_sums_kernel(sums_ptr, plane, C, BLOCK: tl.constexpr):
+    # rest, squares and moment about the largest shift of all ranks, as `statistics.rescaled` has them
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live, at = rows < C, sums_ptr + rows
+    lower = tl.load(at + 6 * plane, mask=live, other=0.0) - tl.load(at, mask=live, other=0.0)
+    factor = tl.exp(lower)
+    rest = tl.load(at + 3 * plane, mask=live, other=0.0)
+    squares = tl.load(at + 4 * plane, mask=live, other=0.0)
+    moment = tl.load(at + 5 * plane, mask=live, other=0.0)
+    tl.store(at + 3 * plane, rest * factor, mask=live)
+    tl.store(at + 4 * plane, squares * factor * factor, mask=live)
+    tl.store(at + 5 * plane, tl.where(factor == 0, 0.0, (moment + lower * rest) * factor), mask=live)
+
+
+@triton.jit(do_not_specialize=["C"])
+def merged_columns_kernel(sums_ptr, plane, z_ptr, out_ptr, plane_out, nan_ptr, C, BLOCK: tl.constexpr):
+    # the statistics of whole rows; a row whose target differs among the ranks becomes NaN
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live, at = rows < C, sums_ptr + rows
+    most = tl.load(at + plane, mask=live, other=0.0)
+    least = tl.load(at + 2 * plane, mask=live, other=0.0)
+    z_y = tl.load(z_ptr + rows, mask=live, other=0.0).to(tl.float64)
+    _store_columns(
+        out_ptr + rows, plane_out, nan_ptr, live, tl.where(most == -least, z_y, float("nan")),
+        tl.load(at, mask=live, other=0.0), tl.load(at + 3 * plane, mask=live, other=0.0),
+        tl.load(at + 4 * plane, mask=live, other=0.0), tl.load(at + 5 * plane, mask=live, other=0.0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_columns(out, plane, nan_ptr, live, z_y, shift, rest, squares, moment):
+    # the statistics, as `statistics.stats_columns` has them, in float64
+    u_y = z_y - shift
+    e_y = tl.exp(u_y)
+    log_sum = _log1p((e_y - 1) + rest)
+    collision = _log1p((e_y * e_y - 1) + squares) - 2 * log_sum
+    own = tl.where(e_y == 0, 0.0, u_y * e_y)  # 0 * -inf = 0
+    entropy = log_sum - (own + moment) / tl.exp(log_sum)
+    log_p = u_y - log_sum
+    if tl.sum((live & (log_p != log_p)).to(tl.int32), axis=0) > 0:
+        tl.store(nan_ptr, 1)
+    tl.store(out, log_p, mask=live)
+    tl.store(out + plane, tl.where(entropy < 0, 0.0, entropy), mask=live)
+    tl.store(out + 2 * plane, tl.where(collision > 0, 0.0, collision), mask=live)
+    tl.store(out + 3 * plane, log_sum, mask=live)
+    tl.store(out + 4 * plane, shift, mask=live)
 
 
 @triton.jit

@@ -158,7 +158,7 @@ class Warmup(Modifier):
         return super().requires | {"progress"}
 
     def share(self, context: Context) -> float:
-        return min(1.0, max(0.0, (context.need_progress(self) - self.f) / self.f))
+        return (context.need_progress(self) - self.f) / self.f  # `mix` takes the ends as they are
 
     def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return mix(NLL.gate(stats, context), self.inner.gate(stats, context), self.share(context))

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deftune.artifacts.models import PACKAGED
 from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
 from deftune.comparison.schedule import CROWDED, Children, Failures, Runner, check_comparison
+from deftune.data.sources import is_hub_id
 from deftune.paper.study_cells import Study, collect, read_study
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_report import seconds_of
@@ -99,11 +101,19 @@ def missing_cells(plan: Plan, folder: Path, results: Path) -> list[Planned]:
 
 
 def lacking(comparison: Comparison, regime: str) -> str:
-    """Why no cell of a regime can run here: a file of its model or data that is not there; "" where all are."""
+    """Why no cell of a regime can run here: a file of its model or data that is not there; "" where all are.
+
+    A hub id is no file, unless its first part is a folder here.
+    """
     cell = next(cell for cell in comparison.cells() if cell.regime == regime)
     names = [source.path for source in (*cell.config.data.train, *cell.section.tokens)]
-    names += [cell.config.model.name] if cell.config.model.name.endswith(".gguf") else []
-    return next((f"{name}: no such file" for name in names if name is not None and not Path(name).exists()), "")
+    names += [] if cell.config.model.name in PACKAGED else [cell.config.model.name]
+    for name in names:
+        path = Path(name or "").expanduser()
+        from_hub = name is None or (is_hub_id(name) and path.suffix != ".gguf" and not path.parent.is_dir())
+        if not from_hub and not path.exists():
+            return f"{name}: no such file"
+    return ""
 
 
 def run_queue(

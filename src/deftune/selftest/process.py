@@ -7,6 +7,7 @@ size of files stands for a full disk.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ def run_command(
     """The command line; its output goes to a file, SIGKILL may come at an event on the file system."""
     import torch
 
+    gc.freeze()  # what the server imported: every collection would go through it, and copy its pages
     cli = importlib.import_module("deftune.cli")  # run as a user runs it; no import of a later room
     os.setsid()  # a group of its own: its data workers can be killed with it
     torch.set_num_threads(1)

@@ -308,6 +308,7 @@ def refused(folder: Path, options: dict[str, Any]) -> bool:
     """Whether the trainer refuses an option that it could not honour."""
     from trl.trainer.sft_config import SFTConfig
 
+    from deftune.training.assembly import checkpointing_argument
     from deftune.training.trainer import DeftSFTTrainer
 
     tokenizer = tiny.make_tokenizer()
@@ -315,7 +316,7 @@ def refused(folder: Path, options: dict[str, Any]) -> bool:
     if "parallelism_config" in options:
         arguments: Any = type("Arguments", (), options)
     else:
-        arguments = SFTConfig(**plain, **options)
+        arguments = SFTConfig(**plain, **checkpointing_argument(False), **options)
     try:
         DeftSFTTrainer(tiny.make_model(tokenizer), arguments, processing_class=tokenizer)
     except ValueError as error:

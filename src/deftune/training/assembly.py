@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from deftune.training.trackers import tracker_name
 
 NO_LIGER_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 ScoreTasks = Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> {task: score}
+
+
+def checkpointing_argument(on: bool) -> dict[str, Any]:
+    """The argument of `SFTConfig` that recomputes activations: transformers 5.23 has renamed it."""
+    from trl import SFTConfig  # pyright: ignore[reportPrivateImportUsage]
+
+    new = "activation_checkpointing"
+    return {new if new in {field.name for field in fields(SFTConfig)} else "gradient_checkpointing": on}
 
 
 def make_arguments(prepared: Prepared, run: Run) -> Any:
@@ -65,7 +74,6 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         data_seed=train.seed,
         bf16=precision_of(config) == "bf16",
         use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=prepared.checkpointing.on,
         neftune_noise_alpha=train.neftune_alpha,
         use_liger_kernel=train.liger,
         liger_kernel_config=NO_LIGER_LOSS if train.liger else None,
@@ -88,6 +96,7 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         ddp_find_unused_parameters=False,
+        **checkpointing_argument(prepared.checkpointing.on),
         **options,
     )
 

@@ -71,14 +71,21 @@ def checkup() -> Checkup:
     """
     found = Checkup({name: version(name) for name in PACKAGES}, machine_facts())
     devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
+    trouble = why_gpu_fails()
+    if trouble is not None:
+        found.broken.append(f"the GPU cannot be used: {trouble}")
+    elif torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     found.loss = [try_loss(device, dtype) for device in devices
                   for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]  # fmt: skip
     found.broken += [f"fused loss on {one.place}: {one.verdict}" for one in found.loss if one.verdict != WORKS]
-    precision = auto_precision()
+    precision = auto_precision() if trouble is None else "fp32"
     device, dtype = devices[-1], torch.bfloat16 if precision == "bf16" else torch.float32
-    lacks = why_no_varlen_kernel() or (None if precision == "bf16" else "the run computes in float32")
+    lacks = (
+        "the GPU cannot be used"
+        if trouble
+        else why_no_varlen_kernel() or (None if precision == "bf16" else "the run computes in float32")
+    )
     found.attention = [try_kernel(name, device, dtype) for name in KERNELS]
     if lacks is None:
         found.attention.append(try_kernel(VARLEN, device, dtype))
@@ -91,7 +98,8 @@ def checkup() -> Checkup:
         found.broken.append("attention: no kernel of train.attention=auto works on a padded batch")
     found.run = {
         "compute dtype": f"{precision}: " + (
-            "the GPU has bfloat16" if precision == "bf16" else "no GPU with bfloat16 is visible"
+            "the GPU has bfloat16" if precision == "bf16" else
+            "no GPU with bfloat16 is visible" if trouble is None else "the GPU cannot be used"
         ),
         "train.attention: auto": (
             f"{VARLEN}, if the model allows it; else {', '.join(usable)}" if lacks is None
@@ -110,6 +118,25 @@ def version(package: str) -> str | None:
         return None
 
 
+def why_gpu_fails() -> str | None:
+    """Why the GPU that a run would take computes nothing: it is full, or another process has it to itself; else None.
+
+    The first use of a GPU reserves memory there, so that a full one fails at whatever comes first.
+    """
+    if not torch.cuda.is_available():
+        return None
+    try:
+        torch.zeros(1, device="cuda").add_(1).item()
+    except Exception as error:  # a diagnosis reports whatever it meets
+        return one_line(error)
+    return None
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error, which has its class in front; CUDA's errors go on with advice."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
+
+
 def machine_facts() -> dict[str, str]:
     """Processors, memory, GPUs, and the folder of the cache with the space left on its disk."""
     gib = 2**30
@@ -117,12 +144,15 @@ def machine_facts() -> dict[str, str]:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / gib:.1f} GiB"
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(number)
-        major, minor = torch.cuda.get_device_capability(number)
-        facts[f"gpu {number}"] = (
-            f"{torch.cuda.get_device_name(number)}, {free / gib:.1f} of {total / gib:.1f} GiB free, "
-            f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
-        )
+        try:
+            free, total = torch.cuda.mem_get_info(number)
+            major, minor = torch.cuda.get_device_capability(number)
+            facts[f"gpu {number}"] = (
+                f"{torch.cuda.get_device_name(number)}, {free / gib:.1f} of {total / gib:.1f} GiB free, "
+                f"compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+            )
+        except Exception as error:  # a full one, or one that another process has to itself
+            facts[f"gpu {number}"] = f"cannot be used: {one_line(error)}"
     if "gpu 0" not in facts:
         facts["gpu"] = "none that torch can use" + ("" if torch.version.cuda else "; this torch is built without CUDA")
     if find_spec("pydantic") is not None:
@@ -182,7 +212,7 @@ def try_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Tried:
             got = attention_result(name, device, dtype)
     except Exception as error:  # a diagnosis reports whatever it meets
         unfit = "No viable backend" in str(error) or "No available kernel" in str(error)
-        reason = "for this device, dtype and mask" if unfit else str(error).splitlines()[0]
+        reason = "for this device, dtype and mask" if unfit else one_line(error)
         return Tried(place, name, why, f"not available {reason}")
     if not bool(got.isfinite().all()):
         return Tried(place, name, why, "WRONG: output or gradients are not finite")
@@ -201,11 +231,14 @@ def compared(got: Tensor, want: Tensor, dtype: torch.dtype, what: str) -> str:
 
 def try_loss(device: torch.device, dtype: torch.dtype) -> Tried:
     """A small loss and its gradient against float64, on the backend that ``auto`` takes."""
-    hidden, weight = (torch.empty(rows, 64, dtype=dtype, device=device) for rows in (48, 300))
-    targets = torch.zeros(48, dtype=torch.int64, device=device)
-    request = make_request(hidden, Head(weight), targets, objective("deft"), wanted=(True, True, False))
-    backend, why = choose("auto", request)
     place = f"{device.type} {str(dtype).removeprefix('torch.')}"
+    try:
+        hidden, weight = (torch.empty(rows, 64, dtype=dtype, device=device) for rows in (48, 300))
+        targets = torch.zeros(48, dtype=torch.int64, device=device)
+        request = make_request(hidden, Head(weight), targets, objective("deft"), wanted=(True, True, False))
+        backend, why = choose("auto", request)
+    except Exception as error:  # a diagnosis reports whatever it meets
+        return Tried(place, "-", "", f"FAILED: {one_line(error)}")
     return Tried(place, backend.name, why, self_test(device, dtype))
 
 
@@ -224,6 +257,6 @@ def self_test(device: Any, dtype: Any) -> str:
         got = gradient(hidden.to(dtype), weight.to(dtype), device)
         raise_pending()
     except Exception as error:  # a diagnosis reports whatever it meets
-        return f"FAILED: {type(error).__name__}: {error}"
+        return f"FAILED: {one_line(error)}"
     want = gradient(hidden.to(dtype).double(), weight.to(dtype).double(), torch.device("cpu"))
     return compared(got, want, dtype, "gradient")

@@ -7,14 +7,17 @@ import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
+from deftune.artifacts.folders import locked_file
 from deftune.artifacts.models import (
     cache_folder,
     check_bitsandbytes,
@@ -25,10 +28,11 @@ from deftune.artifacts.models import (
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
-from deftune.data.cache import encode_cached, is_cached
+from deftune.data.cache import Reading, cache_bytes, encode_cached, find_encoded, is_cached, waiting, write_reading
+from deftune.data.digests import code_digest, digest_files
 from deftune.data.encoding import EncodedRows, Encoder
 from deftune.data.examples import Examples
-from deftune.data.mixing import exchange_answers, is_exchanged, mix_places, split_places
+from deftune.data.mixing import exchange_partners, exchanged_row, mix_places, split_places
 from deftune.data.packing import Packs, pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
@@ -171,11 +175,13 @@ def check_config(config: RunConfig) -> None:
 
 
 def read_mixture(
-    sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None], *, total: int | None = None
-) -> PackedRows:
+    sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None], *, total: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> PackedRows:  # fmt: skip
     """The rows of the sources, mixed by their weights; ``total`` of them, or as many as the weights allow.
 
-    Their text is in one spool, on disk where there is much.
+    Their text is in one spool, on disk where there is much. ``progress`` gets the lines that tell how far the reading
+    is; by default ``notice`` gets them too.
     """
     read: list[tuple[PackedRows, float]] = []
     spool = Spool()
@@ -183,18 +189,28 @@ def read_mixture(
         found = iterate_rows(
             source.place, format=source.format, split=source.split, limit=source.limit, bad=bad, fields=source.fields
         )
-        rows = PackedRows(_counted(found, f"reading {source.place}", notice), bad, spool)
+        rows = PackedRows(_counted(found, f"reading {source.place}", progress or notice), bad, spool)
         if source.exchange:
-            changed = exchange_answers(rows, source.exchange)
-            kept = [row for row in changed if is_exchanged(row.where)]
-            notice(f"{source.place}: {len(kept):,} of {len(rows):,} rows have the answer of another row")
-            rows = PackedRows(kept if source.exchanged_only else changed, bad, spool)
+            partners = exchange_partners(rows, source.exchange)
+            changed = PackedRows(
+                (exchanged_row(rows, *pair) for pair in enumerate(partners) if pair[1] >= 0), bad, spool
+            )
+            notice(f"{source.place}: {len(changed):,} of {len(rows):,} rows have the answer of another row")
+            rows = changed if source.exchanged_only else _replaced(rows, changed, partners)
         notice(f"{source.place}: {len(rows):,} rows")
         read.append((rows, source.weight))
     if len(read) == 1 and total is None:
         return read[0][0]
     places = mix_places(read, total=total, seed=config.train.seed)
     return PackedRows.gather((read[index][0], place) for index, place in places)
+
+
+def _replaced(rows: PackedRows, changed: PackedRows, partners: Sequence[int]) -> PackedRows:
+    """The rows, with the next of the changed ones for each that has a partner; no text is copied."""
+    places = iter(range(len(changed)))
+    return PackedRows.gather(
+        (rows, place) if partner < 0 else (changed, next(places)) for place, partner in enumerate(partners)
+    )
 
 
 def _counted(rows: Iterable[Row], title: str, notice: Callable[[str], None]) -> Iterator[Row]:
@@ -215,34 +231,141 @@ def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = Tr
 
 
 def read_data(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
-    """The part of `prepare` that depends on `data_key` alone; runs that have the key in common can share it."""
+    """The part of `prepare` that depends on `data_key` alone; runs that have the key in common can share it.
+
+    Files that an earlier start read with the same options are not read again, if their encoded rows are in the cache.
+    Of several processes that want the same rows one reads and encodes them, while the others wait.
+    """
+    key = sources_key(config)
+    if key is None:
+        return _read_rows(config, notice)
+    coding = _load_coding(config, notice)
+    if not is_cached(coding.encoder):
+        return _read_rows(config, notice, coding)
+    if found := _find_prepared(config, key, coding, notice):
+        return found
+    with _sole_reader(key, notice):
+        return _find_prepared(config, key, coding, notice, notice) or _read_rows(config, notice, coding, key)
+
+
+@dataclass(frozen=True)
+class _Coding:
+    """The tokenizer of a run, and what encodes its rows."""
+
+    source: str  # what from_pretrained takes
+    tokenizer: Any
+    encoder: Encoder
+
+
+def _load_coding(config: RunConfig, notice: Callable[[str], None]) -> _Coding:
+    source = resolve_model(config.model.name, notice, revision=config.model.revision)
+    tokenizer = load_tokenizer(source, **_model_options(config))
+    encoder = Encoder(tokenizer, **encoder_options(config.data))
+    set_template(tokenizer, config.data.template)  # saved with the model
+    return _Coding(source, tokenizer, encoder)
+
+
+def _model_options(config: RunConfig) -> dict[str, Any]:
+    return {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
+
+
+@contextmanager
+def _sole_reader(key: str, notice: Callable[[str], None]) -> Generator[None]:
+    """Let one process at a time read these sources; all of them, where the cache's folder cannot be written."""
+    folder = cache_folder() / "encoded"
+    with ExitStack() as held:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked_file(folder / f".lock-reading-{key[:2]}", waiting(notice)))
+        yield
+
+
+def _find_prepared(
+    config: RunConfig, key: str, coding: _Coding, notice: Callable[[str], None],
+    warn: Callable[[str], None] = lambda _: None,
+) -> Prepared | None:  # fmt: skip
+    """The data as an earlier start read it; None where there is none in the cache."""
+    bad = BadRows(skip=config.data.skip_bad_rows)
+    folder = cache_folder() / "encoded"
+    found = find_encoded(key, coding.encoder, folder, bad=bad, notice=notice, warn=warn)
+    return _assemble(config, coding, found[0], found[1] if len(found) > 1 else None, bad) if found else None
+
+
+def _read_rows(
+    config: RunConfig, notice: Callable[[str], None], coding: _Coding | None = None, key: str | None = None
+) -> Prepared:
+    """Read and encode the sources; with ``key``, remember under it what was read."""
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
-    rows = read_mixture(data.train, config, bad, notice, total=data.total)
-    held = read_mixture(data.eval, config, bad, notice) if data.eval else PackedRows()
+    said: list[str] = []
+
+    def tell(text: str) -> None:
+        said.append(text)
+        notice(text)
+
+    rows = read_mixture(data.train, config, bad, tell, total=data.total, progress=notice)
+    held = read_mixture(data.eval, config, bad, tell, progress=notice) if data.eval else PackedRows()
     if data.holdout:
         sides = split_places(rows, data.holdout, config.train.seed)
         rows, held = (PackedRows.gather((rows, place) for place in side) for side in sides)
-        notice(f"{len(held):,} rows held out")
-    source = resolve_model(config.model.name, notice, revision=config.model.revision)
-    options: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
-    tokenizer = load_tokenizer(source, **options)
-    encoder = Encoder(tokenizer, **encoder_options(data))
-    set_template(tokenizer, data.template)  # saved with the model
-    train = encode(rows, encoder, bad, notice)
-    evaluation = encode(held, encoder, bad, notice) if held else None
+        tell(f"{len(held):,} rows held out")
+    is_stable = key is not None and sources_key(config) == key  # the files did not change while they were read
+    unread = list(bad.rows)
+    coding = coding or _load_coding(config, notice)
+    train = encode(rows, coding.encoder, bad, notice)
+    evaluation = encode(held, coding.encoder, bad, notice) if held else None
+    if key is not None and is_stable:
+        reading = Reading([side.digest() for side in (rows, held) if side], said, unread)
+        write_reading(key, reading, coding.encoder, cache_folder() / "encoded", notice)
     del rows, held
+    return _assemble(config, coding, train, evaluation, bad)
+
+
+def _assemble(
+    config: RunConfig, coding: _Coding, train: EncodedRows, evaluation: EncodedRows | None, bad: BadRows
+) -> Prepared:
     for encoded in (train, *([evaluation] if evaluation else [])):
-        check_embedding(encoded, tokenizer, source, **options)
+        check_embedding(encoded, coding.tokenizer, coding.source, **_model_options(config))
+    data = config.data
     sequences: Sequence[Any] = pack(train.examples, data.max_length) if data.packing else train.examples
-    return Prepared(config, tokenizer, source, train, evaluation, bad, sequences)
+    return Prepared(config, coding.tokenizer, coding.source, train, evaluation, bad, sequences)
+
+
+# options that change how rows are encoded or used, not which rows there are
+NOT_OF_ROWS = {
+    "template", "template_options", "end_tokens", "bos", "mask", "max_length", "overlong", "packing", "tasks",
+}  # fmt: skip
+
+
+def sources_key(config: RunConfig) -> str | None:
+    """A name for the rows of a config, made without reading them; None where only reading tells which they are.
+
+    It stands for the sha256 of every file, the options that change rows, and the code that reads them.
+    """
+    data = config.data
+    if not cache_bytes():
+        return None
+    files: list[list[tuple[str, str]]] = []
+    for source in (*data.train, *data.eval):
+        found = digest_files(source.place, source.split, cache_folder() / "digests")
+        if found is None:
+            return None
+        files.append(found)
+    seed = config.train.seed if _is_seeded(config) else None
+    content = [code_digest(Path(__file__)), data.model_dump(mode="json", exclude=NOT_OF_ROWS), seed, files]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _is_seeded(config: RunConfig) -> bool:
+    """Whether the seed mixes sources or holds rows out."""
+    data = config.data
+    return bool(data.holdout) or data.total is not None or max(len(data.train), len(data.eval)) > 1
 
 
 def data_key(config: RunConfig) -> str:
     """Everything in a config that its data depends on; the seed only where it mixes sources or holds rows out."""
-    data = config.data
-    seeded = data.holdout or data.total is not None or max(len(data.train), len(data.eval)) > 1
-    return json.dumps([data.model_dump_json(), config.model.model_dump_json(), config.train.seed if seeded else None])
+    seed = config.train.seed if _is_seeded(config) else None
+    return json.dumps([config.data.model_dump_json(), config.model.model_dump_json(), seed])
 
 
 def plan_run(read: Prepared, config: RunConfig, *, here: bool = True) -> Prepared:
@@ -351,9 +474,9 @@ def fingerprint(prepared: Prepared) -> str:
     digest = hashlib.sha256()
     for sequences in (prepared.sequences, prepared.eval.examples if prepared.eval else Examples()):
         examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
-        members: Sequence[Sequence[int]] = sequences.members if isinstance(sequences, Packs) else []
+        members = sequences.members if isinstance(sequences, Packs) else []
         columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
-        places = np.concatenate([np.asarray(pack, "<i8") for pack in members] or [np.zeros(0, "<i8")])
+        places = np.frombuffer(b"".join(members), "q").astype("<i8", copy=False)
         columns += [np.array([len(pack) for pack in members], "<i8"), places]
         for column in columns:
             digest.update(b"%d\n" % len(column))

@@ -396,12 +396,14 @@ class StepProfiler(TrainerCallback):
     def start(self) -> None:
         """Begin to record."""
         trainer = self.get_trainer()
+        before = synchronized(trainer.args.device)
         self.recording.enter_context(silent_kineto())
         gpu = trainer.args.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         self.recording.enter_context(named_ranges(trainer))
         self.profiler = self.recording.enter_context(torch_profile(activities=activities))
         self.begun = synchronized(trainer.args.device)
+        trainer._clock += self.begun - before  # not this step's time
 
     def stop(self) -> None:
         """End the recording, and report."""

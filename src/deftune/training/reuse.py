@@ -7,8 +7,8 @@ attached to an earlier copy: hooks, forwards, adapters, gradients, changes of it
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import load_model
 from deftune.training.assembly import base_options
+from deftune.training.host_memory import empty_pinned_cache, free_memory, memory_limit, pinned_bytes
 from deftune.training.preparation import Prepared, check_config, data_key, plan_run, read_data
 
-MOST_KEPT = 1 / 8  # of the machine's memory: several processes may keep a model beside each other
+# of the memory of the machine or its container: several processes may keep a model at the same time
+MOST_KEPT = 1 / 8
 
 
 class Reuse:
@@ -55,14 +57,22 @@ class Reuse:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         key = {"source": source, **options}
         if self._model is None or self._model[0] != key:
-            self._model = None  # freed before the next is loaded
+            self.release_model()  # freed before the next is loaded
             model = load_model(source, **options)
-            if options.get("quantization") is not None or num_bytes(model) > MOST_KEPT * machine_bytes():
+            room = room_to_keep()
+            if options.get("quantization") is not None or num_bytes(model) > room:
                 return model
-            if device.type == "cuda":
+            if device.type == "cuda" and pinned_bytes(tensors_of(model)) <= room:
                 pin(model)
             self._model = key, model
         return copy_model(self._model[1], device)
+
+    def release_model(self) -> None:
+        """Free the kept model; its page-locked memory goes back to the system."""
+        if self._model is not None:
+            self._model = None
+            gc.collect()  # parts of a model refer to each other
+            empty_pinned_cache()
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
@@ -74,8 +84,9 @@ def num_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(model))
 
 
-def machine_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def room_to_keep() -> int:
+    """Bytes that a kept model may take: a share of the memory, if so much is free."""
+    return min(int(MOST_KEPT * memory_limit()), free_memory())
 
 
 def pin(model: nn.Module) -> None:

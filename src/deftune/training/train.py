@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -154,8 +154,10 @@ def check_profile(left: int) -> None:
 class StopSignal:
     """SIGTERM and SIGINT: finish the step, save, stop. A second one is the usual sudden end."""
 
+    last: ClassVar[StopSignal | None] = None  # the newest one that has listened in this process
+
     def __init__(self) -> None:
-        self.heard = False
+        self.heard = self.listens = False
 
     def _hear(self, number: int, frame: Any) -> None:
         self.heard = True
@@ -164,9 +166,11 @@ class StopSignal:
     @contextmanager
     def listening(self) -> Generator[None]:
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        StopSignal.last, self.listens = self, True
         try:
             yield
         finally:
+            self.listens = False
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -177,6 +181,15 @@ class StopSignal:
         flag = torch.tensor(int(self.heard), device=device)
         dist.all_reduce(flag)
         return bool(flag)
+
+
+def ask_to_stop() -> None:
+    """Stop this process as a first SIGTERM does; a run that has been asked already goes on to save."""
+    last = StopSignal.last
+    if last is not None and (last.listens or last.heard):
+        last.heard = True
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -374,8 +387,9 @@ def take_model(trainer: Any, untrained: Settings) -> Any:
     detach_objective(base)
     for name in ("forward", "_original_forward"):  # accelerate's autocast, around PEFT's wrapper if there is one
         model.__dict__.pop(name, None)
-    if base.is_gradient_checkpointing:
-        base.gradient_checkpointing_disable()
+    if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
+        old, new = "gradient_checkpointing_disable", "activation_checkpointing_disable"  # since transformers 5.23
+        getattr(base, new if hasattr(base, new) else old)()
     for module in base.modules():  # TRL and transformers both add this hook, and keep the handle of one
         for key, hook in list(module._forward_hooks.items()):
             if getattr(hook, "__name__", "") == "make_inputs_require_grads":

@@ -25,7 +25,10 @@ def start_rank(rank: int, folder: str, checks: list[tuple]) -> None:
 
 
 def loss_and_gradients(bounds: tuple[int, int, int], objective, head: str, reduction: str) -> None:
-    """40 supervised rows in chunks of 16, 16 and 8; row 4 is beyond E's range, its target on the second rank."""
+    """40 supervised rows in chunks of 16, 16 and 8, or half of each where a row's likeliest tokens are asked for.
+
+    Row 4 is beyond E's range, its target on the second rank.
+    """
     from examples import error, sample
 
     from battery import CONTEXT
@@ -34,8 +37,10 @@ def loss_and_gradients(bounds: tuple[int, int, int], objective, head: str, reduc
     from deftune.losses.triton_backend import TritonBackend
     from tolerances import assert_near, tolerance
 
-    TritonBackend.first_rows = staticmethod(lambda *_: 16)
-    hidden, weight, targets = sample(50)
+    chunk = 8 if parse(objective).top_k else 16
+    tokens = 25 * chunk // 8
+    TritonBackend.first_rows = staticmethod(lambda *_: chunk)
+    hidden, weight, targets = sample(tokens)
     weight[30] = 0
     weight[30, 0] = -150.0
     hidden[:, 0] = 0
@@ -45,7 +50,7 @@ def loss_and_gradients(bounds: tuple[int, int, int], objective, head: str, reduc
     part = slice(*bounds[dist.get_rank() : dist.get_rank() + 2])
     inputs = [hidden, weight[part]] + ([] if bias is None else [bias[part]])
     inputs = [x.clone().requires_grad_() for x in inputs]
-    upstream = torch.linspace(-1, 1, 50) if reduction == "none" else None
+    upstream = torch.linspace(-1, 1, tokens) if reduction == "none" else None
     loss = linear_loss(
         *inputs[:2], targets, objective, bias=inputs[2] if bias is not None else None, context=CONTEXT, softcap=softcap,
         logit_scale=scale, backend="triton", shard=VocabShard(part.start, 37), reduction=reduction,

@@ -1,0 +1,54 @@
+"""Rows and tokens in a file, in processes that are started and not forked."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+
+from deftune.data import spool as spools
+from deftune.data.examples import Encoded, Examples
+from deftune.data.packing import Collator, pack
+from deftune.data.rows import PackedRows, Row
+
+ROWS = [Row(({"role": "user", "content": f"é {i}"},), None, f"a.jsonl:{i}", "a.jsonl") for i in range(20)]
+
+
+@pytest.fixture
+def on_disk(monkeypatch, tmp_path):
+    """Every spool is a file after its first bytes."""
+    monkeypatch.setattr(spools, "MEMORY_BYTES", 16)
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_data_workers_that_are_not_forked_read_the_same_file(on_disk, method):
+    examples = Examples(Encoded([i, i + 1, i + 2], [-100, i + 1, i + 2], f"a:{i}", "a") for i in range(60))
+    assert isinstance(examples.columns["input_ids"], np.memmap)
+    packs = pack(examples, 9)
+    collator = Collator(0, padding_free=False)
+    loader = torch.utils.data.DataLoader(
+        packs, batch_size=4, num_workers=1, collate_fn=collator, multiprocessing_context=method
+    )
+    expected = [collator(packs[start : start + 4]) for start in range(0, len(packs), 4)]
+    for batch, own in zip(loader, expected, strict=True):
+        assert all(torch.equal(batch[name], own[name]) for name in own)
+    assert list(packs)[-1] == packs[len(packs) - 1]  # this process still reads it
+
+
+def _compare(rows: PackedRows, answer) -> None:
+    """In a spawned process: the rows, whether they are in a file, and what an attempt to add one says."""
+    try:
+        rows._add(b"x")
+    except ValueError as error:
+        answer.put((list(rows), rows._spool._file is not None, str(error)))
+
+
+def test_a_started_process_reads_rows_and_cannot_add_any(on_disk):
+    rows, context = PackedRows(ROWS), multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=_compare, args=(rows, answer))
+    process.start()
+    found, in_file, text = answer.get(timeout=120)
+    process.join()
+    assert found == list(rows) and in_file and "can only read it" in text
