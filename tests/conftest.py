@@ -7,6 +7,7 @@ leaves the process as it found it.
 import contextlib
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -135,6 +136,17 @@ def imported():
     gc.freeze()
 
 
+def library_output() -> dict[str, object]:
+    """What transformers and datasets print, as far as they were imported."""
+    found: dict[str, object] = {}
+    if logging := sys.modules.get("transformers.utils.logging"):
+        found["transformers' progress bars"] = logging.is_progress_bar_enabled()
+        found["transformers' verbosity"] = logging.get_verbosity()
+    if datasets := sys.modules.get("datasets"):
+        found["datasets' progress bars"] = not datasets.are_progress_bars_disabled()
+    return found
+
+
 def state() -> dict[str, object]:
     """What one test could change under another, but for variables that libraries set for themselves."""
     return {
@@ -151,9 +163,11 @@ def state() -> dict[str, object]:
 def independent():
     """The same seed before every test; the same process after it."""
     torch.manual_seed(0)
-    before = state()
+    before, printed = state(), library_output()
     yield
     after = state()
+    before |= printed
+    after |= {name: value for name, value in library_output().items() if name in printed}  # not of a fresh import
     changed = {
         name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)
     }

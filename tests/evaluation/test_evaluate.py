@@ -268,6 +268,7 @@ def test_a_python_user_calls_what_the_command_calls(tmp_path, own_task, model, t
     monkeypatch.chdir(tmp_path)
     model.save_pretrained("model")
     tokenizer.save_pretrained("model")
+    capsys.readouterr()  # a progress bar of transformers
     seen = []
     options = {"task_files": [own_task], "max_new_tokens": 8, "engine": Transformers(batch_size=2)}
     outcomes = evaluate("model", **options, finished=seen.append)

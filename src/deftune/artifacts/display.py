@@ -32,18 +32,24 @@ QUIET: Display = _Quiet()  # shows nothing
 def quiet() -> Generator[None]:
     """Turn off progress bars and notes of transformers and datasets, which would break up a progress line.
 
-    Their FutureWarnings are turned off too: they announce that names will go which TRL uses, not the user.
+    Their FutureWarnings are turned off too: they announce that names will go which TRL uses, not the user. Afterwards
+    the libraries show what they showed before.
     """
     import datasets
-    import transformers
+    from transformers.utils import logging
 
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    dataset_bars = not datasets.are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()  # pyright: ignore[reportPrivateImportUsage]
-    level = transformers.utils.logging.get_verbosity()  # pyright: ignore[reportPrivateImportUsage]
-    transformers.utils.logging.set_verbosity_error()  # pyright: ignore[reportPrivateImportUsage]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft|accelerate)\b")
             yield
     finally:
-        transformers.utils.logging.set_verbosity(level)  # pyright: ignore[reportPrivateImportUsage]
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+        if dataset_bars:
+            datasets.enable_progress_bars()

@@ -114,11 +114,10 @@ class Vllm(Engine):
         from deftune.evaluation.vllm_engine import VllmSampler
 
         # the folder receives a merged LoRA adapter; vLLM has read it when the sampler is constructed
-        with tempfile.TemporaryDirectory(prefix="deftune-merged-") as folder:
-            with quiet():
-                source, tokenizer, loading = plain_model(
-                    model, Path(folder), display.say, trust_remote_code=trust_remote_code
-                )
+        with tempfile.TemporaryDirectory(prefix="deftune-merged-") as folder, quiet():
+            source, tokenizer, loading = plain_model(
+                model, Path(folder), display.say, trust_remote_code=trust_remote_code
+            )
             if "revision" in loading:
                 loading["tokenizer_revision"] = loading["revision"]
             return VllmSampler(source, tokenizer, encoder_options=encoding, **loading, **self._options())

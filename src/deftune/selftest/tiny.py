@@ -12,6 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from deftune.artifacts.display import quiet
 from deftune.artifacts.templates import TEMPLATES
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
@@ -54,9 +55,9 @@ def make_model(tokenizer: Any, cls: Any = transformers.LlamaForCausalLM, *, gain
 
 
 def save_model(folder: Path, tokenizer: transformers.PreTrainedTokenizerFast, **more: Any) -> Path:
-    transformers.utils.logging.disable_progress_bar()  # pyright: ignore[reportPrivateImportUsage]
-    make_model(tokenizer, **more).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet():
+        make_model(tokenizer, **more).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
 
 
