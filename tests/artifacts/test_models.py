@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import subprocess
+import time
 import zipfile
 
 import pytest
@@ -228,8 +229,13 @@ def test_a_converted_gguf_file_is_hashed_once(tmp_path, monkeypatch, tiny_model)
         index.write_text(damaged)
         assert resolve_model(str(path)) == first
     assert hashed == [path] * 6
-    gguf(path, rest=b"other content")
-    assert resolve_model(str(path)) != first
+    second, about = resolve_model(str(gguf(path, rest=b"other content"))), path.stat()
+    assert second != first
+    time.sleep(0.05)  # more than a tick of the clock of files
+    gguf(path, rest=b"third content")
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # as `cp -p` does
+    assert (path.stat().st_size, path.stat().st_ino) == (about.st_size, about.st_ino)
+    assert resolve_model(str(path)) not in (first, second)
 
 
 @pytest.mark.parametrize("said", [True, False, None])

@@ -13,6 +13,7 @@ import transformers
 
 from deftune.artifacts.templates import TEMPLATES
 from deftune.data import cache as encoded_cache
+from deftune.data import digests
 from deftune.data.cache import encode_cached
 from deftune.data.encoding import Encoder, EncodingError, encode_rows
 from deftune.data.rows import BadRows, PackedRows, Row
@@ -66,7 +67,7 @@ def test_a_second_time_the_rows_are_read(tmp_path, tokenizer):
     ]  # fmt: skip
 
 
-def test_whatever_the_tokens_depend_on_makes_another_entry(tmp_path, tokenizer):
+def test_whatever_the_tokens_depend_on_makes_another_entry(tmp_path, tokenizer, monkeypatch):
     cache = Cache(tmp_path)
     changed = transformers.AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     changed.add_tokens(["capital"])
@@ -85,6 +86,9 @@ def test_whatever_the_tokens_depend_on_makes_another_entry(tmp_path, tokenizer):
     cache(make_rows(3, answer="was"), encoders[0])
     cache(make_rows(3, start=1), encoders[0])
     assert cache.encoded == len(encoders) + 3
+    monkeypatch.setattr(digests, "code_digest", lambda: "code of another version")
+    cache(make_rows(3), encoders[0])
+    assert cache.encoded == len(encoders) + 4
 
 
 def test_refused_rows_are_kept_with_their_reasons(tmp_path, tokenizer):

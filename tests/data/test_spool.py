@@ -1,6 +1,7 @@
 """Rows and tokens in files: the same result as in memory, and what is in memory does not grow with the text."""
 
 import errno
+import os
 import pickle
 import tracemalloc
 
@@ -17,6 +18,16 @@ from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.spool import Spool
+
+
+def test_a_long_read_is_whole(on_disk, monkeypatch):
+    """Linux returns 2 GiB of a file at most; here 5 bytes."""
+    spool, pread = Spool(), os.pread
+    spool.append(bytes(range(100)))
+    monkeypatch.setattr("deftune.data.spool.os.pread", lambda file, size, start: pread(file, min(size, 5), start))
+    assert spool.read(3, 90) == bytes(range(3, 93))
+    again = pickle.loads(pickle.dumps(spool))
+    assert again.num_bytes == 100 and again.read(0, 100) == bytes(range(100))
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
 import multiprocessing
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ import transformers
 from deftune.artifacts import folders
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import TEMPLATES
-from deftune.data import digests
 from deftune.data.rows import RowError
 from deftune.selftest import tiny
 from deftune.training import preparation
@@ -98,60 +97,23 @@ def test_a_changed_byte_is_read(start, reads, data):
     assert len(reads) == 2 and fingerprint(after) != fingerprint(before)
 
 
-def replaced(data: Path, how: str) -> None:
-    """Other bytes under the same name, size and mtime."""
+@pytest.mark.parametrize("how", ["in place", "renamed", "mapped"])
+def test_other_bytes_under_the_same_name_size_and_time_are_read(start, reads, data, cache, how):
     found, text = data.stat(), data.read_bytes()
-    new = text.replace(b"What", b"Whot", 1)
+    before, _ = start()
+    changed = text.replace(b"What", b"Whot", 1)
     if how == "in place":
-        data.write_bytes(new)
-    else:
-        data.with_suffix(".new").write_bytes(new)
+        data.write_bytes(changed)
+    elif how == "renamed":
+        data.with_suffix(".new").write_bytes(changed)
         os.replace(data.with_suffix(".new"), data)
+    else:  # such a write may leave every time of the file as it was
+        with data.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            mapped[:] = changed
     os.utime(data, ns=(found.st_atime_ns, found.st_mtime_ns))
-    assert (data.stat().st_size, data.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
-
-
-@pytest.mark.parametrize("how", ["in place", "renamed"])
-def test_a_file_replaced_with_the_same_size_and_time_is_hashed_again(make_config, tmp_path, data, monkeypatch, how):
-    monkeypatch.setattr(digests, "YOUNG_NS", 0)  # the digest is remembered though the file is new
-    config = make_config(tmp_path / "run", {"data.train": [{"path": str(data)}]})
-    before = sources_key(config)
-    assert json.loads(next((tmp_path / "cache" / "digests").glob("*.json")).read_text())
-    time.sleep(0.05)  # more than a tick of the clock of files
-    replaced(data, how)
-    assert before != sources_key(config)
-
-
-def hashed(monkeypatch) -> list[str]:
-    """The files that are hashed from now on."""
-    found: list[str] = []
-    own = digests.hashlib.file_digest
-
-    def digest(file, name):
-        found.append(file.name)
-        return own(file, name)
-
-    monkeypatch.setattr(digests.hashlib, "file_digest", digest)
-    return found
-
-
-def test_an_unchanged_file_is_hashed_once_and_a_touched_one_again(make_config, tmp_path, data, monkeypatch):
-    monkeypatch.setattr(digests, "YOUNG_NS", 0)
-    config, files = make_config(tmp_path / "run", {"data.train": [{"path": str(data)}]}), hashed(monkeypatch)
-    key = sources_key(config)
-    assert sources_key(config) == key and len(files) == 1
-    time.sleep(0.05)
-    os.utime(data)
-    assert sources_key(config) == key and len(files) == 2
-    next((tmp_path / "cache" / "digests").glob("*.json")).write_text('{"a": 1}')
-    assert sources_key(config) == key and len(files) == 3
-
-
-def test_a_young_file_is_hashed_every_time(make_config, tmp_path, data, monkeypatch):
-    """It may change again under the same time of change."""
-    config, files = make_config(tmp_path / "run", {"data.train": [{"path": str(data)}]}), hashed(monkeypatch)
-    monkeypatch.setattr(digests, "YOUNG_NS", 3600 * 10**9)
-    assert sources_key(config) == sources_key(config) and len(files) == 2
+    after, _ = start()
+    assert len(reads) == 2 and fingerprint(after) != fingerprint(before)
+    assert [path.name for path in cache.iterdir()] == ["encoded"]  # no memory of files
 
 
 def test_a_touched_file_is_not_read(start, reads, data):

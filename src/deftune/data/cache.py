@@ -1,7 +1,7 @@
 """Encoded rows kept on disk, so that a resumed run, another objective or another rank need not encode them again.
 
 An entry is a folder named by the sha256 of all that its tokens depend on: the rows and their places, the tokenizer, the
-template, the encoder's options, and the version of the encoding. It holds the arrays as safetensors, the rest as JSON,
+template, the encoder's options, and the code of this package. It holds the arrays as safetensors, the rest as JSON,
 and a manifest with their checksums, which are compared on every read. Nothing in it is ever executed.
 
 A second kind of entry, a `Reading`, records what was found when sources were read. Its name is made of what the rows

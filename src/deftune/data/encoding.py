@@ -49,7 +49,6 @@ END_OF_TURN = (
     "<|endoftext|>",
     "</s>",
 )
-ENCODING_VERSION = 1  # rises when the same row and options give other tokens or labels
 ENOUGH_ENDS = 0.9  # below this share of rows that end their answer, a model may not learn to stop
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THINK_TAGS = re.compile(r"</?think>")
@@ -120,8 +119,10 @@ class Encoder:
         self._backend.no_padding()
 
     def identity(self) -> str:
-        """All that a row's tokens and labels depend on besides the row, and the version of this code."""
-        versions = {"encoding": ENCODING_VERSION, "jinja2": version("jinja2"), "tokenizers": version("tokenizers")}
+        """All that a row's tokens and labels depend on besides the row; the code among it."""
+        from deftune.data.digests import code_digest  # here: an encoding process does without its imports
+
+        versions = {"code": code_digest(), "jinja2": version("jinja2"), "tokenizers": version("tokenizers")}
         options = [self.mask, self.max_length, self.overlong, self._bos, self._eos, self.end_ids, self._variables]
         return json.dumps([versions, self._backend.to_str(), self.template, options], sort_keys=True)
 

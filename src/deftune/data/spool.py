@@ -89,7 +89,11 @@ class Spool:
     def read(self, start: int, size: int) -> bytes:
         if self._file is None:
             return bytes(self._memory[start : start + size])
-        return os.pread(self._flush().fileno(), size, start)
+        file = self._flush().fileno()
+        data = os.pread(file, size, start)
+        while len(data) < size and (more := os.pread(file, size - len(data), start + len(data))):
+            data += more  # Linux reads at most 2 GiB at a time
+        return data
 
     def view(self, dtype: str) -> NDArray[Any]:
         """All of it as an array: of the memory, which cannot grow while the array lives, or a map of the file."""

@@ -347,7 +347,7 @@ def sources_key(config: RunConfig) -> str | None:
         return None
     files: list[list[tuple[str, str]]] = []
     for source in (*data.train, *data.eval):
-        found = digest_files(source.place, source.split, cache_folder() / "digests")
+        found = digest_files(source.place, source.split)
         if found is None:
             return None
         files.append(found)

@@ -574,7 +574,8 @@ def save_batches(folder: Path, batches: list[Any]) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     for number, batch in enumerate(batches):
-        tensors = {name: value.contiguous().cpu() for name, value in batch.items() if isinstance(value, Tensor)}
+        # copies: some are one tensor under two names, which safetensors refuses
+        tensors = {name: value.cpu().clone().contiguous() for name, value in batch.items() if isinstance(value, Tensor)}
         save_file(tensors, folder / f"micro-batch-{number + 1}.safetensors")
     return folder
 
