@@ -13,6 +13,8 @@ import pytest
 from deftune.artifacts.results import load_result
 from deftune.comparison import cells
 from deftune.comparison.grid import Cell, load_comparison
+from deftune.comparison.summary import summarize_comparison
+from deftune.selftest import tiny
 from deftune.training.train import StopSignal, train_run
 from tiny_comparison import content, save_model, write
 from waiting import wait_for
@@ -194,3 +196,35 @@ def test_a_cell_killed_while_it_answers(tmp_path, model):
         assert ("removed tokens.parquet, eval-tasks" in done.stderr) is (name == "killed")
         found.append(measurements(cell))
     assert found[0] == found[1]
+
+
+def two_cells(folder: Path, model: Path) -> list[Cell]:
+    """Two objectives that train on, and measure, the rows of a file."""
+    what = content(model, folder / "grid") | {"seeds": [0], "base": False, "keep_models": False}
+    rows, held = (tiny.save_conversations(folder / f"{name}.jsonl", 12) for name in ("rows", "held"))
+    regime = what["regimes"]["weak"] | {"tokens": [{"path": str(held)}], "evaluate": []}
+    what["regimes"]["weak"] = regime | {"data": {"train": [{"path": str(rows)}], "max_length": 512}}
+    return load_comparison(write(folder / "compare.yaml", what)).cells()
+
+
+def test_a_cell_is_not_trained_on_other_rows_than_the_cells_before(tmp_path, model):
+    first, second = two_cells(tmp_path, model)
+    data, shared = tmp_path / "rows.jsonl", cells.Shared()
+    text = data.read_text()
+    assert cells.run_cell(first, shared=shared) == "finished"
+    data.write_text(text.replace("What", "Whot", 1))
+    with pytest.raises(ValueError, match=r"nll/lr0\.001-s0/run: was trained on other rows"):
+        cells.run_cell(second)
+    assert second.state()["state"] == "failed" and not second.run.config.exists()
+    data.write_text(text)
+    assert cells.run_cell(second, shared=shared) == "finished"
+
+
+def test_token_tables_of_other_rows_are_not_compared(tmp_path, model):
+    first, second = two_cells(tmp_path, model)
+    held = tmp_path / "held.jsonl"
+    assert cells.run_cell(first) == "finished"
+    held.write_text(held.read_text().replace("is", "was", 1))
+    assert cells.run_cell(second) == "finished"
+    with pytest.raises(ValueError, match=r"deft/lr0\.001-s0/tokens\.parquet: is of other rows than .*nll/"):
+        summarize_comparison(first.comparison)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,11 +24,13 @@ from deftune.artifacts.config import ConfigError, render_yaml
 from deftune.artifacts.models import load_model, resolve_model
 from deftune.artifacts.runs import Run
 from deftune.cli import train as cli_train
+from deftune.data.examples import Encoded, Examples
 from deftune.objectives import IGNORE_INDEX, Context
 from deftune.tokens.head import shifted
 from deftune.training import train
 from deftune.training.preparation import check_config
 from deftune.training.train import Outcome, train_run
+from ranks import run_ranks as fork_ranks
 from tolerances import tolerance
 from waiting import HANG_SECONDS
 
@@ -71,6 +74,22 @@ def test_a_run_leaves_its_process_group(monkeypatch):
     assert cli_train.run_train(argparse.Namespace(set=[], config=None, **flags)) == 0
     assert not dist.is_initialized()
     train.leave_ranks()  # alone: nothing to leave
+
+
+def start_with_rows(rank: int, folder: str, rows: list[list[int]]) -> None:
+    """A rank whose files hold the row ``rows[rank]``."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=len(rows))
+    examples = Examples([Encoded(rows[rank], [IGNORE_INDEX, *rows[rank][1:]], "a.jsonl:1", "a.jsonl")])
+    with pytest.raises(ValueError, match="rank 1 has other rows than rank 0") if rows[0] != rows[1] else nullcontext():
+        train.compare_ranks(SimpleNamespace(sequences=examples, eval=None))
+    dist.destroy_process_group()
+
+
+def test_ranks_with_different_rows_are_refused(tmp_path):
+    """Every machine of a run may have files of its own, or a file changes while the ranks start."""
+    for name, rows in (("same", [[1, 2, 3], [1, 2, 3]]), ("other", [[1, 2, 3], [1, 2, 4]])):
+        (tmp_path / name).mkdir()
+        fork_ranks(start_with_rows, (str(tmp_path / name), rows), 2)
 
 
 # --- float64: the gradients of every step -----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from deftune.artifacts.folders import locked
 from deftune.artifacts.models import load_tokenizer, resolve_model
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import encoder_options, load_result, prompt_options
+from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Evaluation
 from deftune.data.encoding import Encoder
@@ -35,7 +36,7 @@ from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table
 from deftune.training.assembly import base_options
-from deftune.training.preparation import read_mixture
+from deftune.training.preparation import data_key, read_mixture
 from deftune.training.reuse import Reuse
 from deftune.training.train import Outcome, fits_in_memory, train_run
 
@@ -86,7 +87,10 @@ def run_cell(
                 if not save and not cell.run.has_result():
                     remove_measurements(cell, say)
                 scorer = task_scorer(cell.config)
-                outcome = train_run(cell.config, console, title=cell.name, score_tasks=scorer, save=save, reuse=shared)
+                outcome = train_run(
+                    cell.config, console, title=cell.name, score_tasks=scorer, save=save, reuse=shared,
+                    alike=runs_alike(cell),
+                )  # fmt: skip
                 if outcome.state != "finished":
                     cell.set_state("stopped", stage=stage, step=outcome.step)
                     return "stopped"
@@ -106,6 +110,12 @@ def run_cell(
         clock = cell_seconds(cell, outcome, measured, start_seconds, time.perf_counter() - begin)
         cell.set_state("finished", time=time.time(), cost=training_cost(cell), **measured, **clock)
     return "finished"
+
+
+def runs_alike(cell: Cell) -> list[Run]:
+    """The runs of the comparison that have the same data by their config."""
+    tuned = [other for other in cell.comparison.cells() if other.objective != BASE and other.name != cell.name]
+    return [other.run for other in tuned if data_key(other.config) == data_key(cell.config)]
 
 
 def remove_measurements(cell: Cell, say: Say) -> None:

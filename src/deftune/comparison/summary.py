@@ -355,12 +355,27 @@ def table_record(path: Path) -> Record:
     }  # fmt: skip
 
 
+def check_rows(cells: Sequence[Cell]) -> None:
+    """Refuse token tables of different rows: the held-out rows were changed between two cells."""
+    paths = [cell.folder / "tokens.parquet" for cell in cells]
+    tables = map(read_rows_table, paths)
+    first = next(tables, None)
+    for cell, path, table in zip(cells[1:], paths[1:], tables):
+        if not table.equals(first):
+            raise ValueError(
+                f"{path}: is of other rows than {paths[0]}, so the two cannot be compared: the data of `tokens` was "
+                f"changed in between; restore it, remove the file and {cell.folder / 'cell.json'}, and `deftune "
+                f"compare run {cell.comparison.folder}` measures the cell again"
+            )
+
+
 def summarize_tokens(comparison: Comparison, regime: str) -> list[Record]:
     """A line per objective and learning rate."""
+    cells = [cell for cell in comparison.cells() if cell.regime == regime and cell.state()["state"] == "finished"]
+    check_rows(cells)
     groups: dict[tuple[str, float | None], list[Cell]] = {}
-    for cell in comparison.cells():
-        if cell.regime == regime and cell.state()["state"] == "finished":
-            groups.setdefault((cell.objective, cell.learning_rate), []).append(cell)
+    for cell in cells:
+        groups.setdefault((cell.objective, cell.learning_rate), []).append(cell)
     order = [BASE, *comparison.objectives]
     return [
         {"objective": objective, "learning_rate": rate, **token_record(cells)}

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -198,6 +198,7 @@ def ask_to_stop() -> None:
 def train_run(
     config: RunConfig, console: Console | None = None, *, title: str = "train", score_tasks: ScoreTasks | None = None,
     restart: bool = False, save: bool = True, reuse: Reuse | None = None, profile: bool = False,
+    alike: Sequence[Run] = (),
 ) -> Outcome:  # fmt: skip
     """Train a run to its end, from the newest checkpoint that verifies if there is one.
 
@@ -216,10 +217,12 @@ def train_run(
         reuse: keeps the data and the untrained model for the next run of this process; one rank only.
         profile: print where the time of a step goes (`deftune.training.profiling`), and write profile.json into the
             run's folder; the training does not change.
+        alike: runs, begun or not, that must have the same tokens and masks, because they will be compared.
 
     Raises:
-        ValueError: ``save=False`` together with `train.best`, `train.push_to_hub`, several ranks or a base that is not
-            float32, which need files; ``profile`` in a run that is finished or has too few steps left.
+        ValueError: the data is not that of a run in ``alike``; ``save=False`` together with `train.best`,
+            `train.push_to_hub`, several ranks or a base that is not float32, which need files; ``profile`` in a run
+            that is finished or has too few steps left.
     """
     if not save and not fits_in_memory(config):
         raise ValueError(
@@ -246,6 +249,7 @@ def train_run(
             if is_main() and old:  # before the data is read, which may take long
                 held.enter_context(locked(run.folder, TRAINING))
             prepared = (reuse.prepare if reuse else prepare)(config, say)
+            refuse_other_rows(prepared, alike)
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run.folder, TRAINING))
                 open_run(config)
@@ -288,6 +292,7 @@ def _train(
     profiler = make_profiler(run, say, lambda: trainer) if profile else None
     trainer = make_trainer(prepared, run, [callback, *([profiler] if profiler else [])], score_tasks, base)
     resumed = from_main(resumed)
+    compare_ranks(prepared)
     begun = step = checkpoints.step_of(resumed) or 0 if resumed else 0
     if profiler is not None:
         check_profile(prepared.steps - begun)
@@ -451,22 +456,50 @@ def keep_best(trainer: Any, config: RunConfig, run: Run) -> Kept:
     return Kept(best, config.train.best, float(trainer.state.best_metric), float(last), early)
 
 
-def record_data(prepared: Prepared, run: Run) -> None:
-    """Write what the data was; a resumed run whose data changed is refused."""
+def read_fingerprint(run: Run) -> str | None:
+    """The fingerprint of the data that a run began with; None for a run that has not begun."""
     path = run.folder / "data.json"
-    now = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))["fingerprint"] if path.is_file() else None
+        return str(json.loads(path.read_text(encoding="utf-8"))["fingerprint"]) if path.is_file() else None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
+
+
+def refuse_other_rows(prepared: Prepared, alike: Sequence[Run]) -> None:
+    """Refuse data that is not that of runs which this one will be compared with."""
+    for run in alike:
+        before = read_fingerprint(run)
+        if before is not None and before.startswith(ARRAYS) and before != fingerprint(prepared):
+            raise ValueError(
+                f"{run.folder}: was trained on other rows (tokens or masks differ), so the runs cannot be compared; "
+                f"restore the data, or begin another comparison with --set folder=..."
+            )
+
+
+def compare_ranks(prepared: Prepared) -> None:
+    """Refuse ranks with different data, on all of them: machines may have files of their own."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, fingerprint(prepared))
+    if others := [rank for rank, one in enumerate(found) if one != found[0]]:
+        raise ValueError(
+            f"rank {others[0]} has other rows than rank 0 (tokens or masks differ); give every machine the same files, "
+            f"and leave them as they are while the run starts"
+        )
+
+
+def record_data(prepared: Prepared, run: Run) -> None:
+    """Write what the data was; a resumed run whose data changed is refused."""
+    now, before = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}, read_fingerprint(run)
     # a run that an earlier version began has the other kind
-    own = fingerprint_of_lists(prepared) if before and not str(before).startswith(ARRAYS) else now["fingerprint"]
+    own = fingerprint_of_lists(prepared) if before and not before.startswith(ARRAYS) else now["fingerprint"]
     if before is not None and before != own:
         raise ValueError(
             f"{run.folder}: the data is not what the run began with (tokens or masks differ); restore it, or start "
             f"another run with --set run=..."
         )
-    write_atomic(path, json.dumps(now, indent=1))
+    write_atomic(run.folder / "data.json", json.dumps(now, indent=1))
     if prepared.bad.skip and prepared.bad.rows:
         prepared.bad.write(run.folder / "bad_rows.jsonl")
 
