@@ -141,14 +141,17 @@ def test_checkpointing_is_chosen_by_the_memory(tmp_path):
     (folder / "model.safetensors").touch()  # only looked at
     content = {"model": {"name": "org/model"}, "data": {"train": [{"path": "rows.jsonl"}]}, "train": {"batch_size": 8}}
 
-    def chosen(gib, **train):
+    def chosen(gib, gpus=1, **train):
         config = RunConfig.model_validate({**content, "train": {**content["train"], **train}})
-        return choose_checkpointing(config, str(folder), "float32", 1, gib)
+        return choose_checkpointing(config, str(folder), "float32", gpus, gib)
 
     need = estimate(shape("SmolLM2-135M"), Workload(2048, 4, 2)).total
     assert chosen(need / 0.89).why.startswith("gradient checkpointing is off: a step needs about 11 of")
     assert not chosen(need / 0.89).on and chosen(need / 0.91).on and "is on" in chosen(need / 0.91).why
     assert not chosen(None).on and not chosen(None).why
+    whole = {"batch_size": 4, "tensor_parallel": 2}  # one micro-batch of 4 rows, on both of its ranks
+    need = estimate(shape("SmolLM2-135M"), Workload(2048, 4, 1), Strategy(2)).total
+    assert not chosen(need / 0.89, 2, **whole).on and chosen(need / 0.91, 2, **whole).on
     assert chosen(None, gradient_checkpointing=True).on and not chosen(1.0, gradient_checkpointing=False).on
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert chosen(80.0).on and "the memory was not counted (plan: the config of" in chosen(80.0).why

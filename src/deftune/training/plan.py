@@ -399,9 +399,11 @@ def choose_checkpointing(config: RunConfig, source: str, base: Base, gpus: int, 
         shape = find_shape(source, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except ValueError as error:
         return Checkpointing(True, f"gradient checkpointing is on: the memory was not counted ({error})")
-    shards = min(train.shard_size or gpus, gpus) if train.fsdp else 1
+    tensor = train.tensor_parallel if gpus > 1 else 1  # ranks with the same rows, each with its part of every layer
+    shards = min(train.shard_size or gpus, gpus) if train.fsdp else tensor
     lora = model.lora.r if model.lora else 0
-    needed = estimate(shape, workload_of(config, gpus), Strategy(shards, gpus // shards, False, lora, base)).total
+    work = workload_of(config, gpus // tensor)
+    needed = estimate(shape, work, Strategy(shards, gpus // shards, False, lora, base)).total
     on = needed > RESERVE * gib
     words = f"gradient checkpointing is {'on' if on else 'off'}"
     return Checkpointing(on, f"{words}: a step needs about {needed:.0f} of {gib:.0f} GiB without")
