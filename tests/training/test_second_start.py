@@ -16,6 +16,7 @@ import transformers
 from deftune.artifacts import folders
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import TEMPLATES
+from deftune.data import digests
 from deftune.data.rows import RowError
 from deftune.selftest import tiny
 from deftune.training import preparation
@@ -217,6 +218,14 @@ def test_files_of_a_folder(start, reads, tmp_path):
     (folder / "README.md").write_text("not data")
     start(source)
     assert len(reads) == 3
+
+
+def test_a_few_rows_of_a_large_file_are_read_without_a_look_at_the_rest(start, reads, data, monkeypatch):
+    monkeypatch.setattr(digests, "ROW_BYTES", data.stat().st_size // 10)
+    for limit, expected in ((11, 1), (9, 3)):
+        for _ in range(2):
+            start({"data.train": [{"path": str(data), "limit": limit}]})
+        assert len(reads) == expected
 
 
 def test_generated_rows_are_made_anew(start, reads, cache):

@@ -347,7 +347,7 @@ def sources_key(config: RunConfig) -> str | None:
         return None
     files: list[list[tuple[str, str]]] = []
     for source in (*data.train, *data.eval):
-        found = digest_files(source.place, source.split)
+        found = digest_files(source.place, source.split, source.limit)
         if found is None:
             return None
         files.append(found)
