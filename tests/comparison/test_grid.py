@@ -444,7 +444,7 @@ def test_the_summary_agrees_with_the_results(finished):
     assert focus is not None and all(0 < value < 1 for value in focus)
 
 
-def test_the_summary_is_kept_until_a_cell_changes(finished):
+def test_the_summary_is_kept_until_a_cell_or_the_version_changes(finished, monkeypatch):
     path = Path(finished.folder) / "comparison.json"
     summarize_comparison(finished)
     written = path.stat().st_mtime_ns
@@ -452,6 +452,10 @@ def test_the_summary_is_kept_until_a_cell_changes(finished):
     assert path.stat().st_mtime_ns == written
     cell = finished.cells()[0]
     cell.set_state(**cell.state(), touched=True)
+    summarize_comparison(finished)
+    assert path.stat().st_mtime_ns > written
+    written = path.stat().st_mtime_ns
+    monkeypatch.setattr("deftune.comparison.summary.__version__", "another")
     summarize_comparison(finished)
     assert path.stat().st_mtime_ns > written
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.runs import Run
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation
@@ -448,11 +449,12 @@ def summarize_comparison(comparison: Comparison) -> Record:
 
 
 def digest_of(summary: Record) -> str:
-    return hashlib.sha256(json.dumps(summary, sort_keys=True).encode()).hexdigest()
+    """Of a summary and of the version that made it: another version may compute other numbers."""
+    return hashlib.sha256(f"{__version__} {json.dumps(summary, sort_keys=True)}".encode()).hexdigest()
 
 
 def read_summary(path: Path) -> Record | None:
-    """The stored summary; None where there is none, or where its file was changed."""
+    """The stored summary; None where there is none, where its file was changed, or where another version wrote it."""
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
         digest = summary.pop("sha256")
