@@ -201,8 +201,18 @@ def read_mixture(
         read.append((rows, source.weight))
     if len(read) == 1 and total is None:
         return read[0][0]
-    places = mix_places(read, total=total, seed=config.train.seed)
-    return PackedRows.gather((read[index][0], place) for index, place in places)
+    taken = [0] * len(read)
+
+    def picked() -> Iterator[tuple[PackedRows, int]]:
+        for index, place in mix_places(read, total=total, seed=config.train.seed):
+            taken[index] += 1
+            yield read[index][0], place
+
+    mixed = PackedRows.gather(picked())
+    if len(mixed) < sum(len(rows) for rows, _ in read):
+        parts = [f"{n:,} of {len(rows):,} of {s.place}" for n, (rows, _), s in zip(taken, read, sources)]
+        notice(f"{len(mixed):,} rows by the weights of the sources: {', '.join(parts)}")
+    return mixed
 
 
 def _replaced(rows: PackedRows, changed: PackedRows, partners: Sequence[int]) -> PackedRows:
