@@ -43,6 +43,11 @@ def test_it_prints_the_machine_and_what_a_run_takes(capsys: pytest.CaptureFixtur
     assert printed.endswith("a run can start here\n")
 
 
+def test_the_memory_is_that_of_a_container(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "memory_limit", lambda: 3 << 30)
+    assert doctor.machine_facts()["memory"] == "3.0 GiB"
+
+
 def test_varlen_agrees_with_plain_attention():
     """On a CPU the rows are computed one by one; the comparison is the one that a GPU's kernel goes through."""
     assert try_kernel("varlen", CPU, torch.float32).verdict == "works"

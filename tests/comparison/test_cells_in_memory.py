@@ -136,6 +136,20 @@ def test_a_cell_that_fails_while_it_measures_trains_again_and_mixes_nothing(
     assert cells.run_cell(cell) == "finished" and (cell.folder / "tokens.parquet").stat().st_mtime_ns == before
 
 
+def test_a_cell_that_needs_files_and_trains_again_mixes_nothing(tmp_path, model, undisturbed, monkeypatch, capsys):
+    """Its model is removed when the cell has finished; a damaged token table is made anew as the error says."""
+    cell = one_cell(tmp_path, model)
+    monkeypatch.setattr(cells, "fits_in_memory", lambda _: False)
+    assert cells.run_cell(cell) == "finished" and not cell.run.model.exists()
+    samples = cell.folder / "eval-tasks" / "samples.jsonl"
+    samples.write_text(samples.read_text().replace('"text": "', '"text": "lost '))
+    (cell.folder / "tokens.parquet").unlink()
+    (cell.folder / "cell.json").unlink()
+    assert cells.run_cell(cell) == "finished"
+    assert "removed eval-tasks: the weights they were measured with" in " ".join(capsys.readouterr().err.split())
+    assert measurements(cell) == undisturbed
+
+
 @pytest.mark.parametrize("call", [2, 3, 4])
 def test_a_signal_writes_a_checkpoint_also_of_the_last_step(tmp_path, model, undisturbed, monkeypatch, call, capsys):
     """Heard after step 2, after step 3 (the last), and when the training is over."""

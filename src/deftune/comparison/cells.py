@@ -84,7 +84,7 @@ def run_cell(
         try:
             if cell.objective != BASE:
                 save = cell.comparison.keep_models or not fits_in_memory(cell.config)
-                if not save and not cell.run.has_result():
+                if not cell.run.has_result():
                     remove_measurements(cell, say)
                 scorer = task_scorer(cell.config)
                 outcome = train_run(

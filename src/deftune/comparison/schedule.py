@@ -24,7 +24,7 @@ from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, ope
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.worker import needs_liger
 from deftune.evaluation.statistics import half_of
-from deftune.training.preparation import Prepared, prepare
+from deftune.training.preparation import prepare
 
 
 @dataclass
@@ -385,14 +385,9 @@ def estimate_regime(comparison: Comparison, name: str, say: Say) -> Estimated:
         for task, items in tasks.values():
             answers += len(items) * each
             tokens += len(items) * each * (evaluation.max_new_tokens or task.max_new_tokens)
-    return Estimated(trained_tokens(prepared), prepared.steps, answers, tokens)
-
-
-def trained_tokens(prepared: Prepared) -> int:
-    """Input tokens of the whole run."""
-    per_epoch = -(-len(prepared.sequences) // prepared.config.train.batch_size)
-    tokens = sum(len(sequence.input_ids) for sequence in prepared.sequences)
-    return round(tokens * prepared.steps / per_epoch)
+    per_epoch = -(-len(prepared.sequences) // cell.config.train.batch_size)
+    trained = round(prepared.train.examples.num_tokens * prepared.steps / per_epoch)
+    return Estimated(trained, prepared.steps, answers, tokens)
 
 
 def dry_run_grid(comparison: Comparison, say: Say) -> None:

@@ -117,18 +117,15 @@ def serve(comparison: Comparison, replies: int) -> int:
     state, shared = ProcessState(), Shared()
     gc.collect()
     gc.freeze()  # the objects of the imported modules: every later collection would go through them, for 0.3 s
-    try:
-        while (line := asked.get()) is not None:
-            asked_at, _, name = line.partition(" ")
-            write_to(cells[name].folder / "log.txt")
-            state.restore()
-            waited = max(0.0, time.time() - float(asked_at))
-            if run_cell(cells[name], shared=shared, start_seconds=waited) != "finished":
-                return STOPPED
-            busy.clear()
-            os.write(replies, f"{name}\n".encode())
-    finally:
-        shared.release_model()
+    while (line := asked.get()) is not None:
+        asked_at, _, name = line.partition(" ")
+        write_to(cells[name].folder / "log.txt")
+        state.restore()
+        waited = max(0.0, time.time() - float(asked_at))
+        if run_cell(cells[name], shared=shared, start_seconds=waited) != "finished":
+            return STOPPED
+        busy.clear()
+        os.write(replies, f"{name}\n".encode())
     return 0
 
 

@@ -28,6 +28,7 @@ from deftune.training.attention import (
     auto_precision,
     why_no_varlen_kernel,
 )
+from deftune.training.host_memory import memory_limit
 
 PACKAGES = ("torch", "triton", "numpy", "matplotlib", "transformers", "trl", "peft", "accelerate", "datasets",
             "liger-kernel", "bitsandbytes", "flash-attn", "vllm")  # fmt: skip
@@ -138,11 +139,10 @@ def one_line(error: Exception) -> str:
 
 
 def machine_facts() -> dict[str, str]:
-    """Processors, memory, GPUs, and the folder of the cache with the space left on its disk."""
+    """Processors, memory of the machine or its container, GPUs, and the folder of the cache with the space on its disk."""
     gib = 2**30
     facts = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"}
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / gib:.1f} GiB"
+    facts["memory"] = f"{memory_limit() / gib:.1f} GiB"
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
             free, total = torch.cuda.mem_get_info(number)
