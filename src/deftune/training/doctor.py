@@ -139,7 +139,7 @@ def one_line(error: Exception) -> str:
 
 
 def machine_facts() -> dict[str, str]:
-    """Processors, memory of the machine or its container, GPUs, and the folder of the cache with the space on its disk."""
+    """Processors, memory of the machine or its container, GPUs, and the cache with the space left on its disk."""
     gib = 2**30
     facts = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"}
     facts["memory"] = f"{memory_limit() / gib:.1f} GiB"
