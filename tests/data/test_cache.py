@@ -87,7 +87,7 @@ def test_whatever_the_tokens_depend_on_makes_another_entry(tmp_path, tokenizer, 
     cache(make_rows(3, start=1), encoders[0])
     assert cache.encoded == len(encoders) + 3
     monkeypatch.setattr(digests, "code_digest", lambda: "code of another version")
-    cache(make_rows(3), encoders[0])
+    cache(make_rows(3), Encoder(tokenizer, max_length=99))
     assert cache.encoded == len(encoders) + 4
 
 

@@ -88,7 +88,7 @@ def encode_cached(
 
 
 def _entry_name(digest: str, encoder: Encoder) -> str:
-    return hashlib.sha256(f"{encoder.identity()}\n{digest}".encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256(f"{encoder.digest}\n{digest}".encode()).hexdigest()
 
 
 def _taken_from(found: EncodedRows, entry: Path) -> str:

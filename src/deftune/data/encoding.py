@@ -17,6 +17,8 @@ read it as one.
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,13 +120,15 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
 
-    def identity(self) -> str:
-        """All that a row's tokens and labels depend on besides the row; the code among it."""
+    @functools.cached_property
+    def digest(self) -> str:
+        """The sha256 of all that a row's tokens and labels depend on besides the row; the code among it."""
         from deftune.data.digests import code_digest  # here: an encoding process does without its imports
 
         versions = {"code": code_digest(), "jinja2": version("jinja2"), "tokenizers": version("tokenizers")}
         options = [self.mask, self.max_length, self.overlong, self._bos, self._eos, self.end_ids, self._variables]
-        return json.dumps([versions, self._backend.to_str(), self.template, options], sort_keys=True)
+        content = json.dumps([versions, self._backend.to_str(), self.template, options], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def depends_on_the_date(self) -> bool:
