@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from small_tokenizer import small_tokenizer
@@ -226,3 +227,22 @@ def test_the_ignored_label_is_the_objectives():
     from deftune.objectives import IGNORE_INDEX as objectives_ignore
 
     assert IGNORE_INDEX == objectives_ignore
+
+
+def test_processes_start_side_by_side(monkeypatch):
+    """None is sent the encoder, which it reads once its imports are done, before all of them have been started."""
+    events = []
+
+    class Process:
+        stdin = SimpleNamespace(write=lambda _: events.append("written"), close=lambda: None)
+        stdout = None
+
+        def __init__(self, *_, **__):
+            events.append("started")
+
+        def kill(self) -> None: ...
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(parallel.subprocess, "Popen", Process)
+    with parallel._pool(Encoder(small_tokenizer(CHATML), max_length=99), 3):
+        assert events == ["started"] * 3 + ["written"] * 3

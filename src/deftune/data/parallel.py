@@ -118,8 +118,8 @@ def _pool(encoder: Encoder, workers: int) -> Generator[Callable[[list[bytes]], F
 
     try:
         for _ in range(workers):
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            processes.append(process)
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
+        for process in processes:  # once all are started: a process reads the megabytes of an encoder after its imports
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # the process is dead already; `_ask` says of what
                 process.stdin.write(setting)
