@@ -183,9 +183,9 @@ def plot_rates(table: Table) -> Figure:
     return figure
 
 
-def at_temperature(table: Table, temperature: float | None, more: Sequence[str] = ()) -> dict[str, np.ndarray]:
+def at_temperature(table: Table, temperature: float | None) -> dict[str, np.ndarray]:
     """The columns of one temperature; where a table has several, one must be chosen."""
-    columns = columns_of(table, (*SCORE, *more), "scores")
+    columns = columns_of(table, SCORE, "scores")
     have = sorted(set(columns["temperature"].tolist()))
     if temperature is None and len(have) > 1:
         raise ValueError(f"the scores are at several temperatures ({', '.join(f'{t:g}' for t in have)}); choose one")

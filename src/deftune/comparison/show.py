@@ -12,12 +12,9 @@ from deftune.comparison.tables import AVERAGE, ResultTable, Score
 Record = Mapping[str, Any]
 
 
-def score_tables(summary: Record, *, rank_base: bool = False) -> list[ResultTable]:
+def score_tables(summary: Record) -> list[ResultTable]:
     """A table for every regime, suite and view of a comparison's summary."""
-    return [
-        view_table(regime, about["model"], evaluation, view, rank_base)
-        for regime, about, evaluation, view in views(summary)
-    ]
+    return [view_table(regime, about["model"], evaluation, view) for regime, about, evaluation, view in views(summary)]
 
 
 def views(summary: Record) -> Iterator[tuple[str, Record, Record, Record]]:
@@ -28,7 +25,7 @@ def views(summary: Record) -> Iterator[tuple[str, Record, Record, Record]]:
                 yield regime, about, evaluation, view
 
 
-def view_table(regime: str, model: str, evaluation: Record, view: Record, rank_base: bool) -> ResultTable:
+def view_table(regime: str, model: str, evaluation: Record, view: Record, rank_base: bool = False) -> ResultTable:
     rows: dict[str, dict[str, Score]] = {}
     for objective, row in view["rows"].items():
         rows[objective] = {

@@ -68,9 +68,14 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
+def has_ranks() -> bool:
+    """Whether torch.distributed runs, with several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def from_main(value: Any) -> Any:
     """The value that rank 0 has; every rank calls this once torch.distributed runs."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not has_ranks():
         return value
     holder = [value]
     dist.broadcast_object_list(holder, src=0)
@@ -176,7 +181,7 @@ class StopSignal:
 
     def heard_anywhere(self, device: Any) -> bool:
         """Whether any rank received the signal; all ranks stop at the same step."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if not has_ranks():
             return self.heard
         flag = torch.tensor(int(self.heard), device=device)
         dist.all_reduce(flag)
@@ -478,7 +483,7 @@ def refuse_other_rows(prepared: Prepared, alike: Sequence[Run]) -> None:
 
 def compare_ranks(prepared: Prepared) -> None:
     """Refuse ranks with different data, on all of them: machines may have files of their own."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not has_ranks():
         return
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, fingerprint(prepared))
