@@ -87,6 +87,14 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "1e15 is read back alike from both of its spellings",
     ("objectives/base.py", "if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:",
      "1000000000000000.0", "1000000000000001.0"): "1e15 is read back alike from both of its spellings",
+    ("objectives/family.py", "return (floor + (1 - floor) * p / (2 - p)).clamp(1e-3, 1.0)", "1.0", "2.0"):
+        "floor is at most 1/2 and p/(2 - p) at most 1, so the sum is at most 1; the bound is the released code's",
+    ("objectives/modifiers.py", "if len(ids) > 8:", "len(ids) > 8", "len(ids) >= 8"):
+        "both ways choose the same tokens; the bound is for speed",
+    ("objectives/modifiers.py", "if len(ids) > 8:", "8", "9"):
+        "both ways choose the same tokens; the bound is for speed",
+    ("objectives/modifiers.py", "return torch.where(mean == 0, 0.0, column / torch.where(mean == 0, 1.0, mean))",
+     "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
 }  # fmt: skip
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

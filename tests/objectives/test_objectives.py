@@ -320,6 +320,14 @@ def test_thresholds_split_every_token():
         both = [deftune.objective(f"{side}(0.3, of={of})").gate(stats) for side in ("top", "bottom")]
         assert torch.equal(both[0] + both[1], deftune.objective(of).gate(stats))
         assert (both[0] > 0).any() and (both[1] > 0).any()
+    ends = from_columns([0.0, -1e-9, -math.inf], [0.0] * 3, [0.0] * 3, vocab_size=4)
+    for spec, gate in {
+        "top(0)": [1, 1, 1],
+        "bottom(0)": [0, 0, 0],
+        "top(1)": [1, 0, 0],
+        "bottom(1)": [0, 1, 1],
+    }.items():
+        assert deftune.objective(spec).gate(ends).tolist() == gate, spec
 
 
 def test_eaft_divisor_is_the_asked_k_even_beyond_the_vocabulary():
