@@ -95,6 +95,11 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "both ways choose the same tokens; the bound is for speed",
     ("objectives/modifiers.py", "return torch.where(mean == 0, 0.0, column / torch.where(mean == 0, 1.0, mean))",
      "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
+    ("objectives/stats.py", "u = (top[:, 1:] - top[:, :1]).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0",
+     "800", "801"): "e^-800 and e^-801 are 0 in float64",
+    ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",
+    ("objectives/stats.py", "return rest.log1p() - (share * u).sum(-1) / (1 + rest)", "-1", "1"):
+        "the last dimension of a matrix is dimension 1",
 }  # fmt: skip
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -389,7 +389,26 @@ def test_a_warmup_stays_at_its_objective_after_its_end(progress):
 def test_statistics_are_shown_and_compared_without_their_sources():
     stats = token_stats(torch.zeros(1, 4, dtype=torch.float64), torch.tensor([0]))
     assert "_top" not in repr(stats)
-    assert stats == replace(stats, _top_source=None)
+    assert stats == replace(stats, _top_source=None, _top_entropy=(2, torch.zeros(1)))
+
+
+def test_detached_statistics_carry_no_gradients():
+    vectors = {name: torch.tensor([-1.0, -2.0], requires_grad=True) for name in ("log_p", "entropy", "log_collision")}
+    cut = from_columns(**vectors, vocab_size=4).detach()
+    for name, vector in vectors.items():
+        assert not getattr(cut, name).requires_grad and torch.equal(getattr(cut, name), vector)
+
+
+def test_mapped_statistics_keep_the_likeliest_tokens_that_are_asked_for():
+    stats, _ = columns()
+    second = stats.map(lambda vector: vector[1:2])
+    assert second.nll.tolist() == stats.nll[1:2].tolist() and second.targets.tolist() == stats.targets[1:2].tolist()
+    with pytest.raises(ValueError, match="these statistics hold no likeliest tokens, but the top 1 were asked for"):
+        second.top_log_p(1)
+    kept = stats.map(lambda vector: vector[1:2], top_k=3)
+    assert torch.equal(kept.top_log_p(3), stats.top_log_p(3)[1:2])
+    with pytest.raises(ValueError, match=r"the top 4 were asked for, but these statistics were made with top_k=3"):
+        kept.top_log_p(4)
 
 
 def test_an_entropy_that_a_kernel_measured_is_taken_for_its_k_alone():
