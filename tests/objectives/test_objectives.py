@@ -524,6 +524,14 @@ def test_step_stats_do_not_depend_on_the_split(cuts, case):
         assert_near(pieces, together, "split", condition=1 + together.abs(), what=method)
 
 
+def test_step_statistics_carry_no_gradients():
+    log_p = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    stats = from_columns(log_p, torch.ones(2), torch.ones(2), vocab_size=4)
+    for spec in ("cayley-released", "clip", "mile", "deft | mean_one"):
+        values = deftune.step_stats(spec, [stats]).values
+        assert values and not any(value.requires_grad for value in values.values()), spec
+
+
 def test_local_objectives_need_no_step_statistics():
     stats, _ = columns()
     for case in of_kind("local"):
@@ -568,6 +576,12 @@ def test_cat_joins_in_order_and_refuses_other_vocabularies():
     other = from_columns([-1.0], [0.0], [0.0], vocab_size=5)
     with pytest.raises(ValueError, match=r"different vocabularies, \[5, 11\]"):
         TokenStats.cat([whole, other])
+
+
+def test_columns_of_other_shapes_are_refused():
+    for wrong in ([[-1.0, -2.0], [0.0], [0.0, 0.0]], [torch.zeros(2, 3)] * 3):
+        with pytest.raises(ValueError, match=r"from_columns: the columns must be flat and equally long, got shapes \["):
+            from_columns(*wrong, vocab_size=4)
 
 
 # --- the oracle's own check -------------------------------------------------------------------------------------------
