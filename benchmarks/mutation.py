@@ -337,6 +337,8 @@ class Trial:
     def run(self) -> tuple[bool, str]:
         """(whether it survives, the test that killed it)."""
         self.at.write_text("collection")
+        package = self.at.with_name(f"{self.at.name}.src")
+        write_package(self.mutant, package)
         child = os.fork()
         if child == 0:
             code = 99
@@ -346,8 +348,6 @@ class Trial:
                 handle = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(handle, 1)
                 os.dup2(handle, 2)
-                package = self.at.with_suffix(".src")
-                write_package(self.mutant, package)
                 sys.path.insert(0, str(package))
                 files = dict.fromkeys(test.split("::")[0] for test in self.tests)
                 code = run_tests([str(ROOT / file) for file in files], self)
@@ -359,7 +359,9 @@ class Trial:
             if time.time() - self.at.stat().st_mtime > 120 + 20 * self.survey.wall_seconds.get(test, 0):
                 os.kill(child, signal.SIGKILL)
                 return False, f"{test} (hangs)"
+        shutil.rmtree(package)
         code = os.waitstatus_to_exitcode(ended[1])
+        assert code != 99, "pytest did not run"
         return code == 0, self.at.read_text() + (" (out of time)" if code == -signal.SIGPROF else "")
 
 
@@ -399,6 +401,11 @@ def main() -> int:
             print("the tests fail on the code as it is", file=sys.stderr)
             return 2
         print(f"{len(known.cpu_seconds)} tests pass in {sum(known.cpu_seconds.values()):.0f} cpu seconds", flush=True)
+        unchanged = Mutant(group.modules[0], 0, 0, range(0), "", "", ast.parse(source(group.modules[0])))
+        one_per_file = list({test.split("::")[0]: test for test in known.cpu_seconds}.values())
+        if not Trial(unchanged, one_per_file, known, Path(folder, "at")).run()[0]:
+            print("a mutant that changes nothing is killed", file=sys.stderr)
+            return 2
         killers = [entry["by"] for entry in found.values() if entry["by"]][::-1]
         places = itertools.count()
 
