@@ -1,13 +1,19 @@
 """Mutation test: change one operator or constant of the code at a time; a test must fail each time.
 
-    nice python benchmarks/mutation.py objectives                 # every mutant; hours of one core
-    nice python benchmarks/mutation.py grading --count 200        # a sample of 200, the same one every time
-    python benchmarks/mutation.py objectives --jobs 8             # eight mutants at a time
-    python benchmarks/mutation.py objectives --list               # what would be changed
+    nice python benchmarks/mutation.py objectives --verdicts objectives.jsonl    # every mutant, and the survivors again
+    nice python benchmarks/mutation.py grading --count 200                       # a sample, the same one every time
+    python benchmarks/mutation.py objectives --jobs 8                            # eight mutants at a time
+    python benchmarks/mutation.py objectives --list                              # what would be changed
 
-A mutant is killed when a test fails or runs out of time; it survives when all tests of its group pass. Survivors are
-listed with their line: each one is a test to write, or a change that changes nothing (say so in EQUIVALENT).
-torch and pytest are imported once; every mutant is a fork that replaces one module before the tests import it.
+The first run, of the code as it is, notes the lines that each test executes. A mutant runs the tests that execute its
+line, those that killed a mutant last before the others; all tests of the group if the line runs on import, while tests
+are collected, in another process or never. It is killed when a test fails, hangs or runs out of time; it survives when
+all of them pass. Survivors are listed with their line: each one is a test to write, or a change that changes nothing
+(say so in EQUIVALENT).
+
+torch and pytest are imported once; every mutant is a fork that puts a package with one changed file before the others.
+``--verdicts`` keeps finished verdicts: a run that was stopped goes on, and survivors run again with the tests of now.
+A changed module begins anew; after a change that weakens tests, begin with another file.
 """
 
 from __future__ import annotations
@@ -15,21 +21,23 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import importlib.machinery
-import importlib.util
+import functools
+import gc
+import hashlib
+import itertools
+import json
 import os
 import random
-import re
 import resource
+import shutil
+import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +50,7 @@ class Group:
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
-    cpu_seconds: int
+    processes: str = "-"  # tests of this file start processes whose lines are not seen
 
 
 GROUPS = {
@@ -50,29 +58,55 @@ GROUPS = {
         ("objectives/base.py", "objectives/family.py", "objectives/modifiers.py", "objectives/stats.py",
          "objectives/step.py", "objectives/catalogue.py", "objectives/grammar.py", "losses/reduction.py"),
         ("objectives/test_objectives.py", "losses/test_reduction.py", "objectives/test_grammar.py",
-         "losses/test_token_stats.py", "losses/test_token_loss.py", "objectives/test_step_ranks.py"),
-        900,
+         "losses/test_token_stats.py", "losses/test_token_loss.py", "losses/test_reviewed.py",
+         "objectives/test_step_ranks.py"),
+        processes="tests/objectives/test_step_ranks.py",
     ),
     "grading": Group(
         ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/answers.py", "evaluation/grading.py",
          "evaluation/grading_worker.py"),
         ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
-        1800,
     ),
 }  # fmt: skip
 
-# (module, before, after): changes that change no result that a test could see, each with its reason.
-EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("objectives/base.py", "power > -torch.finfo(power.dtype).eps / 4", "power >= -torch.finfo(power.dtype).eps / 4"):
+# (module, line, before, after): changes that change no result that a test could see, each with its reason.
+EQUIVALENT: dict[tuple[str, str, str, str], str] = {
+    ("objectives/base.py", "tiny = power > -torch.finfo(power.dtype).eps / 4",
+     "power > -torch.finfo(power.dtype).eps / 4", "power >= -torch.finfo(power.dtype).eps / 4"):
         "both branches round to the same value around -eps/4",
-    ("objectives/base.py", "-torch.finfo(power.dtype).eps / 4", "-torch.finfo(power.dtype).eps * 4"):
+    ("objectives/base.py", "tiny = power > -torch.finfo(power.dtype).eps / 4",
+     "-torch.finfo(power.dtype).eps / 4", "-torch.finfo(power.dtype).eps * 4"):
         "the two branches differ by 2 eps at most below -4 eps",
-    ("objectives/base.py", "4", "5"): "both branches round to the same value from -eps/4 to -eps/5",
-    ("objectives/base.py", "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
-    ("objectives/base.py", "abs(value) < 1000000000000000.0", "abs(value) <= 1000000000000000.0"):
+    ("objectives/base.py", "tiny = power > -torch.finfo(power.dtype).eps / 4", "4", "5"):
+        "both branches round to the same value from -eps/4 to -eps/5",
+    ("objectives/base.py", "return -torch.where(tiny, log_p, torch.expm1(power) / torch.where(tiny, 1.0, focus))",
+     "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
+    ("objectives/base.py", "if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:",
+     "abs(value) < 1000000000000000.0", "abs(value) <= 1000000000000000.0"):
         "1e15 is read back alike from both of its spellings",
-    ("objectives/base.py", "1000000000000000.0", "1000000000000001.0"):
-        "1e15 is read back alike from both of its spellings",
+    ("objectives/base.py", "if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:",
+     "1000000000000000.0", "1000000000000001.0"): "1e15 is read back alike from both of its spellings",
+    ("objectives/family.py", "return (floor + (1 - floor) * p / (2 - p)).clamp(1e-3, 1.0)", "1.0", "2.0"):
+        "floor is at most 1/2 and p/(2 - p) at most 1, so the sum is at most 1; the bound is the released code's",
+    ("objectives/modifiers.py", "if len(ids) > 8:", "len(ids) > 8", "len(ids) >= 8"):
+        "both ways choose the same tokens; the bound is for speed",
+    ("objectives/modifiers.py", "if len(ids) > 8:", "8", "9"):
+        "both ways choose the same tokens; the bound is for speed",
+    ("objectives/modifiers.py", "return torch.where(mean == 0, 0.0, column / torch.where(mean == 0, 1.0, mean))",
+     "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
+    ("objectives/stats.py", "u = (top[:, 1:] - top[:, :1]).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0",
+     "800", "801"): "e^-800 and e^-801 are 0 in float64",
+    ("objectives/stats.py", "_top_source=top if all(part._top_source is not None for part in parts) else None,",
+     "all", "any"): "a part without the likeliest tokens refuses them with the same error",
+    ("objectives/stats.py", "if len({c.shape for c in columns}) != 1 or columns[0].dim() != 1:", "0", "1"):
+        "the columns have the same shape there",
+    ("objectives/stats.py", "targets = torch.zeros(columns[0].shape, dtype=torch.long, device=columns[0].device)",
+     "0", "1"): "the columns have the same shape and device",
+    ("objectives/stats.py", "if min(k, vocab_size) > top.shape[-1]:", "-1", "1"):
+        "the last dimension of a matrix is dimension 1",
+    ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",
+    ("objectives/stats.py", "return rest.log1p() - (share * u).sum(-1) / (1 + rest)", "-1", "1"):
+        "the last dimension of a matrix is dimension 1",
 }  # fmt: skip
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -88,16 +122,33 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "expm1": "exp",
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed module. ``before`` and ``after`` are the changed expression."""
+    """One changed module. ``before`` and ``after`` are the changed expression, ``lines`` those of its statement."""
 
     module: str
     line: int
+    column: int
+    lines: range
     before: str
     after: str
     tree: ast.Module
 
     def __str__(self) -> str:
-        return f"{self.module}:{self.line}: {self.before} -> {self.after}"
+        return f"{self.module}:{self.line}:{self.column}: {self.before} -> {self.after}"
+
+    @property
+    def equivalent(self) -> bool:
+        text = source(self.module).splitlines()[self.line - 1].strip()
+        return (self.module, text, self.before, self.after) in EQUIVALENT
+
+    @property
+    def key(self) -> str:
+        """The mutant and the version of its module."""
+        return f"{hashlib.sha256(source(self.module).encode()).hexdigest()[:12]} {self}"
+
+
+@functools.cache
+def source(module: str) -> str:
+    return (SOURCE / "deftune" / module).read_text()
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -146,21 +197,24 @@ def fields_to_change(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]
 
 
 def mutants_of(module: str) -> list[Mutant]:
-    tree = ast.parse((SOURCE / "deftune" / module).read_text())
+    tree = ast.parse(source(module))
     found: list[Mutant] = []
 
-    def visit(node: ast.AST) -> None:
+    def visit(node: ast.AST, lines: range) -> None:
+        if isinstance(node, ast.stmt):  # of a compound statement its head
+            body: list[ast.stmt] = getattr(node, "body", [])
+            lines = range(node.lineno, body[0].lineno if body else (node.end_lineno or node.lineno) + 1)
         for name, place, child in fields_to_change(node):
             for changed in changes(child):
                 ast.copy_location(changed, child)
                 put(node, name, place, changed)
                 mutated = ast.fix_missing_locations(copy.deepcopy(tree))
                 put(node, name, place, child)
-                line = getattr(child, "lineno", 0)
-                found.append(Mutant(module, line, ast.unparse(child), ast.unparse(changed), mutated))
-            visit(child)
+                line, column = getattr(child, "lineno", 0), getattr(child, "col_offset", 0)
+                found.append(Mutant(module, line, column, lines, ast.unparse(child), ast.unparse(changed), mutated))
+            visit(child, lines)
 
-    visit(tree)
+    visit(tree, range(0))
     return found
 
 
@@ -171,70 +225,144 @@ def put(node: ast.AST, name: str, place: int | None, value: ast.AST) -> None:
         getattr(node, name)[place] = value
 
 
-class Replaced(importlib.machinery.SourceFileLoader):
-    """Loads a module from a changed tree."""
-
-    def __init__(self, name: str, path: str, tree: ast.Module):
-        super().__init__(name, path)
-        self.tree = tree
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self.tree, self.path, "exec"), module.__dict__)
-
-
-class Finder:
-    """Finds the mutated module before Python finds the file's."""
-
-    def __init__(self, mutant: Mutant):
-        self.name = "deftune." + mutant.module.removesuffix(".py").replace("/", ".")
-        self.path, self.tree = str(SOURCE / "deftune" / mutant.module), mutant.tree
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        return importlib.util.spec_from_file_location(name, self.path, loader=Replaced(name, self.path, self.tree))
+def write_package(mutant: Mutant, folder: Path) -> None:
+    """A package of links to the files of deftune, with the changed module; processes of a test import it as well."""
+    shutil.copytree(
+        SOURCE / "deftune", folder / "deftune", ignore=shutil.ignore_patterns("*.pyc"), copy_function=os.symlink
+    )
+    changed = folder / "deftune" / mutant.module
+    changed.unlink()
+    changed.write_text(ast.unparse(mutant.tree))
 
 
-class Killers:
-    """The tests that killed a mutant last: they are tried first on the next one, which often is beside it."""
+@dataclass
+class Survey:
+    """What the run of the code as it is found: seconds of each test, the tests that execute a line, the branches."""
 
-    def __init__(self, most: int = 20):
-        self.most, self.tests = most, list[str]()
+    cpu_seconds: dict[str, float]
+    wall_seconds: dict[str, float]
+    lines: dict[str, dict[int, set[str]]]  # of a module; "" executes what runs on import and collection
+    branches: tuple[int, int]  # covered, all
 
-    def add(self, output: str) -> None:
-        for test in re.findall(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", output, re.MULTILINE)[:1]:
-            self.tests = [test, *(other for other in self.tests if other != test)][: self.most]
+    def tests(self, mutant: Mutant, group: Group, killers: list[str]) -> list[str]:
+        """The tests that a mutant must pass, in the order in which they run."""
+        executed = self.lines[mutant.module]
+        near = set[str]().union(*(executed.get(line, ()) for line in mutant.lines))
+        unseen = {test for test in self.cpu_seconds if test.startswith(group.processes)}
+        everything = "" in near or not near | unseen
+        chosen = [test for test in self.cpu_seconds if everything or test in near | unseen]
+
+        def order(test: str) -> tuple[bool, int, bool]:
+            last = killers.index(test) if test in killers else len(killers)
+            return test not in near, last, self.cpu_seconds[test] > 0.3
+
+        return sorted(chosen, key=order)  # otherwise by file, for a module's fixtures are made anew on every change
 
 
-def survives(mutant: Mutant | None, group: Group, output: str, killers: Killers) -> bool:
-    """Whether all tests pass with the mutant in place; None is the code as it is."""
-    output = f"{output}.{threading.get_ident()}"
-    for tests in [killers.tests, *([str(ROOT / "tests" / name)] for name in group.tests)]:
-        if tests and not passes(mutant, tests, group.cpu_seconds, output):
-            killers.add(Path(output).read_text(errors="replace"))
-            return False
-    return True
+def survey(group: Group, folder: Path) -> Survey | None:
+    """Run all tests on the code as it is; None if one fails."""
+    paths = {str(SOURCE / "deftune" / module): module for module in group.modules}
+    result = folder / "survey.json"
 
+    class Watch:
+        def __init__(self) -> None:
+            self.seconds: dict[str, tuple[float, float]] = {}
+            self.caches: list[Any] = []
 
-def passes(mutant: Mutant | None, tests: list[str], cpu_seconds: int, output: str) -> bool:
-    """Files of tests, or single tests, in a fork."""
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            wrapper = type(functools.cache(len))
+            self.caches = [o for o in gc.get_objects() if type(o) is wrapper and "deftune" in o.__module__]
+
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            for cached in self.caches:  # a line that ran for another test would not run for this one
+                cached.cache_clear()
+            coverage.switch_context(nodeid)
+            self.seconds[nodeid] = (sum(os.times()[:4]), time.monotonic())
+
+        def pytest_runtest_logfinish(self, nodeid: str) -> None:
+            cpu, wall = self.seconds[nodeid]
+            self.seconds[nodeid] = (sum(os.times()[:4]) - cpu, time.monotonic() - wall)
+
+    from coverage import Coverage
+
+    coverage = Coverage(data_file=None, branch=True, include=list(paths), config_file=False)
     child = os.fork()
     if child == 0:
         code = 99
         try:
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-            handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(handle, 1)
-            os.dup2(handle, 2)
-            if mutant is not None:
-                sys.meta_path.insert(0, Finder(mutant))  # pyright: ignore[reportArgumentType]
-            import pytest
-
-            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line"]
-            code = int(pytest.main([*options, f"--rootdir={ROOT}", *tests]))
+            watch = Watch()
+            coverage.start()
+            code = run_tests([str(ROOT / "tests" / name) for name in group.tests], watch)
+            coverage.stop()
+            data = coverage.get_data()
+            lines = {module: data.contexts_by_lineno(path) for path, module in paths.items()}
+            coverage.json_report(outfile=str(folder / "coverage.json"))
+            totals = json.loads((folder / "coverage.json").read_text())["totals"]
+            branches = (totals["covered_branches"], totals["num_branches"])
+            result.write_text(json.dumps([watch.seconds, lines, branches]))
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+        return None
+    seconds, lines, branches = json.loads(result.read_text())
+    by_line = {module: {int(line): set(tests) for line, tests in found.items()} for module, found in lines.items()}
+    return Survey(
+        {test: cpu for test, (cpu, _) in seconds.items()},
+        {test: wall for test, (_, wall) in seconds.items()},
+        by_line, tuple(branches),
+    )  # fmt: skip
+
+
+def run_tests(tests: list[str], plugin: object) -> int:
+    import pytest
+
+    options = ["-x", "-q", "--tb=short", "--assert=plain", "--hypothesis-seed=0", f"--rootdir={ROOT}"]
+    return int(pytest.main([*options, "-p", "no:cacheprovider", "-p", "no:randomly", *tests], plugins=[plugin]))
+
+
+class Trial:
+    """One mutant and its tests in a fork. The file ``at`` has the name of the test that runs."""
+
+    def __init__(self, mutant: Mutant, tests: list[str], survey: Survey, at: Path):
+        self.mutant, self.tests, self.survey, self.at = mutant, tests, survey, at
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        place = {test: place for place, test in enumerate(self.tests)}
+        items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.at.write_text(nodeid)
+        signal.setitimer(signal.ITIMER_PROF, 10 + 20 * self.survey.cpu_seconds[nodeid])  # ends the process
+
+    def run(self) -> tuple[bool, str]:
+        """(whether it survives, the test that killed it)."""
+        self.at.write_text("collection")
+        package = self.at.with_name(f"{self.at.name}.src")
+        write_package(self.mutant, package)
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+                signal.setitimer(signal.ITIMER_PROF, 60)
+                handle = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(handle, 1)
+                os.dup2(handle, 2)
+                sys.path.insert(0, str(package))
+                files = dict.fromkeys(test.split("::")[0] for test in self.tests)
+                code = run_tests([str(ROOT / file) for file in files], self)
+            finally:
+                os._exit(code)
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            time.sleep(0.02)
+            test = self.at.read_text()
+            if time.time() - self.at.stat().st_mtime > 120 + 20 * self.survey.wall_seconds.get(test, 0):
+                os.kill(child, signal.SIGKILL)
+                return False, f"{test} (hangs)"
+        shutil.rmtree(package)
+        code = os.waitstatus_to_exitcode(ended[1])
+        assert code != 99, "pytest did not run"
+        return code == 0, self.at.read_text() + (" (out of time)" if code == -signal.SIGPROF else "")
 
 
 def main() -> int:
@@ -243,67 +371,109 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="a sample of this many mutants (default: all)")
     parser.add_argument("--module", help="only mutants of this module, e.g. objectives/base.py")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--verdicts", type=Path, help="JSON lines of finished mutants, read and added to")
+    parser.add_argument("--out", type=Path, help="write the figure of the scoreboard as JSON")
     args = parser.parse_args()
-    out = args.out.resolve() if args.out else None
     group = GROUPS[args.group]
     mutants = [m for module in group.modules if args.module in (None, module) for m in mutants_of(module)]
     if args.count is not None and args.count < len(mutants):
         chosen = sorted(random.Random(0).sample(range(len(mutants)), args.count))
         mutants = [mutants[place] for place in chosen]
     if args.list:
-        print("\n".join(map(str, mutants)), f"\n{len(mutants)} mutants")
+        print("\n".join(f"{m}{' (equivalent)' if m.equivalent else ''}" for m in mutants), f"\n{len(mutants)} mutants")
         return 0
+    out, verdicts = (path.resolve() if path else None for path in (args.out, args.verdicts))
+    equivalent = sum(m.equivalent for m in mutants)
+    mutants = [m for m in mutants if not m.equivalent]
+    found: dict[str, dict[str, Any]] = {}
+    if verdicts and verdicts.is_file():
+        found = {entry["key"]: entry for entry in map(json.loads, verdicts.read_text().splitlines())}
 
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.chdir(tempfile.mkdtemp())  # hypothesis and the tests may write here
-    import hypothesis
-    import mpmath
-    import pytest
-    import torch
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # hypothesis and the tests may write here
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        prepare()
+        start = time.time()
+        known = survey(group, Path(folder))
+        if known is None:
+            print("the tests fail on the code as it is", file=sys.stderr)
+            return 2
+        print(f"{len(known.cpu_seconds)} tests pass in {sum(known.cpu_seconds.values()):.0f} cpu seconds", flush=True)
+        unchanged = Mutant(group.modules[0], 0, 0, range(0), "", "", ast.parse(source(group.modules[0])))
+        one_per_file = list({test.split("::")[0]: test for test in known.cpu_seconds}.values())
+        if not Trial(unchanged, one_per_file, known, Path(folder, "at")).run()[0]:
+            print("a mutant that changes nothing is killed", file=sys.stderr)
+            return 2
+        killers = [entry["by"] for entry in found.values() if entry["by"]][::-1]
+        places = itertools.count()
 
-    assert mpmath and pytest  # imported for the forks
-    torch.set_num_threads(1)
-    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # a counterexample need not be the smallest
-    hypothesis.settings.register_profile("mutation", phases=phases, database=None, deadline=None)
-    hypothesis.settings.load_profile("mutation")
-    sys.path.insert(0, str(SOURCE))
-    assert not any(name.split(".")[0] == "deftune" for name in sys.modules)
+        def judge(mutant: Mutant) -> None:
+            if mutant.key in found and not found[mutant.key]["survived"]:
+                return
+            if time.time() - start > 60 * args.minutes:
+                return
+            begun = time.time()
+            tests = known.tests(mutant, group, list(dict.fromkeys(killers))[:20])
+            survived, test = Trial(mutant, tests, known, Path(folder, f"at.{next(places)}")).run()
+            by = "" if survived else test
+            killers.insert(0, by)
+            entry = {"key": mutant.key, "survived": survived, "by": by, "seconds": round(time.time() - begun, 1)}
+            found[mutant.key] = entry
+            if verdicts:
+                with verdicts.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+            print(f"{'SURVIVED' if survived else 'killed'} {mutant} [{len(tests)} tests; {by}]", flush=True)
 
-    start = time.time()
-    output = str(Path.cwd() / "output.txt")
-    killers = Killers()
-    if not survives(None, group, output, killers):
-        print(Path(f"{output}.{threading.get_ident()}").read_text()[-3000:], file=sys.stderr)
-        print("the tests fail on the code as it is", file=sys.stderr)
-        return 2
-    survivors: list[Mutant] = []
-    equivalent = [m for m in mutants if (m.module, m.before, m.after) in EQUIVALENT]
-    mutants = [m for m in mutants if (m.module, m.before, m.after) not in EQUIVALENT]
-    with ThreadPoolExecutor(args.jobs) as pool:  # a thread waits for its fork
-        verdicts = pool.map(lambda mutant: survives(mutant, group, output, killers), mutants)
-        for number, (mutant, survived) in enumerate(zip(mutants, verdicts), 1):
-            print(f"[{number}/{len(mutants)}] {'SURVIVED' if survived else 'killed'} {mutant}", flush=True)
-            if survived:
-                survivors.append(mutant)
-    killed = len(mutants) - len(survivors)
-    print(
-        f"{killed} of {len(mutants)} killed in {time.time() - start:.0f} s; {len(equivalent)} equivalent ones left out"
+        with ThreadPoolExecutor(args.jobs) as pool:  # a thread waits for its fork
+            list(pool.map(judge, mutants))
+        os.chdir(ROOT)
+
+    ran = [mutant for mutant in mutants if mutant.key in found]
+    survivors = [str(mutant) for mutant in ran if found[mutant.key]["survived"]]
+    covered, branches = known.branches
+    text = (
+        f"{args.group}: {len(ran) - len(survivors)} of {len(ran)} mutants killed, {equivalent} equivalent ones left "
+        f"out{f', {len(mutants) - len(ran)} not run' if len(ran) < len(mutants) else ''}; "
+        f"{covered / branches:.1%} of {branches} branches"
     )
+    print(text)
     for mutant in survivors:
         print(f"  survived: {mutant}")
     if out:
         from deftune.selftest.records import Record, write_records
 
-        lines = [str(mutant) for mutant in survivors]
-        text = f"{args.group}: {killed} of {len(mutants)} mutants killed, {len(equivalent)} equivalent ones left out"
+        command = f"python benchmarks/mutation.py {args.group}{f' --count {args.count}' if args.count else ''}"
         record = Record.of(
-            row=26, test=f"mutants of {args.group}", command=f"python benchmarks/mutation.py {args.group}",
-            figure=text, passed=not survivors, seconds=time.time() - start, details={"survivors": lines},
+            row=26, test=f"mutants of {args.group}", command=command, figure=text,
+            passed=not survivors and covered >= 0.95 * branches, seconds=sum(found[m.key]["seconds"] for m in ran),
+            details={"survivors": survivors},
         )  # fmt: skip
         write_records(out, [record])
     return 0 if not survivors else 1
+
+
+def prepare() -> None:
+    """Import for the forks what they would import each; nothing of deftune."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import hypothesis
+    import mpmath
+    import torch
+    import transformers
+
+    assert mpmath and transformers.LlamaForCausalLM
+    torch.set_num_threads(1)
+    hypothesis.settings.register_profile(
+        "mutation",
+        phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),  # a counterexample need not be the smallest
+        database=None,
+        deadline=None,
+        suppress_health_check=(hypothesis.HealthCheck.too_slow,),  # the machine may be busy
+    )
+    hypothesis.settings.load_profile("mutation")
+    sys.path.insert(0, str(SOURCE))
+    assert not any(name.split(".")[0] == "deftune" for name in sys.modules)
 
 
 if __name__ == "__main__":

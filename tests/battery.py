@@ -86,7 +86,7 @@ CASES = [
     Case("linear | eos(deft | floor(0.5))", exact.eos(exact.linear, exact.floor(exact.deft, 0.5))),
     Case("mile(2) | eos(nll)", exact.eos(exact.mile(2), exact.nll), "step"),
     Case("deft | blend(nll, 0.25)", exact.blend(exact.deft, exact.nll, 0.25)),
-    Case("deft | blend(nll, 1)", exact.blend(exact.deft, exact.nll, 1)),
+    Case("nll | blend(deft, 1)", exact.blend(exact.nll, exact.deft, 1)),  # at p = 0 the nll is infinite
     Case("linear | blend(eaft(k=4), 0)", exact.blend(exact.linear, exact.eaft(4), 0)),
     Case("deft | blend(clip(2), 0.5)", exact.blend(exact.deft, exact.clip(2), 0.5), "step"),
     Case("deft | warmup(0.1)", exact.warmup(exact.deft, 0.1)),

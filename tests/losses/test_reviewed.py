@@ -85,6 +85,10 @@ def test_statistics_of_another_step_are_noticed():
     step = deftune.step_stats("clip", [deftune.token_stats(hidden @ weight.T, targets)])
     with pytest.raises(ValueError, match="step statistics are of 6 tokens; make them anew"):
         token_loss(hidden @ weight.T, targets, "clip", num_items=50, context=Context(step=step))
+    whole = token_loss(hidden @ weight.T, targets, "clip")
+    for num_items in (None, 6):
+        got = token_loss(hidden @ weight.T, targets, "clip", num_items=num_items, context=Context(step=step))
+        assert torch.equal(got, whole)
 
 
 def test_float64_stays_float64_under_autocast():

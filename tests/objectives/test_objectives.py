@@ -320,6 +320,14 @@ def test_thresholds_split_every_token():
         both = [deftune.objective(f"{side}(0.3, of={of})").gate(stats) for side in ("top", "bottom")]
         assert torch.equal(both[0] + both[1], deftune.objective(of).gate(stats))
         assert (both[0] > 0).any() and (both[1] > 0).any()
+    ends = from_columns([0.0, -1e-9, -math.inf], [0.0] * 3, [0.0] * 3, vocab_size=4)
+    for spec, gate in {
+        "top(0)": [1, 1, 1],
+        "bottom(0)": [0, 0, 0],
+        "top(1)": [1, 0, 0],
+        "bottom(1)": [0, 1, 1],
+    }.items():
+        assert deftune.objective(spec).gate(ends).tolist() == gate, spec
 
 
 def test_eaft_divisor_is_the_asked_k_even_beyond_the_vocabulary():
@@ -381,7 +389,26 @@ def test_a_warmup_stays_at_its_objective_after_its_end(progress):
 def test_statistics_are_shown_and_compared_without_their_sources():
     stats = token_stats(torch.zeros(1, 4, dtype=torch.float64), torch.tensor([0]))
     assert "_top" not in repr(stats)
-    assert stats == replace(stats, _top_source=None)
+    assert stats == replace(stats, _top_source=None, _top_entropy=(2, torch.zeros(1)))
+
+
+def test_detached_statistics_carry_no_gradients():
+    vectors = {name: torch.tensor([-1.0, -2.0], requires_grad=True) for name in ("log_p", "entropy", "log_collision")}
+    cut = from_columns(**vectors, vocab_size=4).detach()
+    for name, vector in vectors.items():
+        assert not getattr(cut, name).requires_grad and torch.equal(getattr(cut, name), vector)
+
+
+def test_mapped_statistics_keep_the_likeliest_tokens_that_are_asked_for():
+    stats, _ = columns()
+    second = stats.map(lambda vector: vector[1:2])
+    assert second.nll.tolist() == stats.nll[1:2].tolist() and second.targets.tolist() == stats.targets[1:2].tolist()
+    with pytest.raises(ValueError, match="these statistics hold no likeliest tokens, but the top 1 were asked for"):
+        second.top_log_p(1)
+    kept = stats.map(lambda vector: vector[1:2], top_k=3)
+    assert torch.equal(kept.top_log_p(3), stats.top_log_p(3)[1:2])
+    with pytest.raises(ValueError, match=r"the top 4 were asked for, but these statistics were made with top_k=3"):
+        kept.top_log_p(4)
 
 
 def test_an_entropy_that_a_kernel_measured_is_taken_for_its_k_alone():
@@ -497,6 +524,14 @@ def test_step_stats_do_not_depend_on_the_split(cuts, case):
         assert_near(pieces, together, "split", condition=1 + together.abs(), what=method)
 
 
+def test_step_statistics_carry_no_gradients():
+    log_p = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    stats = from_columns(log_p, torch.ones(2), torch.ones(2), vocab_size=4)
+    for spec in ("cayley-released", "clip", "mile", "deft | mean_one"):
+        values = deftune.step_stats(spec, [stats]).values
+        assert values and not any(value.requires_grad for value in values.values()), spec
+
+
 def test_local_objectives_need_no_step_statistics():
     stats, _ = columns()
     for case in of_kind("local"):
@@ -541,6 +576,12 @@ def test_cat_joins_in_order_and_refuses_other_vocabularies():
     other = from_columns([-1.0], [0.0], [0.0], vocab_size=5)
     with pytest.raises(ValueError, match=r"different vocabularies, \[5, 11\]"):
         TokenStats.cat([whole, other])
+
+
+def test_columns_of_other_shapes_are_refused():
+    for wrong in ([[-1.0, -2.0], [0.0], [0.0, 0.0]], [torch.zeros(2, 3)] * 3):
+        with pytest.raises(ValueError, match=r"from_columns: the columns must be flat and equally long, got shapes \["):
+            from_columns(*wrong, vocab_size=4)
 
 
 # --- the oracle's own check -------------------------------------------------------------------------------------------

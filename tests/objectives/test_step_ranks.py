@@ -40,7 +40,7 @@ def worker(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_over_ranks_it_is_the_whole_step(world: int, tmp_path: Path):
     run_ranks(worker, (world, str(tmp_path)), world)
 

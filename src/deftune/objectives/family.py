@@ -413,5 +413,4 @@ class Clip(Objective):
         cap = self.k * self.step_value(self.step_statistics[0], stats, context)
         gate = self.gate(stats, context)
         # sg[cap / NLL] * NLL has the value cap and the gate's gradient; at p = 0 only the value is left
-        clipped = torch.where(gate == 0, cap, weighted_nll(stats.log_p, gate))
-        return torch.where(stats.nll <= cap, stats.nll, clipped)
+        return torch.where(gate == 0, cap, weighted_nll(stats.log_p, gate))

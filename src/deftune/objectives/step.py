@@ -46,7 +46,7 @@ def step_stats(
     {'median nll': tensor(1.5000, dtype=torch.float64)}
     """
     objective = parse_objective(objective)
-    stats = TokenStats.cat(batches).detach()
+    stats = TokenStats.cat(batches)
     values: dict[str, Tensor] = {}
     ranks = 1 if local else _ranks(group)
     num_items = int(_sum_over_ranks(stats.log_p.new_tensor(len(stats)), ranks, group))
