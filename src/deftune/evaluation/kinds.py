@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from deftune.data.fields import Fields, read_field
 from deftune.evaluation.choices import Rule, extract_choice
-from deftune.evaluation.extraction import count_answers, extract_final, jaro_winkler, normalize_text
+from deftune.evaluation.extraction import after_reasoning, count_answers, extract_final, jaro_winkler, normalize_text
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.readers import Item, letter_of, number_text, options_of
 
@@ -104,7 +104,7 @@ def score_answers(
     if finishes is not None and len(finishes) != len(answers):
         raise ValueError(f"{len(finishes)} finishes for {len(answers)} answers")
     records = [
-        KINDS[kind].score(item, text, choice_rule, finish == "length")
+        KINDS[kind].score(item, after_reasoning(text), choice_rule, finish == "length")
         for (kind, item, text), finish in zip(answers, finishes or ["stop"] * len(answers))
     ]
     formulas = [(record, item) for record, (_, item, _) in zip(records, answers) if "score" not in record]
