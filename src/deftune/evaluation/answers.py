@@ -158,7 +158,7 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
         other = _CLOCK.fullmatch(answer)
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
     shapes = [match and match[1] == r"\{" for match in (_BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer))]
-    if None not in shapes and shapes[0] != shapes[1]:
+    if None not in shapes and shapes[0] != shapes[1] and r"\cup" not in gold + answer:
         return Verdict(False, "exact", "a set, and a pair or an interval")
     return None
 

@@ -46,13 +46,14 @@ class Kind:
 
 def _take_formula(item: Item, text: str, rule: str, cut_off: bool) -> Record:
     number = count_answers(item.gold, parted=item.rule.several)
-    final = extract_final(text, several=number if number > 1 else item.rule.several, cut_off=cut_off)
+    final = extract_final(after_reasoning(text), several=number if number > 1 else item.rule.several, cut_off=cut_off)
     return {"answer": final.answer, "how": final.how}
 
 
 def _score_choice(item: Item, text: str, rule: str, cut_off: bool) -> Record:
     options = item.options or {}
-    found = extract_choice(text, list(options), list(options.values()), rule=cast("Rule", rule), cut_off=cut_off)
+    said = after_reasoning(text)
+    found = extract_choice(said, list(options), list(options.values()), rule=cast("Rule", rule), cut_off=cut_off)
     return {"answer": found.answer, "how": found.how, "score": float(found.answer == item.gold)}
 
 
@@ -104,7 +105,7 @@ def score_answers(
     if finishes is not None and len(finishes) != len(answers):
         raise ValueError(f"{len(finishes)} finishes for {len(answers)} answers")
     records = [
-        KINDS[kind].score(item, after_reasoning(text), choice_rule, finish == "length")
+        KINDS[kind].score(item, text, choice_rule, finish == "length")
         for (kind, item, text), finish in zip(answers, finishes or ["stop"] * len(answers))
     ]
     formulas = [(record, item) for record, (_, item, _) in zip(records, answers) if "score" not in record]

@@ -47,7 +47,7 @@ _WORD_TAIL = re.compile(rf"(?:(?<=[\d)}}])|(?<=\\pi)(?=\s))({_SPACE}*+)({_WORD}(
 _HAS_GROUP = re.compile(rf"{_GROUP}|\\(?:Omega|AA|degree)|{_CIRCLE}")
 _GROUP_CONTENT = re.compile(r"\\[a-z]+\s*\{([^{}]*)\}")
 _WHOLE_GROUP = re.compile(r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox)\s*\{(\s*\\?\$?-?\d[^{}]*)\}")
-_CURRENCY = re.compile(r"(-?)\s*(?:(\\\$|\$)|(€)|\\?£|\\pounds(?![A-Za-z]))\s*(-?)(?=[\d.])")
+_CURRENCY = re.compile(r"(-?)\s*(?:(\\\$|\$)|(€)|\\?£|\\pounds(?![A-Za-z]))\s*(-?)(?=[\d.]|\\[dtc]?frac(?![A-Za-z]))")
 _TAIL_CHARACTERS = 200
 
 
