@@ -298,6 +298,7 @@ DIFFERENT = [
     # a numeral with a base
     ("100", "100_{9}", EXACT),
     ("81", "100_9", EXACT),
+    ("-50", "-50_{9}", EXACT),
     ("52_8", "(52)_{9}", EXACT),
     # intervals and inequalities
     ("(3,4]", "3<x<4", EXACT),
@@ -346,7 +347,10 @@ SAME = [
     *[(r"90^\circ", answer, EXACT) for answer in ("90^{o}", "90^o", r"90^\text{o}", r"\angle ABC = 90^{\circ}")],
     ("(6,31,-1)", r"\big(6, 31, -1\big)", EXACT),
     ("6-5i", r"6 - 5\mathrm{i}", EXACT),
-    *[("52_8", answer, EXACT) for answer in ("(52)_{8}", "52_{(8)}", r"52\text{ (base 8)}", r"52_{\text{base }8}", "52")],
+    *[
+        ("52_8", answer, EXACT)
+        for answer in ("(52)_{8}", "52_{(8)}", r"52\text{ (base 8)}", r"52_{\text{base }8}", "52")
+    ],
     ("100", "100_{10}", EXACT),
     (r"\text{Evelyn}", r"\operatorname{Evelyn}", EXACT),
     ("(3,4]", r"3 < x \le 4", EXACT),

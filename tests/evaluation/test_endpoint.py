@@ -85,7 +85,9 @@ def test_the_server_says_how_long_to_wait():
         sampler = EndpointSampler(server.url, "m", backoff=0.01, timeout=HANG_SECONDS, notice=notices.append)
         [output] = sampler.sample(prompts(1), max_new_tokens=9)
     assert output.text == "42"
-    assert [notice.partition("HTTP ")[2] for notice in notices] == ["429 Too Many Requests: slow down; attempt 2 in 0.25 s"]
+    assert [notice.partition("HTTP ")[2] for notice in notices] == [
+        "429 Too Many Requests: slow down; attempt 2 in 0.25 s"
+    ]
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])

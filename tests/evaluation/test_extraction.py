@@ -236,10 +236,22 @@ CHOICES = [
     ("A is incorrect. C is incorrect. So B.", "B", "stated"),
     ("However, A is right-sided.", None, "none"),
     ("So A is wrong.", None, "none"),
-    *[(text, "B", "stated") for text in (
-        "Answer: <letter>B</letter>", "Answer: {B}", "Answer\uff1aB", "Ans: B", "The answer is \\(B\\).",
-        "The answer seems to be B.", "The answer is likely B.", "The answer for this question is B.",
-        "The correct letter is B.", "Therefore, B is correct.", "Hence B is the correct answer.")],
+    *[
+        (text, "B", "stated")
+        for text in (
+            "Answer: <letter>B</letter>",
+            "Answer: {B}",
+            "Answer\uff1aB",
+            "Ans: B",
+            "The answer is \\(B\\).",
+            "The answer seems to be B.",
+            "The answer is likely B.",
+            "The answer for this question is B.",
+            "The correct letter is B.",
+            "Therefore, B is correct.",
+            "Hence B is the correct answer.",
+        )
+    ],
     *[(text, "B", "lone") for text in ("Option B", "The final answer B", "- B", "### B")],
     *[(text, "B", "edge") for text in ("B - zinc", "B \u2013 Zinc", "B, zinc", "B zinc", "B\n\nZinc is a metal.")],
     ("A, iron deficiency\nB, zinc\nC, hepatitis B\nD, zinc deficiency", None, "ambiguous"),

@@ -140,7 +140,8 @@ def is_balanced(text: str) -> bool:
     return depth == 0
 
 
-_IN_BASE = re.compile(r"\(?([0-9A-Za-z]++)\)?\s?(?:_\{?\(?(?:base\s?)?|\(?base\s?)([0-9]+)\)?\}?")
+_IN_BASE = re.compile(r"\(?(-?[0-9A-Za-z]++)\)?\s?(?:_\{?\(?(?:base\s?)?|\(?base\s?)([0-9]+)\)?\}?")
+_INTEGER = re.compile(r"-?[0-9]+")
 _CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
 _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 
@@ -152,7 +153,7 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
     ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
     if ours and theirs:  # 42_7 would be 42_8
         return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
-    if theirs and gold.isdecimal() and theirs[1].isdecimal():  # 100_{9} is 81, and a gold without a base is decimal
+    if theirs and _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(theirs[1]):  # a gold without a base is decimal
         return Verdict((theirs[1], theirs[2]) == (gold, "10"), "exact", "a numeral with a base")
     if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
         other = _CLOCK.fullmatch(answer)

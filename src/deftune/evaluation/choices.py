@@ -22,16 +22,18 @@ def extract_choice(
     ``strict`` credits a letter that is stated, by the first of these that finds any:
 
         boxed    \boxed{B}, \boxed{(B)}, \boxed{\text{B. Iron}}
-        stated   "Answer: <B>", "the answer must be (B)", "Option B is correct", "I choose B", a heading "Answer" with B
-                 below it: the last one, for a text may correct itself
-        lone     the whole text is B, (B), B. or **B**
+        stated   "Answer: <B>", "the answer must be (B)", "Option B is correct", "I choose B", "so B.", a heading
+                 "Answer" with B below it: the last one, for a text may correct itself
+        lone     the whole text is B, (B), B., **B** or "Option B"
         bold     **B** or **B. Iron**
-        edge     the first or the last line begins with "B.", "B)", "(B)" or "B:", or the text ends with "(B)"
+        edge     the first or the last line is B, begins with "B.", "B)", "(B)" or "B:", or with B and its option's text
+                 ("B - Iron"), or the text ends with "(B)"
 
-    Where that rule finds two different letters at once ("A or B", \boxed{A, C}, two bold letters), or the options are
-    only listed, the answer is None, ``how`` is ``ambiguous``, and no later rule is asked. A letter that is denied ("the
-    incorrect answer is B", "(A) is wrong", "it is not (B)"), that others are said to give ("many think the answer is
-    A"), or that abbreviates a name ("C. difficile") does not count. Lower-case letters count in brackets or quotes, in
+    Where that rule finds two different letters at once ("A or B", \boxed{A, C}, two bold letters, lines "Answer: A" and
+    "Answer: B"), or the options are only listed, the answer is None, ``how`` is ``ambiguous``, and no later rule is
+    asked. A letter that is denied ("the incorrect answer is B", "(A) is wrong", "it is not (B)"), asked ("the answer is
+    A?"), supposed ("the answer would be A if"), that others are said to give ("many think the answer is A"), or that
+    abbreviates a name ("C. difficile") does not count. Lower-case letters count in brackets or quotes, in
     a box, alone, or at the end of a line; a bare "a" in a sentence is an article.
 
     ``lenient`` also asks, where no letter is named at all: ``option_text``, the one option whose text occurs (inside a
@@ -119,8 +121,8 @@ def _choice_patterns(letters: str) -> _Patterns:
         rf"(?m:^)[#*_ \t]*+(?i:(?:final|correct|my|the)[ \t]++){{0,2}}(?i:answer)[*_: \t]*+\n\s*+[*_]*+{letter}"
         rf"(?=[).\]*_]*+[ \t]*+(?:\n|\Z)|[.):])",
         # "Option B is correct", "(B) is the best answer"
-        rf"(?:\b{noun}\s++[*_]*+{letter}|(?:\A|(?<=[.;:!?\n])|\b{so}\b,?+)[ \t]*+[*_]*+{letter})[*_]*+(?:\s*+\([^()\n]{{0,80}}\))?+"
-        rf"\s++(?i:is|seems|appears|would\s++be)\s++(?:{praise}\s++){{0,4}}(?i:correct|right|best|answer|appropriate)\b(?!-)",
+        rf"(?:\b{noun}\s++[*_]*+{letter}|(?:\A|(?<=[.;:!?\n])|\b{so}\b,?+)[ \t]*+[*_]*+{letter})[*_]*+"
+        rf"(?:\s*+\([^()\n]{{0,80}}\))?+\s++(?i:is|seems|appears|would\s++be)\s++(?:{praise}\s++){{0,4}}(?i:correct|right|best|answer|appropriate)\b(?!-)",
         rf"\bI(?:\s++(?i:would|will)|['\u2019](?:d|ll|m))?(?:\s++(?i:therefore|thus|have\s++to|must))?"
         rf"\s++(?i:{choose})\b{between}{filler}{letter}",
         # "it is B" or "so B", at the end of a line
@@ -161,6 +163,7 @@ _NOT_MEANT = re.compile(
     re.IGNORECASE,
 )
 _SUPPOSED = re.compile(r"\b(?:if|unless|had)\b[^.;!?\n]*\Z", re.IGNORECASE)  # before "would be B"
+_IF_AFTER = re.compile(r"[)\]*_.]*+\s++if\b", re.IGNORECASE)
 _TAKEN_BACK = re.compile(  # after a statement, and perhaps its option's text
     r"[)\]*_\"'>]*+(?:\?|\s++(?:is|are|was|would\s++be)\s++"
     r"(?:wrong|incorrect|false|unlikely|ruled|eliminated|excluded|not\s++(?:the\s++)?(?:correct|right|best|answer))\b)",
@@ -232,7 +235,7 @@ def _stated_letters(text: str, question: _Question) -> set[str]:
         window = max(0, last.start() - _WINDOW)
         if _NOT_MEANT.search(text, window, last.start()) or _is_taken_back(text, last, question):
             continue
-        supposed = _SUPPOSED.search(text, window, last.start()) or re.compile(r"[)\]*_.]*+\s++if\b").match(text, last.end())
+        supposed = _SUPPOSED.search(text, window, last.start()) or _IF_AFTER.match(text, last.end())
         if supposed and "would" in last[0].lower():
             continue
         while more := patterns.more.match(text, position):
