@@ -269,6 +269,8 @@ DIFFERENT = [
     ("v t", "v", EXACT),
     ("m g h", "m g", EXACT),
     ("2m", "2g", EXACT),
+    ("3s^2", "3", EXACT),
+    ("3s^2", "3s^3", EXACT),
     (r"\frac{37}{4} m", r"\frac{37}{4}", NEAR),
     # lists are no sets, a set is no pair
     ("16,3,1,1", "16,3,1", SEVERAL),
@@ -299,6 +301,7 @@ DIFFERENT = [
     ("100", "100_{9}", EXACT),
     ("81", "100_9", EXACT),
     ("-50", "-50_{9}", EXACT),
+    ("0.0011_{2}", "0.0011_{3}", EXACT),
     ("52_8", "(52)_{9}", EXACT),
     # intervals and inequalities
     ("(3,4]", "3<x<4", EXACT),
@@ -352,6 +355,7 @@ SAME = [
         for answer in ("(52)_{8}", "52_{(8)}", r"52\text{ (base 8)}", r"52_{\text{base }8}", "52")
     ],
     ("100", "100_{10}", EXACT),
+    ("3s^2", r"3 \cdot s^2", EXACT),
     (r"\text{Evelyn}", r"\operatorname{Evelyn}", EXACT),
     ("(3,4]", r"3 < x \le 4", EXACT),
     (r"(2,\infty)", "x > 2", EXACT),

@@ -140,7 +140,7 @@ def is_balanced(text: str) -> bool:
     return depth == 0
 
 
-_IN_BASE = re.compile(r"\(?(-?[0-9A-Za-z]++)\)?\s?(?:_\{?\(?(?:base\s?)?|\(?base\s?)([0-9]+)\)?\}?")
+_IN_BASE = re.compile(r"\(?(-?[0-9A-Za-z.]++)\)?\s?(?:_\{?\(?(?:base\s?)?|\(?base\s?)([0-9]+)\)?\}?")
 _INTEGER = re.compile(r"-?[0-9]+")
 _CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
 _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
@@ -255,8 +255,9 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
     if not rule.several:  # x = 14,000
         answer = _STATED_THOUSANDS.sub(lambda m: m[1] + re.sub(r"[^0-9]", "", m[2]), answer)
     value, unit = split_unit(gold, words=True)
-    if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or len(unit) == 1:
-        value, unit = split_unit(gold, words=False)  # the m of 6m is a variable
+    letter = re.fullmatch(r"[A-Za-z](?:\s?\^.*)?", unit)
+    if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or letter:
+        value, unit = split_unit(gold, words=False)  # the m of 6m is a variable, and the s of 3s^2
     named, said = _has_variables(value), drop_unit(answer, rule.unit)
     theirs, other = split_unit(said, words=not named)
     percents: list[str] = []
