@@ -45,6 +45,8 @@ class Server:
                     self.close_connection = True
                     return
                 self.send_response(status)
+                if status == 429:
+                    self.send_header("Retry-After", "0.25")
                 if status in (301, 307):
                     self.send_header("Location", "http://127.0.0.1:9/elsewhere")
                 self.end_headers()

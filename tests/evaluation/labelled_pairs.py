@@ -65,13 +65,18 @@ def positives(gold: str) -> Iterator[tuple[str, str]]:
     if not gold.endswith("."):
         yield "period", gold + "."
     yield "dollars", f"${gold}$"
+    yield "displaystyle", f"\\displaystyle {gold}"
     number = value(gold)
+    if number is not None:
+        yield "bold", f"\\mathbf{{{gold}}}"
+        yield "pounds", f"\N{POUND SIGN}{gold}"
     if INTEGER.fullmatch(gold):
         yield "x =", f"x = {gold}"
         yield "point zero", gold + ".0"
         if abs(int(gold)) >= 1000:
             yield "thousands", f"{int(gold):,}"
             yield "thousands in braces", f"{int(gold):,}".replace(",", "{,}")
+            yield "x = thousands", f"x = {int(gold):,}"
     if THOUSANDS.fullmatch(gold):
         yield "no thousands", gold.replace(",\\!", "")
         yield "plain thousands", gold.replace("\\!", "")
@@ -98,6 +103,7 @@ def positives(gold: str) -> Iterator[tuple[str, str]]:
     if match := DEGREES.fullmatch(gold):
         yield "no degrees", match[1]
         yield "degrees in braces", f"{match[1]}^{{\\circ}}"
+        yield "degrees as a letter", f"{match[1]}^{{o}}"
     if match := SUM.fullmatch(gold):
         yield "sum turned round", f"{match[3]}+{match[1]}" if match[2] == "+" else f"-{match[3]}+{match[1]}"
     if LIST.fullmatch(gold) and not re.search(r"[a-zA-Z=:]", gold) and not re.search(r"\d,\s*\d{3}(?!\d)", gold):
@@ -107,6 +113,10 @@ def positives(gold: str) -> Iterator[tuple[str, str]]:
     if match := PAIR.fullmatch(gold):
         yield "left right", f"\\left{match[1]} {match[2].strip()}, {match[3].strip()} \\right{match[4]}"
         yield "no left right", f"{match[1]}{match[2].strip()},{match[3].strip()}{match[4]}"
+        yield "big", f"\\big{match[1]} {match[2].strip()}, {match[3].strip()} \\big{match[4]}"
+        if match[1] + match[4] != "()" and "infty" not in gold:
+            low, high = (r"\leq" if bracket in "[]" else "<" for bracket in (match[1], match[4]))
+            yield "inequality", f"{match[2].strip()} {low} x {high} {match[3].strip()}"
     if re.search(r"\\text\{,? ?(?:and|or) ?\}", gold):
         yield "commas for and", re.sub(r",?\s*\\text\{,? ?(?:and|or) ?\}\s*", ", ", gold)
     if gold.count("\\cup") == 1:
@@ -117,6 +127,7 @@ def positives(gold: str) -> Iterator[tuple[str, str]]:
         yield "tight matrix", re.sub(r"\s*(\\\\|&)\s*", r"\1", gold)
     if short := re.fullmatch(r"(.*)\\sqrt\{(\d)\}", gold):
         yield "short root", f"{short[1]}\\sqrt{short[2]}"
+        yield "root sign", f"{short[1]}\N{SQUARE ROOT}{short[2]}"
     if product := re.fullmatch(r"(\d+)\s*\\(sqrt\{\d+\}|pi)", gold):
         yield "cdot", f"{product[1]} \\cdot \\{product[2]}"
     if re.fullmatch(r"[-+0-9a-z^ ]+", gold) and re.search(r"[a-z]", gold) and re.search(r"[+-]", gold[1:]):
@@ -132,6 +143,10 @@ def negatives(gold: str, others: list[str], draw: random.Random) -> Iterator[tup
     if literals and not re.search(r"\\text|mod|_", gold):
         match = draw.choice(literals)
         yield "one more", f"{gold[: match.start()]}{int(match[0]) + 1}{gold[match.end() :]}"
+    if INTEGER.fullmatch(gold):
+        yield "upright i", f"{gold}\\mathrm{{i}}" if int(gold) else "i"
+    if re.fullmatch(r"[1-9][0-8]+", gold):
+        yield "in base nine", f"{gold}_{{9}}"
     if number:
         yield "other sign", gold[1:] if gold.startswith("-") else "-" + gold
         yield "ten times", str(int(gold) * 10) if INTEGER.fullmatch(gold) else "10" + gold.lstrip("-0.")
@@ -254,6 +269,8 @@ DIFFERENT = [
     ("v t", "v", EXACT),
     ("m g h", "m g", EXACT),
     ("2m", "2g", EXACT),
+    ("3s^2", "3", EXACT),
+    ("3s^2", "3s^3", EXACT),
     (r"\frac{37}{4} m", r"\frac{37}{4}", NEAR),
     # lists are no sets, a set is no pair
     ("16,3,1,1", "16,3,1", SEVERAL),
@@ -277,6 +294,28 @@ DIFFERENT = [
     ("2", "2xy", EXACT),
     ("50", r"0.4\%", EXACT),
     ("50", r"51.0\%", EXACT),
+    # an upright i is no unit
+    ("3", r"3\mathrm{i}", EXACT),
+    ("6-5", r"6-5\mathrm{i}", EXACT),
+    # a numeral with a base
+    ("100", "100_{9}", EXACT),
+    ("81", "100_9", EXACT),
+    ("-50", "-50_{9}", EXACT),
+    ("0.0011_{2}", "0.0011_{3}", EXACT),
+    ("52_8", "(52)_{9}", EXACT),
+    # intervals and inequalities
+    ("(3,4]", "3<x<4", EXACT),
+    ("(3,4]", r"3 \leq x \leq 4", EXACT),
+    (r"(2,\infty)", "x<2", EXACT),
+    (r"(2,\infty)", "x>y", EXACT),
+    ("[-2,7]", r"x \neq 7", EXACT),
+    # other typography, another number
+    (r"3\sqrt{13}", "3\u221a14", EXACT),
+    (r"90^\circ", "91^o", EXACT),
+    ("(6,31,-1)", r"\Bigl(6, 31, 1\Bigr)", EXACT),
+    ("30", r"\boldsymbol{31}", EXACT),
+    ("14000", "x = 14, 000", EXACT),
+    ("221,8", "x = 221,800", SEVERAL),
     # an equation between two numbers must hold
     ("3", "2=3", EXACT),
     ("5", "x>5", EXACT),
@@ -300,6 +339,28 @@ SAME = [
             "18=x",
         )
     ],
+    *[("18", answer, EXACT) for answer in ("\u00a318", r"\pounds 18", r"\mathbf{(18)}", r"\displaystyle \approx 18")],
+    ("-50", "\u20ac-50", EXACT),
+    (r"\frac{1}{2}", r"\$\dfrac{1}{2}", EXACT),
+    (r"\{-1\} \cup [0,7)", r"[0,7) \cup \{-1\}", EXACT),
+    ("14000", "x = 14,000", EXACT),
+    ("14000", r"\text{Total} = \$14{,}000", EXACT),
+    *[(r"3\sqrt{13}", answer, EXACT) for answer in ("3\u221a13", "3\u221a(13)", r"3\,\sqrt{13}")],
+    *[(r"288\pi", answer, EXACT) for answer in ("288*pi", "288 pi", "288\u03c0")],
+    *[(r"90^\circ", answer, EXACT) for answer in ("90^{o}", "90^o", r"90^\text{o}", r"\angle ABC = 90^{\circ}")],
+    ("(6,31,-1)", r"\big(6, 31, -1\big)", EXACT),
+    ("6-5i", r"6 - 5\mathrm{i}", EXACT),
+    *[
+        ("52_8", answer, EXACT)
+        for answer in ("(52)_{8}", "52_{(8)}", r"52\text{ (base 8)}", r"52_{\text{base }8}", "52")
+    ],
+    ("100", "100_{10}", EXACT),
+    ("3s^2", r"3 \cdot s^2", EXACT),
+    (r"\text{Evelyn}", r"\operatorname{Evelyn}", EXACT),
+    ("(3,4]", r"3 < x \le 4", EXACT),
+    (r"(2,\infty)", "x > 2", EXACT),
+    (r"(-\infty,0]", r"0 \geq x", EXACT),
+    (r"x \in [-2,7]", r"-2 \le x \le 7", EXACT),
     *[("50", answer, EXACT) for answer in (r"50.0\%", r"50\%", "50%", "50 percent", r"50\text{ percent}")],
     ("12.5", r"12.5\%", EXACT),
     ("0.125", r"12.5\%", EXACT),

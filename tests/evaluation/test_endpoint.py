@@ -79,6 +79,17 @@ def test_a_fault_that_passes_is_tried_again(message):
     assert output == Output("q/0", 0, "42", 7, "stop") and len(server.requests) == 3
 
 
+def test_the_server_says_how_long_to_wait():
+    notices: list[str] = []
+    with Server(lambda number, body: (429, b"slow down") if number == 0 else (200, completion())) as server:
+        sampler = EndpointSampler(server.url, "m", backoff=0.01, timeout=HANG_SECONDS, notice=notices.append)
+        [output] = sampler.sample(prompts(1), max_new_tokens=9)
+    assert output.text == "42"
+    assert [notice.partition("HTTP ")[2] for notice in notices] == [
+        "429 Too Many Requests: slow down; attempt 2 in 0.25 s"
+    ]
+
+
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_one_item_that_is_refused_is_its_error_and_the_others_are_asked(status):
     """The usual answer to a context that is too long; another try would change nothing."""

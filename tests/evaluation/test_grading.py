@@ -568,8 +568,10 @@ VERDICTS = [
     ("(5,3)", "(7,2)", False, "math_verify"),  # not two empty intervals
     ("x=5", "5", True, "math_verify"),
     ("5", "x=5", True, "math_verify"),
-    ("x>3", "(3,\\infty)", True, "math_verify"),  # gold first: the other way round it is not
-    ("(3,\\infty)", "x>3", False, "math_verify"),
+    ("x>3", "(3,\\infty)", True, "math_verify"),
+    ("(3,\\infty)", "x>3", True, "math_verify"),
+    ("(3,\\infty)", "x\\geq 3", False, "math_verify"),
+    ("(2,4)", "2<x<4", False, "math_verify"),  # perhaps a point
     ("6,8\\text{, and }10", "10,8,6", True, "math_verify"),
     ("\\text{Evelyn}", "Evelyn", True, "exact"),
     ("\\text{east}", "seat", False, "math_verify"),

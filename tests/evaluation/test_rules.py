@@ -119,6 +119,16 @@ def test_a_text_that_was_cut_off_needs_an_explicit_answer(grader):
         score_answers(asked, grader=grader, finishes=["stop"])
 
 
+def test_reasoning_is_no_answer(grader):
+    number = Item("gsm8k/0", (), "18")
+    letter = Item("medqa/0", (), "B", {"A": "iron", "B": "zinc"})
+    texts = [("math", number, r"<think>\boxed{17}?</think> The answer is 18."),
+             ("math", number, r"<think>hence \boxed{18}</think>"),  # nothing else is said
+             ("choice", letter, "<think>The answer is A?\nOr not.</think>\n\nAnswer: B"),
+             ("choice", letter, "<think>The answer is B.</think>\n\nI do not know.")]  # fmt: skip
+    assert [record["score"] for record in score_answers(texts, grader=grader)] == [1.0, 1.0, 1.0, 0.0]
+
+
 def test_nouns_after_a_number_are_dropped(data, grader):
     """Every noun that follows a number at the end of a GSM8K solution's sentence."""
     path = data / "gsm8k" / "test.jsonl.gz"

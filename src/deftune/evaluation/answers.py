@@ -51,11 +51,31 @@ EQUAL = Rule()
 _SPACING = re.compile(r"\\[!,;: ]|\\(?:quad|qquad|left|right|displaystyle|limits)(?![A-Za-z])|~")
 _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])(?![0-9])")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\s+")
 _SPACE_TO_DROP = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+")
 _DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
+_BIG = re.compile(r"\\(?:(?:big|Big|bigg|Bigg)[lrm]?|displaystyle|textstyle)(?![A-Za-z])")
+_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*(\{.*\})", re.DOTALL)
+_RADICAL = re.compile(r"\N{SQUARE ROOT}\s*+(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]++|[A-Za-z]))")
+_BARE_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
+_LETTER_O = re.compile(r"(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)")
+_UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
+_STATED_THOUSANDS = re.compile(r"(=\s*(?:\\?\$)?-?)([0-9]{1,3}(?:(?:,|\{,\}|,?\\!|\\,)[0-9]{3})++)(?![0-9,])")
+
+
+def tidy_answer(answer: str) -> str:
+    r"""An answer in the commands that the later rules and math-verify know.
+
+    >>> tidy_answer(r"\displaystyle \big(3√13, 2*pi\big)"), tidy_answer(r"\mathbf{90^{o}}")
+    ('(3\\sqrt{13}, 2*\\pi )', '90^{\\circ}')
+    """
+    answer = _BIG.sub("", answer.replace("\N{MINUS SIGN}", "-")).strip()
+    while (bold := _BOLD.fullmatch(answer)) and is_balanced(bold[1][1:-1]):
+        answer = bold[1][1:-1].strip()
+    answer = _RADICAL.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", answer)
+    return _LETTER_O.sub(r"^{\\circ}", _BARE_PI.sub(r"\\pi ", _UPRIGHT.sub(r"\1", answer)))
 
 
 def normalize_answer(answer: str) -> str:
@@ -120,7 +140,8 @@ def is_balanced(text: str) -> bool:
     return depth == 0
 
 
-_IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
+_IN_BASE = re.compile(r"\(?(-?[0-9A-Za-z.]++)\)?\s?(?:_\{?\(?(?:base\s?)?|\(?base\s?)([0-9]+)\)?\}?")
+_INTEGER = re.compile(r"-?[0-9]+")
 _CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
 _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 
@@ -132,17 +153,18 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
     ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
     if ours and theirs:  # 42_7 would be 42_8
         return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
+    if theirs and _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(theirs[1]):  # a gold without a base is decimal
+        return Verdict((theirs[1], theirs[2]) == (gold, "10"), "exact", "a numeral with a base")
     if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
         other = _CLOCK.fullmatch(answer)
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
     shapes = [match and match[1] == r"\{" for match in (_BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer))]
-    if None not in shapes and shapes[0] != shapes[1]:
+    if None not in shapes and shapes[0] != shapes[1] and r"\cup" not in gold + answer:
         return Verdict(False, "exact", "a set, and a pair or an interval")
     return None
 
 
 _MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
-_UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
 _AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\w.])")
 _LONE_POINT = re.compile(r"(?<=[0-9])\.(?=[/)\s]|$)")
@@ -165,11 +187,11 @@ def for_math_verify(answer: str, gold: str) -> str:
 
     Without this it reads 4.5e33 as 4.5 e 33, 1 1/2 as 11/2, y' as y, a column \binom{1}{2} as 0, \gamma^2 - 1 as the
     Gamma function of -1, and, where the gold has them, a variable I as the imaginary unit and a name SRAC as a
-    product. It gives up on a \text{ and } between two answers, on an upright e or i, on >=, on E_1, on 1./3 and on
+    product. It gives up on a \text{ and } between two answers, on >=, on E_1, on 1./3 and on
     np.arcsin.
     """
     answer = _trimmed(answer)
-    answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", _UPRIGHT.sub(r"\1", answer)))
+    answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", answer))
     answer = _NUMPY.sub(r"\\\1", _LONE_POINT.sub("", answer)).replace(r"\odot", "sun")
     answer = answer.replace(">=", r"\geq ").replace("<=", r"\leq ").replace("!=", r"\neq ")
     answer = _TWICE_BY_TIME.sub(r"\\ddot{\1}\2", _BY_TIME.sub(r"\\dot{\1}\2", answer))
@@ -221,7 +243,7 @@ class Pair:
 
 
 def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
-    gold, answer = (_trimmed(_IN_DOLLARS.sub(r"\1", text)) for text in (gold, answer))
+    gold, answer = (tidy_answer(_trimmed(_IN_DOLLARS.sub(r"\1", text))) for text in (gold, answer))
     if about := _ABOUT.match(answer):
         answer = answer[about.end() :].strip()
     if "=" in gold and "=" not in answer:
@@ -230,9 +252,12 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
             gold = ", ".join(_LABELLED.sub("", part.strip(), count=1) for part in parts)
     if rule.several and answer.count(",") == gold.count(","):  # "8,221" beside "221,8" is no number of thousands
         gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
+    if not rule.several:  # x = 14,000
+        answer = _STATED_THOUSANDS.sub(lambda m: m[1] + re.sub(r"[^0-9]", "", m[2]), answer)
     value, unit = split_unit(gold, words=True)
-    if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or len(unit) == 1:
-        value, unit = split_unit(gold, words=False)  # the m of 6m is a variable
+    letter = re.fullmatch(r"[A-Za-z](?:\s?\^.*)?", unit)
+    if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or letter:
+        value, unit = split_unit(gold, words=False)  # the m of 6m is a variable, and the s of 3s^2
     named, said = _has_variables(value), drop_unit(answer, rule.unit)
     theirs, other = split_unit(said, words=not named)
     percents: list[str] = []

@@ -22,16 +22,18 @@ def extract_choice(
     ``strict`` credits a letter that is stated, by the first of these that finds any:
 
         boxed    \boxed{B}, \boxed{(B)}, \boxed{\text{B. Iron}}
-        stated   "Answer: <B>", "the answer must be (B)", "Option B is correct", "I choose B", a heading "Answer" with B
-                 below it: the last one, for a text may correct itself
-        lone     the whole text is B, (B), B. or **B**
+        stated   "Answer: <B>", "the answer must be (B)", "Option B is correct", "I choose B", "so B.", a heading
+                 "Answer" with B below it: the last one, for a text may correct itself
+        lone     the whole text is B, (B), B., **B** or "Option B"
         bold     **B** or **B. Iron**
-        edge     the first or the last line begins with "B.", "B)", "(B)" or "B:", or the text ends with "(B)"
+        edge     the first or the last line is B, begins with "B.", "B)", "(B)" or "B:", or with B and its option's text
+                 ("B - Iron"), or the text ends with "(B)"
 
-    Where that rule finds two different letters at once ("A or B", \boxed{A, C}, two bold letters), or the options are
-    only listed, the answer is None, ``how`` is ``ambiguous``, and no later rule is asked. A letter that is denied ("the
-    incorrect answer is B", "(A) is wrong", "it is not (B)"), that others are said to give ("many think the answer is
-    A"), or that abbreviates a name ("C. difficile") does not count. Lower-case letters count in brackets or quotes, in
+    Where that rule finds two different letters at once ("A or B", \boxed{A, C}, two bold letters, lines "Answer: A" and
+    "Answer: B"), or the options are only listed, the answer is None, ``how`` is ``ambiguous``, and no later rule is
+    asked. A letter that is denied ("the incorrect answer is B", "(A) is wrong", "it is not (B)"), asked ("the answer is
+    A?"), supposed ("the answer would be A if"), that others are said to give ("many think the answer is A"), or that
+    abbreviates a name ("C. difficile") does not count. Lower-case letters count in brackets or quotes, in
     a box, alone, or at the end of a line; a bare "a" in a sentence is an article.
 
     ``lenient`` also asks, where no letter is named at all: ``option_text``, the one option whose text occurs (inside a
@@ -75,6 +77,7 @@ class _Patterns:
     more: re.Pattern[str]  # directly after a letter: "or B", ", C"
     bold: re.Pattern[str]
     begins: re.Pattern[str]  # a line that begins with a letter and a mark
+    titles: re.Pattern[str]  # a line that begins with a letter and, perhaps, its option's text
     marks: re.Pattern[str]  # a letter and a mark anywhere in a line
     ends: re.Pattern[str]
     named: re.Pattern[str]  # a letter that is meant as one, whatever is said of it
@@ -96,28 +99,35 @@ def _choice_patterns(letters: str) -> _Patterns:
         rf"(?:[(\[<\"'`\u201c]\s*+({either})\s*+[)\]>\"'`\u201d]|({upper})(?![\w'\u2019\-])"
         rf"|({lower})(?=[.)]?[*_]*+[ \t]*+(?:\n|\Z)|[.)]\s))"
     )
-    noun = r"(?=[aocAOC])(?i:answer|option|choice)"  # the first letter first: it is looked for at every word
+    noun = r"(?=[aoclAOCL])(?i:answer|option|choice|letter|ans)"  # the first letter first: looked for at every word
     # possessive (*+ and ++ never give back), here and below: or a long run of spaces would cost its square
-    between = r"[\s:*_$]*+"
-    sure = r"(?i:most\s++likely|probably|clearly|therefore|thus|definitely|indeed|simply|the|letter)"
-    filler = rf"(?:{sure}\b{between}){{0,2}}(?:{noun}\b{between})?(?:\\(?:text|textbf|mathrm|mathbf)\{{)?"
-    be = r"(?:is|are|would\s++be|must\s++be|should\s++be|has\s++to\s++be|will\s++be|must\s++then\s++be)"
-    about = r"(?:\s++(?i:to\s++(?:the|this)\s++question|here|choice|option|letter))?+"
+    between = r"(?:[\s:*_$\uff1a]|\\[(\[])*+"
+    sure = r"(?i:most\s++likely|likely|probably|clearly|therefore|thus|definitely|indeed|simply|to\s++be|the|letter)"
+    filler = (
+        rf"(?:{sure}\b{between}){{0,2}}(?:{noun}\b{between})?(?:<letter>\s*+|\{{|\\(?:text|textbf|mathrm|mathbf)\{{)?"
+    )
+    be = (
+        r"(?:is|are|would\s++be|must\s++be|should\s++be|has\s++to\s++be|will\s++be|must\s++then\s++be|seems\s++to\s++be"
+        r"|appears\s++to\s++be)"
+    )
+    about = r"(?:\s++(?i:(?:to|for)\s++(?:the|this)\s++question|here|choice|option|letter))?+"
+    so = r"(?i:so|thus|hence|therefore|however|instead|actually|reflection)"
     choose = r"(?:choose|chose|pick|picked|select|selected|go\s++with|going\s++with|opt\s++for|answer)"
     praise = r"(?i:to\s++be|clearly|therefore|thus|the|most|single|indeed|definitely|a)"
     stated = (
         # "the answer is B", "**Answer**: B", "Answer - B"
-        rf"\b{noun}\b{about}(?:[*_]*+\s*+(?:[:=]|(?i:{be})\b)|\s++[-\u2013\u2014](?=\s)){between}{filler}{letter}",
+        rf"\b{noun}\b{about}(?:[*_]*+\s*+(?:[:=\uff1a]|(?i:{be})\b)|\s++[-\u2013\u2014](?=\s)){between}{filler}{letter}",
         # a heading, and the letter below it
         rf"(?m:^)[#*_ \t]*+(?i:(?:final|correct|my|the)[ \t]++){{0,2}}(?i:answer)[*_: \t]*+\n\s*+[*_]*+{letter}"
         rf"(?=[).\]*_]*+[ \t]*+(?:\n|\Z)|[.):])",
         # "Option B is correct", "(B) is the best answer"
-        rf"(?:\b{noun}\s++[*_]*+{letter}|(?:\A|(?<=[.;:!?\n]))[ \t]*+[*_]*+{letter})[*_]*+(?:\s*+\([^()\n]{{0,80}}\))?+"
-        rf"\s++(?i:is|seems|appears|would\s++be)\s++(?:{praise}\s++){{0,4}}(?i:correct|right|best|answer|appropriate)\b",
+        rf"(?:\b{noun}\s++[*_]*+{letter}|(?:\A|(?<=[.;:!?\n])|\b{so}\b,?+)[ \t]*+[*_]*+{letter})[*_]*+"
+        rf"(?:\s*+\([^()\n]{{0,80}}\))?+\s++(?i:is|seems|appears|would\s++be)\s++(?:{praise}\s++){{0,4}}(?i:correct|right|best|answer|appropriate)\b(?!-)",
         rf"\bI(?:\s++(?i:would|will)|['\u2019](?:d|ll|m))?(?:\s++(?i:therefore|thus|have\s++to|must))?"
         rf"\s++(?i:{choose})\b{between}{filler}{letter}",
-        # "it is B", at the end of a line
-        rf"\b(?i:it|this)(?:\s++(?i:is|must\s++be|should\s++be)|['\u2019]s)\b{between}{filler}{letter}"
+        # "it is B" or "so B", at the end of a line
+        rf"\b(?:(?i:it|this)(?:\s++(?i:is|must\s++be|should\s++be)|['\u2019]s)\b|(?i:so|thus|hence|therefore)\b,?+)"
+        rf"{between}{filler}{letter}"
         rf"(?=[*_.!)\]\"'>]*+\s*+(?:\Z|\n))",
     )
     return _Patterns(
@@ -125,10 +135,12 @@ def _choice_patterns(letters: str) -> _Patterns:
         wrapped=re.compile(rf"[\s(\[<\"'`*]*+({either})(?:[\s)\]>\"'`*.]*+|[)*]*[.:)].*)", re.DOTALL),
         stated=re.compile("|".join(stated)),
         more=re.compile(
-            rf"[\s)\]>\"'`*_}}$]*+(?:,\s*+(?:and|or)\b|[,/&]|\b(?:and|or)\b)\s*+(?:{noun}\s++)?[*_]*+{letter}"
+            rf"[\s)\]>\"'`*_}}$]*+(?:(?:,\s*+(?:and|or)\b|[,/&]|\b(?:and|or)\b)"
+            rf"\s*+(?:(?:possibly|perhaps|maybe|also|even)\s++)?(?:{noun}\s++)?[*_]*+{letter}|(?<=\s)({upper})(?=\s|\Z))"
         ),
         bold=re.compile(rf"\*\*\s*+\(?({upper})\)?(?:\s*+|[.:)][^*\n]*+)\*\*"),
-        begins=re.compile(rf"[*\s]*+(?:\(({either})\)|({upper})\**+[.):])(?!\w)"),
+        begins=re.compile(rf"[*\s]*+(?:\(({either})\)|({upper})\**+[.):]|({upper})\**+\s*+\Z)(?!\w)"),
+        titles=re.compile(rf"[*\s]*+({upper})\**+(?:\s*+[-\u2013\u2014,]\s*+|(?<!A)\s++)"),
         marks=re.compile(rf"(?:(?<=\s)|\A)\(?({upper})[.):](?=\s)"),
         ends=re.compile(rf"(?<!\w)\(({upper})\)[*.\s]*+\Z"),
         named=re.compile(
@@ -146,10 +158,18 @@ def _letters_of(match: re.Match[str] | None) -> set[str]:
 _NOT_MEANT = re.compile(
     r"\b(?:incorrect|wrong|false|worst|(?:not|n['\u2019]t)\s+(?:the|a|an|that\s+the))\s+(?:correct\s+|right\s+|best\s+)?\Z"
     r"|\b(?:many|some|others?|people|students?|one|you|they|most)\b[^.;!?\n]*"
-    r"\b(?:think|thinks|say|says|believe|assume|argue|claim|guess|suppose|tempted|expect)\b[^.;!?\n]*\Z"
+    r"\b(?:think|thinks|say|says|believe|assume|argue|claim|guess|suppose|tempted|expect)\b(?:(?!\bbut\b)[^.;!?\n])*\Z"
     r"|\b(?:if|unless|whether|suppose|had)\b[^,.;!?\n]*\Z",
     re.IGNORECASE,
 )
+_SUPPOSED = re.compile(r"\b(?:if|unless|had)\b[^.;!?\n]*\Z", re.IGNORECASE)  # before "would be B"
+_IF_AFTER = re.compile(r"[)\]*_.]*+\s++if\b", re.IGNORECASE)
+_TAKEN_BACK = re.compile(  # after a statement, and perhaps its option's text
+    r"[)\]*_\"'>]*+(?:\?|\s++(?:is|are|was|would\s++be)\s++"
+    r"(?:wrong|incorrect|false|unlikely|ruled|eliminated|excluded|not\s++(?:the\s++)?(?:correct|right|best|answer))\b)",
+    re.IGNORECASE,
+)
+_NOT_AFTER = re.compile(r"[)\]*_\"'>]*+\s++(?:is|are|was|would\s++be)\s++not\b", re.IGNORECASE)
 _NOT_BEFORE = re.compile(r"(?:\bnot|n['\u2019]t|\bnever|\bexcept|\bthan|\bexclud\w+|\beliminat\w+|\brul\w+\s+out)"
                          r"\s+(?:be\s+)?(?:option\s+|choice\s+|the\s+)*\Z", re.IGNORECASE)  # fmt: skip
 _DENIED_AFTER = re.compile(
@@ -207,22 +227,56 @@ _LIST_WORDS = frozenset(("and", "or", *"(),/&*.;"))
 
 def _stated_letters(text: str, question: _Question) -> set[str]:
     patterns = question.patterns
-    for last in reversed(list(patterns.stated.finditer(text))):
+    statements = list(patterns.stated.finditer(text))
+    for n, last in reversed(list(enumerate(statements))):
         found, position = _letters_of(last), last.end()
         if len(found) == 1 and _abbreviates(text, position, next(iter(found)), question.options):
             continue
-        if _NOT_MEANT.search(text, max(0, last.start() - _WINDOW), last.start()):
+        window = max(0, last.start() - _WINDOW)
+        if _NOT_MEANT.search(text, window, last.start()) or _is_taken_back(text, last, question):
+            continue
+        supposed = _SUPPOSED.search(text, window, last.start()) or _IF_AFTER.match(text, last.end())
+        if supposed and "would" in last[0].lower():
             continue
         while more := patterns.more.match(text, position):
             found |= _letters_of(more)
             position = more.end()
-        return found
+        return found | _stated_above(text, statements[: n + 1])
     return set()
+
+
+def _is_taken_back(text: str, statement: re.Match[str], question: _Question) -> bool:
+    """Whether "is wrong" or a question mark follows a statement, directly or after its option's text."""
+    if _TAKEN_BACK.match(text, statement.end()) or _NOT_AFTER.match(text, statement.end()):
+        return True
+    letters = _letters_of(statement)
+    words = question.options[next(iter(letters))].split() if len(letters) == 1 else []
+    named = re.compile(r"\W{1,6}" + r"\s+".join(map(re.escape, words)), re.IGNORECASE).match(text, statement.end())
+    return bool(words and named and _TAKEN_BACK.match(text, named.end()))
+
+
+def _stated_above(text: str, statements: Sequence[re.Match[str]]) -> set[str]:
+    """The letters of lines "Answer: A", "Answer: B" directly above a last line of this form: a list, no correction."""
+    found: set[str] = set()
+    for above, below in zip(reversed(statements[:-1]), reversed(statements)):
+        same = above[0].split(":")[0] == below[0].split(":")[0]
+        if not same or not _NEXT_LINE.fullmatch(text, above.end(), below.start()):
+            break
+        found |= _letters_of(above)
+    return found
+
+
+_NEXT_LINE = re.compile(r"[^\n]{0,200}\n\s*+[*_#]*+")
 
 
 def _lone_letters(text: str, question: _Question) -> set[str]:
     text = text.strip()
-    return _whole(text, question.patterns) if len(text) < 40 and not re.search(r"[.:)]\s*\w{2}", text) else set()
+    if len(text) >= 40 or re.search(r"[.:)]\s*\w{2}", text):
+        return set()
+    return _whole(_BEFORE_LONE.sub("", text), question.patterns)
+
+
+_BEFORE_LONE = re.compile(r"\A(?:[#>*\s-]|(?:the|final|correct|answer|option|choice)\s)*", re.IGNORECASE)
 
 
 def _bold_letters(text: str, question: _Question) -> set[str]:
@@ -237,7 +291,7 @@ def _edge_letters(text: str, question: _Question) -> set[str]:
     """Of the first and the last line, unless they are the first and the last of a list of options."""
     patterns, options = question.patterns, question.options
     lines = [line for line in text.strip().split("\n") if line.strip()]
-    begins = [(n, match) for n, line in enumerate(lines) if (match := patterns.begins.match(line))]
+    begins = [(n, match) for n, line in enumerate(lines) if (match := _letter_before(line, question))]
     letters = [_letters_of(match).pop() for _, match in begins]
     found: set[str] = set()
     listed: set[str] = set()
@@ -255,6 +309,15 @@ def _edge_letters(text: str, question: _Question) -> set[str]:
     if ending and not _is_denied(text[-64:], ending.start(), ending.end()):
         found |= _letters_of(ending)
     return found or listed
+
+
+def _letter_before(line: str, question: _Question) -> re.Match[str] | None:
+    """The letter that a line begins with: with a mark, alone, or before its option's text ("B - Iron", "B, iron")."""
+    if match := question.patterns.begins.match(line):
+        return match
+    match = question.patterns.titles.match(line)
+    text = question.options[match[1]].strip().lower() if match else ""
+    return match if match and text and line[match.end() :].lower().startswith(text) else None
 
 
 _NO_IDEA = re.compile(

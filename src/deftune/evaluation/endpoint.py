@@ -73,7 +73,9 @@ def parse_address(text: str) -> Address:
 
 
 class _Retry(Exception):
-    """A failure that may pass: the request is tried again."""
+    """A failure that may pass: the request is tried again, after the ``seconds`` that the server asks for at least."""
+
+    seconds: float = 0.0
 
 
 class _Unreachable(_Retry):
@@ -169,7 +171,8 @@ class EndpointSampler(Sampler):
         concurrency: requests at a time.
         timeout: seconds that a request may take in all.
         retries, backoff: a time-out, 408, 409, 429, 5xx or an answer that is no completion is tried again, after 1, 2,
-            4, ... times ``backoff`` seconds; after the last retry it is the item's error.
+            4, ... times ``backoff`` seconds, or the server's ``Retry-After`` (at most ``timeout``) if that is longer;
+            after the last retry it is the item's error.
         extra_body: fields added to the body of each request, such as ``{"top_k": -1}``.
         notice: is called with a line for each retry.
 
@@ -289,7 +292,7 @@ class EndpointSampler(Sampler):
                     return None
                 tries += 1
                 if tries <= self.retries:
-                    seconds = self.backoff * 2 ** (tries - 1)
+                    seconds = max(self.backoff * 2 ** (tries - 1), min(problem.seconds, self.timeout))
                     self.notice(f"{self.url}: {prompt.id}: {problem}; attempt {tries + 1} in {seconds:g} s")
                     if stop.wait(seconds):
                         return None
@@ -346,7 +349,10 @@ class EndpointSampler(Sampler):
         text = self._clean(" ".join(_message_in(said.decode("utf-8", "replace")).split())[:300])
         problem = f"HTTP {error.code} {self._clean(str(error.reason))}{text and f': {text}'}"
         if error.code in (408, 409, 429) or error.code >= 500:
-            return _Retry(problem)
+            later = _Retry(problem)
+            wanted = str(error.headers.get("Retry-After", "")).strip()
+            later.seconds = float(wanted) if re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]+)?", wanted) else 0.0
+            return later
         if error.code < 400:
             return SamplerError(f"{self.url}: {prompt.id}: {problem}; {REDIRECTED}")
         if error.code in HINTS and not (error.code == 403 and self._answered):  # some refuse an item with 403

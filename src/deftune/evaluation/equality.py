@@ -54,12 +54,17 @@ class Comparison:
             if len(given) == 1 and _is_equation(given[0]) and isinstance(given[0].rhs, sympy.Set):  # x in (3, 4)
                 if not all(_is_equation(relation) for relation in stated):
                     return self._by_math_verify(gold, given[0].rhs)
+            if len(stated) == 1 and _is_equation(stated[0]) and isinstance(stated[0].rhs, sympy.Interval):
+                if not any(_is_equation(relation) for relation in given):
+                    return self._by_inequalities(stated[0].rhs, given)
             return self._all_relations(stated, given)
         if stated is not None:
             if len(stated) == 1 and _is_equation(stated[0]) and _is_name(stated[0].lhs):
                 return self.compare(stated[0].rhs, answer)
             return self._by_math_verify(gold, answer) if isinstance(answer, sympy.Set) else DIFFERENT
         if given is not None:
+            if _is_surely_interval(gold) and not any(_is_equation(relation) for relation in given):
+                return self._by_inequalities(gold, given)
             value = _stated_value(given)
             return DIFFERENT if value is None else self.compare(gold, value)
         return self._values(gold, answer)
@@ -80,6 +85,17 @@ class Comparison:
         if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
             return self._each(list(gold), list(answer)) if gold.shape == answer.shape else DIFFERENT
         return self._by_math_verify(gold, answer)
+
+    def _by_inequalities(self, gold: Any, given: list[Any]) -> int:
+        """An interval, and the inequalities of one unknown that an answer states instead: 3 < x <= 4."""
+        unknowns = {symbol for relation in given for symbol in relation.free_symbols}
+        if len(unknowns) != 1 or any(isinstance(relation, sympy.Ne) for relation in given):
+            return DIFFERENT
+        (name,) = unknowns
+        unknown = sympy.Symbol(name.name, real=True)
+        held = [relation.xreplace({name: unknown}).as_set() for relation in given]
+        found = sympy.Intersection(*held)
+        return self._values(gold, found) if isinstance(found, sympy.Interval) else DIFFERENT
 
     def _each(self, golds: Sequence[Any], answers: Sequence[Any]) -> int:
         """Compare in order, without tolerance, which is for numbers and lists of numbers, not for coordinates."""
@@ -267,6 +283,13 @@ def _ordered(expression: Any) -> tuple[Any, ...] | None:
     if isinstance(expression, sympy.Interval) and expression.left_open and expression.right_open:
         return (expression.start, expression.end)
     return None
+
+
+def _is_surely_interval(expression: Any) -> bool:
+    """Whether an interval cannot be a point: (1, 2) may be one, (1, 2] and (1, oo) may not."""
+    if not isinstance(expression, sympy.Interval):
+        return False
+    return _ordered(expression) is None or not (expression.start.is_finite and expression.end.is_finite)
 
 
 # --- numbers ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,16 @@ class Extraction:
     how: How
 
 
+def after_reasoning(text: str) -> str:
+    """The text after the last ``</think>``, where anything follows it: reasoning is no answer.
+
+    >>> after_reasoning("<think>A is tempting.</think> Answer: B"), after_reasoning("<think>so B</think> ")
+    (' Answer: B', '<think>so B</think> ')
+    """
+    answer = text.rpartition("</think>")[2]
+    return answer if answer.strip() else text
+
+
 # --- maths -----------------------------------------------------------------------------------------------------------
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
@@ -130,7 +140,11 @@ def count_answers(gold: str, *, parted: bool = False) -> int:
 
 
 _MARKED = re.compile(r"^[ \t]*+####(?!#)[ \t]*+(\S[^\n]*+)$", re.MULTILINE)
-_STATED = re.compile(r"\banswer(?:\s+(?:is|(?:would|must|should|will)\s+be|equals)|\s*\**\s*[:=])(?!\w)", re.IGNORECASE)
+_STATED = re.compile(
+    r"\banswer(?:\s+(?:is|(?:would|must|should|will)\s+be|equals)|\s*\**\s*[:=])(?!\w)"
+    r"|^[ \t]*+[#*]++[ \t]*+(?:(?:the|my|final|correct)[ \t]++){0,3}answer[*# \t]*+$",  # a heading
+    re.IGNORECASE | re.MULTILINE,
+)
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?"
 _LAST_NUMBER = re.compile(rf"(?<![0-9.,])(?:(?<![\w)\]}}])-)?\$?{_NUMBER}")
 _DENIED_BEFORE = re.compile(r"(?:\bnot|n['\u2019]t|\bcannot|\bnever)\s+(?:be\s+|equal\s+(?:to\s+)?)?\Z", re.IGNORECASE)
@@ -148,7 +162,9 @@ _TALK = frozenset("because since as so which where for given after when".split()
 _AND = re.compile(r"\b(?:and|or)\b", re.IGNORECASE)
 _DIGIT = re.compile(r"[0-9]")
 _WORD_OR_BRACE = re.compile(r"[{}]|(?<![\\A-Za-z])[A-Za-z]{2,}")
-_MATHS_FIRST = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_FORMULA = r"(?:\$\$((?:\\.|[^$\\])+)\$\$|\$((?:\\.|[^$\\\n])+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\])"
+_MATHS_FIRST = re.compile(_FORMULA, re.DOTALL)
+_MATHS_NEXT = re.compile(rf"\s*+(?:,\s*+(?:(?:and|or)\b)?|\b(?:and|or)\b)\s*+{_FORMULA}", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.;!?](?=\s|$)")
 
 
@@ -198,15 +214,18 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _phrase(text: str, start: int) -> str:
-    """What a statement states: the formula it begins with, else its line up to the end of the sentence."""
-    line = text[start:].lstrip(" \t\r\n:*").split("\n", 1)[0].replace("**", "")
-    if hedges := _HEDGES.match(line):
-        line = line[hedges.end() :]
-    formula = _MATHS_FIRST.match(line)
-    if formula:
-        content = next(group for group in formula.groups() if group is not None).strip()
-        if not (line.startswith("$") and _prose_words(content)):  # "$59, which is $2 more" has no formula
-            return content
+    """What a statement states: the formula or formulas it begins with, else its line up to the end of the sentence."""
+    rest = text[start:].lstrip(" \t\r\n:*")
+    if hedges := _HEDGES.match(rest):
+        rest = rest[hedges.end() :]
+    formula = _MATHS_FIRST.match(rest)
+    if formula and not (rest.startswith("$") and _prose_words(_content(formula))):  # "$59, which is $2 more" has none
+        contents, end = [_content(formula)], formula.end()
+        while following := _MATHS_NEXT.match(rest, end):  # "$3$ and $5$" is a list
+            contents.append(_content(following))
+            end = following.end()
+        return ", ".join(contents)
+    line = rest.split("\n", 1)[0].replace("**", "")
     end = _SENTENCE_END.search(line)
     phrase = (line[: end.start()] if end else line).strip().strip("*").strip()
     if re.match(r"not\b", phrase, re.IGNORECASE):
@@ -215,7 +234,11 @@ def _phrase(text: str, start: int) -> str:
         phrase = _number_of(number.group(), phrase[number.end() :]) or phrase
     elif _prose_words(phrase) > 2 and (last := _last(_LAST_NUMBER, phrase)):  # "the volume of the box is 120"
         phrase = last.group()
-    return phrase.replace("$", "").strip()
+    return phrase.replace(r"\$", "").replace("$", "").strip()
+
+
+def _content(formula: re.Match[str]) -> str:
+    return next(group for group in formula.groups() if group is not None).strip()
 
 
 def _prose_words(text: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from deftune.data.fields import Fields, read_field
 from deftune.evaluation.choices import Rule, extract_choice
-from deftune.evaluation.extraction import count_answers, extract_final, jaro_winkler, normalize_text
+from deftune.evaluation.extraction import after_reasoning, count_answers, extract_final, jaro_winkler, normalize_text
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.readers import Item, letter_of, number_text, options_of
 
@@ -46,13 +46,14 @@ class Kind:
 
 def _take_formula(item: Item, text: str, rule: str, cut_off: bool) -> Record:
     number = count_answers(item.gold, parted=item.rule.several)
-    final = extract_final(text, several=number if number > 1 else item.rule.several, cut_off=cut_off)
+    final = extract_final(after_reasoning(text), several=number if number > 1 else item.rule.several, cut_off=cut_off)
     return {"answer": final.answer, "how": final.how}
 
 
 def _score_choice(item: Item, text: str, rule: str, cut_off: bool) -> Record:
     options = item.options or {}
-    found = extract_choice(text, list(options), list(options.values()), rule=cast("Rule", rule), cut_off=cut_off)
+    said = after_reasoning(text)
+    found = extract_choice(said, list(options), list(options.values()), rule=cast("Rule", rule), cut_off=cut_off)
     return {"answer": found.answer, "how": found.how, "score": float(found.answer == item.gold)}
 
 

@@ -47,7 +47,7 @@ _WORD_TAIL = re.compile(rf"(?:(?<=[\d)}}])|(?<=\\pi)(?=\s))({_SPACE}*+)({_WORD}(
 _HAS_GROUP = re.compile(rf"{_GROUP}|\\(?:Omega|AA|degree)|{_CIRCLE}")
 _GROUP_CONTENT = re.compile(r"\\[a-z]+\s*\{([^{}]*)\}")
 _WHOLE_GROUP = re.compile(r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox)\s*\{(\s*\\?\$?-?\d[^{}]*)\}")
-_CURRENCY = re.compile(r"(-?)\s*(\\\$|\$|€)\s*(?=[\d.])")
+_CURRENCY = re.compile(r"(-?)\s*(?:(\\\$|\$)|(€)|\\?£|\\pounds(?![A-Za-z]))\s*(-?)(?=[\d.]|\\[dtc]?frac(?![A-Za-z]))")
 _TAIL_CHARACTERS = 200
 
 
@@ -67,8 +67,8 @@ def split_unit(answer: str, *, words: bool) -> tuple[str, str]:
         answer, words = whole[1], True
     answer = answer.strip()
     if currency := _CURRENCY.match(answer):
-        rest, unit = split_unit(currency[1] + answer[currency.end() :], words=words)
-        return rest, unit or ("euro" if currency[2] == "€" else "dollar")
+        rest, unit = split_unit(currency[1] + currency[4] + answer[currency.end() :], words=words)
+        return rest, unit or ("dollar" if currency[2] else "euro" if currency[3] else "pound")
     tail = _SET_TAIL.search(answer, max(0, len(answer) - _TAIL_CHARACTERS))
     if tail and tail.start() and _HAS_GROUP.search(tail[0]) and not _joins(tail[0]):
         value = answer[: tail.start()].strip()
