@@ -50,14 +50,14 @@ QWEN_SHAPE = "benchmarks/results/qwen2.5-coder-1.5b.json"
 PACKAGES = (
     "deftune", "torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "gguf", "pydantic", "yaml",
     "jinja2", "rich", "safetensors", "math_verify", "rapidfuzz", "liger_kernel", "bitsandbytes", "pytest", "xdist",
-    "hypothesis", "mpmath", "numpy", "pyarrow",
+    "hypothesis", "mpmath", "numpy", "pyarrow", "reasoning_gym",
 )  # fmt: skip
 # of training.py: the reference, what users of TRL can switch on, and the steps from the default to the fast path
 MAIN = r"^TRL nll \+ Liger$|Liger; compile$|^deftune deft; varlen$|deft; varlen; (bf16 weights|compiled layers)|" \
        r"deft \+ Liger; varlen; bf16 weights$"  # fmt: skip
 # on a CPU generate_batch would take most of the machine's memory
 SMALL_GENERATION = "--sequences 2 --new-tokens 4 --contenders deftune"
-SMALL_TRAINING = "--rows 20 --length 128 --micro 1 --steps 1 --warmup 1 --timeout 600"
+SMALL_TRAINING = "--rows 20 --length 128 --micro 1 --steps 1 --warmup 1"
 SMALL_RUNS = "--steps 2 --compare 1 --rows 2 --length 64 --datasets gsm8k"
 
 
@@ -224,10 +224,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=28, help="the budget (default: 28)")
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--study", action="store_true", help="give the minutes that are left to the study's cells")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes, no GPU: does every job get to its end?")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--list", action="store_true", help="print the jobs and stop")
     how.add_argument("--check", action="store_true", help="say what this machine lacks and stop")
-    how.add_argument("--rehearse", action="store_true", help="small sizes, no GPU: whether every job gets to its end")
     how.add_argument("--detach", action="store_true", help="run in the background")
     how.add_argument("--wait", type=float, metavar="SECONDS", help="wait for a detached run, and print its output")
     args = parser.parse_args()

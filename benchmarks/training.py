@@ -187,12 +187,11 @@ def in_process(contender: str, args: argparse.Namespace, tokenizer: Any, packs: 
 
     A fork cannot use CUDA if this process has started it; then the process is a new one, which imports all again.
     """
-    how = "spawn" if torch.cuda.is_initialized() else "fork"
+    started = torch.cuda.is_initialized()
+    context = multiprocessing.get_context("spawn") if started else multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         out, start = Path(folder, "result.json"), time.perf_counter()
-        process = multiprocessing.get_context(how).Process(
-            target=measure_into, args=(out, contender, args, tokenizer, packs)
-        )
+        process = context.Process(target=measure_into, args=(out, contender, args, tokenizer, packs))
         process.start()
         process.join(args.timeout)
         result = {"error": f"took more than {args.timeout:g} s"}

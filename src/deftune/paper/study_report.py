@@ -256,33 +256,22 @@ def entropy_curve(cells: Iterable[Mapping[str, Any]]) -> dict[float, float]:
     return dict(sorted({0.0: 0.0, **curve, 1.0: statistics.mean(one["entropy"][0] for one in found)}.items()))
 
 
-def temperature_at(curve: Mapping[float, float], entropy: float) -> float | None:
-    """The temperature with this entropy, between two measured ones on a line; None beyond the last one.
-
-    >>> temperature_at({0.0: 0.0, 0.5: 0.1, 1.0: 0.5}, 0.3)
-    0.75
-    """
-    for (cold, low), (hot, high) in itertools.pairwise(curve.items()):
-        if low <= entropy <= high and low < high:
-            return cold + (hot - cold) * (entropy - low) / (high - low)
-    return None
-
-
 def entropy_text(section: Section, found: Sequence[Section], plan: Plan) -> str:
     """NLL's entropy by temperature, and where it is DEFT's at T = 1; "" where it was not measured."""
     curve = entropy_curve(section.cells(REFERENCE, section.reference_rate))
     of = plan.regimes.get(section.regime, {}).get("variant_of")
-    tuned = [cell for other in found if other.regime in (section.regime, of) for cell in other.cells("deft")
-             if cell["learning_rate"] == section.reference_rate and "held_out" in cell]  # fmt: skip
+    places = [section, *(other for other in found if other.regime == of)]  # where the regime has no DEFT: the other one
+    cells = [[c for c in one.cells("deft", section.reference_rate) if "held_out" in c] for one in places]
+    tuned = next(filter(None, cells), [])
     if not curve or not tuned:
         return ""
     entropy = statistics.mean(cell["held_out"]["entropy"][0] for cell in tuned)
     text = ", ".join(f"{value:.3f} at T = {t:g}" for t, value in curve.items() if t)
-    where = temperature_at(curve, entropy)
-    at = "at none of these" if where is None else f"at T = {where:.2f}, between two of these on a line"
-    return (
-        f"Mean entropy of the held-out tokens with `nll`: {text}. It is that of `deft` at T = 1 ({entropy:.3f}) {at}."
-    )
+    pairs = itertools.pairwise(curve.items())
+    between = [f"between T = {cold:g} and T = {hot:g}" for (cold, low), (hot, high) in pairs if low <= entropy <= high]
+    where = next(iter(between), "at no T up to 1")
+    return wrapped(f"Mean entropy of the held-out tokens with `nll`: {text}. It is that of `deft` at T = 1 "
+                   f"({entropy:.3f}) {where}.")  # fmt: skip
 
 
 def series_table(found: Sequence[Section], labels: Mapping[str, str]) -> str:
@@ -519,7 +508,7 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan,
                 f"Held-out tokens, {rate_text(section)}, means over seeds:",
                 tokens,
             ]
-            pages += [wrapped(text)] if (text := entropy_text(section, found, plan)) else []
+            pages += [text] if (text := entropy_text(section, found, plan)) else []
         pages += [f"Form of the answers, {rate_text(section)}:", form_table(section)]
     for title, regimes_of in plan.series.items():
         if text := series_table(found, regimes_of):
