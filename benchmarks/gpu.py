@@ -1,5 +1,6 @@
 """Every figure that needs a GPU, in order of importance, within a budget of minutes: for a rented card.
 
+    python benchmarks/gpu.py --data DATA --models MODELS --out OUT --rehearse      # on a CPU: every job, small sizes
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --check         # packages, files, the GPU; no job
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --minutes 28
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --list          # the jobs, their state and seconds
@@ -7,21 +8,32 @@
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --detach        # go on after the shell has ended
     python benchmarks/gpu.py --data DATA --models MODELS --out OUT --wait 500      # until the detached one ends
 
-DATA holds gsm8k/, math/ and medquad/; MODELS holds smollm2.gguf, gemma-3-270m.gguf and qwen2.5-coder-1.5b.gguf. A
-machine without a network gets its packages from elsewhere: `pip download -r benchmarks/gpu_requirements.txt`, and the
-wheels unzipped into a folder of PYTHONPATH. No job starts while a package or a file is missing.
+DATA holds gsm8k/, math/ and medquad/ (for --study: all that benchmarks/study/data.py makes); MODELS holds smollm2.gguf,
+gemma-3-270m.gguf and qwen2.5-coder-1.5b.gguf. A machine without a network gets its packages from elsewhere:
+benchmarks/gpu_requirements.txt says how. No job starts while a package or a file is missing; --check also imports the
+packages.
 
 Each job is a command of this repository that could be typed by hand. It writes its results and NAME.log to OUT and is
-stopped at twice its expected seconds. Timed jobs run one after another; those without a clock then run together. A
-job that has finished (OUT/NAME.done) is not run again, and one that would not fit into the minutes left is passed
-over, so that a shorter one after it may run. The study's cells, if asked for with --study, take the time that is left.
-The exit code is 1 if a job failed.
+stopped at twice its expected seconds, or when the minutes are spent. Timed jobs run one after another; those without a
+clock then run together. A job that has finished (OUT/NAME.done) is not run again, and one that would not fit into the
+minutes left is passed over, so that a shorter one after it may run. The exit code is 1 if a job failed.
+
+--study gives the minutes that are left to the study's cells. `data` and `models`, which the cells' configs name, become
+links to DATA and MODELS where they do not exist. The cells are merged into OUT/study, which begins as a copy of the
+committed results: copy its files back to benchmarks/study/results.
+
+--rehearse runs the same commands with smaller sizes and SmolLM2 in place of the larger models, in OUT/rehearsal, and
+asks for no GPU. What needs one says so in the job's log.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
+import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -30,17 +42,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
 QWEN, GEMMA, SMOLLM2 = "MODELS/qwen2.5-coder-1.5b.gguf", "MODELS/gemma-3-270m.gguf", "MODELS/smollm2.gguf"
 FILES = (QWEN, GEMMA, SMOLLM2, *(f"DATA/{name}/train.jsonl.gz" for name in ("gsm8k", "math", "medquad")),
          "DATA/gsm8k/test.jsonl.gz")  # fmt: skip
+QWEN_SHAPE = "benchmarks/results/qwen2.5-coder-1.5b.json"
 PACKAGES = (
-    "torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "gguf", "pydantic", "yaml", "jinja2",
-    "rich", "safetensors", "math_verify", "rapidfuzz", "liger_kernel", "bitsandbytes", "pytest", "xdist", "hypothesis",
-    "mpmath", "numpy",
+    "deftune", "torch", "triton", "transformers", "accelerate", "peft", "trl", "datasets", "gguf", "pydantic", "yaml",
+    "jinja2", "rich", "safetensors", "math_verify", "rapidfuzz", "liger_kernel", "bitsandbytes", "pytest", "xdist",
+    "hypothesis", "mpmath", "numpy", "pyarrow", "reasoning_gym",
 )  # fmt: skip
 # of training.py: the reference, what users of TRL can switch on, and the steps from the default to the fast path
 MAIN = r"^TRL nll \+ Liger$|Liger; compile$|^deftune deft; varlen$|deft; varlen; (bf16 weights|compiled layers)|" \
        r"deft \+ Liger; varlen; bf16 weights$"  # fmt: skip
+# on a CPU generate_batch would take most of the machine's memory
+SMALL_GENERATION = "--sequences 2 --new-tokens 4 --contenders deftune"
+SMALL_TRAINING = "--rows 20 --length 128 --micro 1 --steps 1 --warmup 1"
+SMALL_RUNS = "--steps 2 --compare 1 --rows 2 --length 64 --datasets gsm8k"
 
 
 @dataclass(frozen=True)
@@ -50,86 +68,133 @@ class Job:
     name: str
     seconds: int
     command: str
+    small: str  # options that make it small, for --rehearse
     timed: bool = True  # its times are results: nothing else may run
 
 
 JOBS = (
-    Job("shards", 80, "benchmarks/linear_loss.py --shards 8 --json OUT/shards.json --markdown OUT/shards.md"),
+    Job("shards", 80, "benchmarks/linear_loss.py --shards 8 --json OUT/shards.json --markdown OUT/shards.md",
+        "--shapes 256,64,4096 --repeats 2"),
     Job("generation-qwen-128", 130, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 128 --kinds "
         "fixed --rounds 1 --contenders deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz "
-        "--json OUT/generation_qwen_128.json --markdown OUT/generation_qwen_128.md"),
+        "--json OUT/generation_qwen_128.json --markdown OUT/generation_qwen_128.md", SMALL_GENERATION),
     Job("generation-qwen-1024", 90, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 1024 --kinds "
         "fixed --rounds 1 --contenders deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz "
-        "--json OUT/generation_qwen_1024.json --markdown OUT/generation_qwen_1024.md"),
-    Job("training-qwen", 280, "benchmarks/training.py benchmarks/results/qwen2.5-coder-1.5b.json "
-        "DATA/gsm8k/train.jsonl.gz --tokenizer " + SMOLLM2 + " --micro 4 --steps 15 --warmup 4 --timeout 120 --only '"
-        + MAIN + "' --json OUT/training_qwen.jsonl --markdown OUT/training_qwen.md"),
+        "--json OUT/generation_qwen_1024.json --markdown OUT/generation_qwen_1024.md", SMALL_GENERATION),
+    Job("training-qwen", 280, "benchmarks/training.py " + QWEN_SHAPE + " DATA/gsm8k/train.jsonl.gz --tokenizer "
+        + SMOLLM2 + " --micro 4 --steps 15 --warmup 4 --timeout 120 --only '"
+        + MAIN + "' --json OUT/training_qwen.jsonl --markdown OUT/training_qwen.md", SMALL_TRAINING),
     Job("training-smollm2", 280, "benchmarks/training.py " + SMOLLM2 + " DATA/gsm8k/train.jsonl.gz --micro 16 --steps "
         "15 --warmup 4 --timeout 120 --only '" + MAIN + "' --json OUT/training_smollm2.jsonl "
-        "--markdown OUT/training_smollm2.md"),
+        "--markdown OUT/training_smollm2.md", SMALL_TRAINING),
     Job("lora-memory", 200, "benchmarks/lora_memory.py DATA/gsm8k/train.jsonl.gz --format gsm8k --tokenizer " + SMOLLM2
-        + " --only recomputed --steps 6 --out OUT/lora_memory.json"),
-    Job("tests", 240, "-m pytest -n 4 -m gpu GPU_TESTS -q", timed=False),
+        + " --only recomputed --steps 6 --out OUT/lora_memory.json",
+        "--layers 1 --width 256 --vocabulary 49152 --rows 20 --length 128 --micro 1 --steps 3"),
+    Job("tests", 240, "-m pytest -n 4 -m gpu GPU_TESTS -q", "-n 1", timed=False),
     Job("real-runs-qwen", 330, "benchmarks/real_runs.py 'Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)=" + QWEN
         + "' --compare 5 --datasets medquad --layouts packed --data DATA --results OUT/real_runs_qwen.jsonl",
-        timed=False),
+        SMALL_RUNS, timed=False),
     Job("real-runs-gemma", 420, "benchmarks/real_runs.py 'Gemma-3-270M (Q4_K_M)=" + GEMMA
-        + "' --template plain --data DATA --results OUT/real_runs_gemma.jsonl", timed=False),
+        + "' --template plain --data DATA --results OUT/real_runs_gemma.jsonl", SMALL_RUNS,
+        timed=False),
 )  # fmt: skip
 
 
 def filled(text: str, folders: dict[str, str]) -> str:
-    for name, folder in folders.items():
-        text = text.replace(name, folder)
-    return text
+    """
+    >>> filled("a DATA/x OUT/y", {"DATA": "/OUT/d", "OUT": "/o"})
+    'a /OUT/d/x /o/y'
+    """
+    return re.sub("|".join(folders), lambda name: folders[name[0]], text)
 
 
-def line_of(job: Job, folders: dict[str, str]) -> str:
+def line_of(job: Job, folders: dict[str, str], *, small: bool = False) -> str:
     """The command as a shell takes it; of the tests, only files that have some for a GPU, since all are imported."""
+    command = job.command
+    if small:  # of an option that is given twice, the last one counts
+        command = re.sub("|".join(map(re.escape, (QWEN_SHAPE, QWEN, GEMMA))), SMOLLM2, command) + f" {job.small}"
     tests = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
     named = " ".join(sorted(str(path.relative_to(ROOT)) for path in tests))
-    return f"{sys.executable} {filled(job.command, folders).replace('GPU_TESTS', named)}"
+    return f"{sys.executable} {filled(command, folders).replace('GPU_TESTS', named)}"
 
 
-def missing(folders: dict[str, str]) -> list[str]:
+def missing(folders: dict[str, str], *, need_gpu: bool = True, try_imports: bool = False) -> list[str]:
     """What the jobs need and this machine lacks."""
     found = [f"package {name}" for name in PACKAGES if importlib.util.find_spec(name) is None]
     found += [f"file {path}" for path in (filled(name, folders) for name in FILES) if not Path(path).is_file()]
-    if not found and importlib.import_module("torch").cuda.is_available() is False:
+    if try_imports and not found:
+        found += [text for name in PACKAGES if (text := failed_import(name))]
+    if need_gpu and not found and importlib.import_module("torch").cuda.is_available() is False:
         found.append("a GPU that torch can use")
     return found
 
 
-def run(job: Job, line: str, out: Path) -> bool:
+def failed_import(name: str) -> str:
+    """Why a package cannot be imported; "" and a line with its version where it can."""
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # whatever its code raises
+        return f"package {name}: {type(error).__name__}: {error}"
+    print(f"{name} {getattr(module, '__version__', '')}".rstrip(), flush=True)
+    return ""
+
+
+def environment() -> dict[str, str]:
+    """The variables of a job: this checkout before any other, output that a kill does not lose, no look at the hub."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(job: Job, line: str, out: Path, end: float, *, small: bool = False) -> bool:
     """Whether the job finished; its output goes to OUT/NAME.log."""
     begin = time.monotonic()
+    limit = max(1, round(end - begin if small else min(2 * job.seconds, end - begin)))
     with (out / f"{job.name}.log").open("w") as log:
         log.write(f"$ {line}\n")
         log.flush()
-        command = ["timeout", "--kill-after=10", str(2 * job.seconds), "bash", "-c", line]
-        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
+        command = ["timeout", "--kill-after=10", str(limit), "bash", "-c", line]
+        code = subprocess.run(command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT).returncode
     seconds = time.monotonic() - begin
     reason = {0: "finished", 124: "stopped at its limit", 137: "killed at its limit"}.get(code, f"exit code {code}")
     print(f"{job.name}: {reason} after {seconds:.0f} s (expected {job.seconds} s)", flush=True)
-    if code == 0:
+    if code == 0 and not small:
         (out / f"{job.name}.done").write_text(f"{seconds:.0f} s\n")
     return code == 0
 
 
-def run_all(jobs: list[Job], folders: dict[str, str], out: Path, end: float) -> bool:
+def run_all(jobs: list[Job], folders: dict[str, str], out: Path, end: float, *, small: bool = False) -> bool:
     """Run what fits before ``end``; whether all of it finished."""
-    good, together = True, []
+    good, together = True, list[Job]()
+
+    def run_one(job: Job) -> bool:
+        return run(job, line_of(job, folders, small=small), out, end, small=small)
+
     for job in jobs:
         if (out / f"{job.name}.done").exists():
             print(f"{job.name}: done before", flush=True)
         elif time.monotonic() + job.seconds > end:
             print(f"{job.name}: passed over, {job.seconds} s are more than is left", flush=True)
-        elif job.timed:
-            good = run(job, line_of(job, folders), out) and good
+        elif job.timed or small:
+            good = run_one(job) and good
         else:
             together.append(job)
     with ThreadPoolExecutor(max(1, len(together))) as pool:
-        return all([*pool.map(lambda job: run(job, line_of(job, folders), out), together), good])
+        return all([*pool.map(run_one, together), good])
+
+
+def run_study(out: Path, folders: dict[str, str], minutes: float) -> bool:
+    """Run missing cells of the study; they are merged into a copy of the committed results, OUT/study."""
+    for name in ("DATA", "MODELS"):
+        if not (ROOT / name.lower()).exists():
+            (ROOT / name.lower()).symlink_to(folders[name])
+    results = out / "study"
+    results.mkdir(exist_ok=True)
+    for path in (ROOT / "benchmarks/study/results").glob("*.json"):
+        if not (results / path.name).exists():
+            shutil.copyfile(path, results / path.name)
+    command = [sys.executable, "-m", "deftune.paper.study", "run", "--minutes", f"{minutes:.1f}", "--jobs", "2",
+               "--results", str(results)]  # fmt: skip
+    return not subprocess.run(command, cwd=ROOT, env=environment()).returncode
 
 
 def detach(out: Path) -> None:
@@ -159,13 +224,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=28, help="the budget (default: 28)")
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--study", action="store_true", help="give the minutes that are left to the study's cells")
-    parser.add_argument("--results", type=Path, help="the study's folder of results (default: the committed ones)")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes, no GPU: does every job get to its end?")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--list", action="store_true", help="print the jobs and stop")
     how.add_argument("--check", action="store_true", help="say what this machine lacks and stop")
     how.add_argument("--detach", action="store_true", help="run in the background")
     how.add_argument("--wait", type=float, metavar="SECONDS", help="wait for a detached run, and print its output")
     args = parser.parse_args()
+    if args.rehearse:
+        args.out /= "rehearsal"
     end = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     folders = {"DATA": str(args.data.resolve()), "MODELS": str(args.models.resolve()), "OUT": str(args.out.resolve())}
@@ -179,22 +246,27 @@ def main() -> int:
             state = "done" if (args.out / f"{job.name}.done").exists() else f"{job.seconds} s"
             print(f"{job.name}: {state}\n  {line_of(job, folders)}")
         return 0
-    lacking = missing(folders)
+    lacking = missing(folders, need_gpu=not args.rehearse, try_imports=args.check)
     if lacking or args.check:
         print("\n".join(f"missing: {name}" for name in lacking) or "nothing is missing")
         return int(bool(lacking))
+    lock = (args.out / "gpu.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{args.out}: another run is using this folder; --wait waits for it", file=sys.stderr)
+        return 1
     (args.out / "gpu.done").unlink(missing_ok=True)
     if args.detach:
+        lock.close()
         detach(args.out)
         return 0
     good = False
     try:
-        good = run_all(jobs, folders, args.out, end)
+        good = run_all(jobs, folders, args.out, end, small=args.rehearse)
         left = (end - time.monotonic()) / 60
-        if args.study and left > 2:
-            command = [sys.executable, "-m", "deftune.paper.study", "run", "--minutes", f"{left:.1f}", "--jobs", "2"]
-            command += ["--results", str(args.results.resolve())] if args.results else []
-            good = not subprocess.run(command, cwd=ROOT).returncode and good
+        if args.study and not args.rehearse and left > 2:
+            good = run_study(args.out, folders, left) and good
     finally:
         (args.out / "gpu.done").write_text("all finished\n" if good else "something failed\n")
     return int(not good)

@@ -14,7 +14,7 @@ row that says why. MFU counts the products with the weights (`deftune.training.p
 matrix products in the same process.
 
 Needs deftune[train]; Liger's rows need liger-kernel, padding-free TRL needs flash-attn. Not here: unsloth (changes
-transformers and TRL when it is imported, and makes its own model) and torchtitan (has its own models, data, launcher).
+transformers and TRL when it is imported, and needs a GPU for that) and torchtitan (has its own models, data, launcher).
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ OURS = ("attention", "compile_layers", "weights")  # arguments of DeftSFTTrainer
 
 def prepared(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     """The tokenizer, and real rows, masked and packed; imports what the contenders need, but starts no CUDA."""
+    sys.modules.setdefault("bitsandbytes", None)  # pyright: ignore  # PEFT imports it, and its import starts CUDA
     import trl  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     import deftune.training.trainer  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -182,12 +183,15 @@ def measure_into(out: Path, contender: str, *rest: Any) -> None:
 
 
 def in_process(contender: str, args: argparse.Namespace, tokenizer: Any, packs: list[Any]) -> dict[str, Any]:
-    """`measure` in a fork of this process; an error, a crash or too long a time is a result too."""
+    """`measure` in a fork of this process; an error, a crash or too long a time is a result too.
+
+    A fork cannot use CUDA if this process has started it; then the process is a new one, which imports all again.
+    """
+    started = torch.cuda.is_initialized()
+    context = multiprocessing.get_context("spawn") if started else multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         out, start = Path(folder, "result.json"), time.perf_counter()
-        process = multiprocessing.get_context("fork").Process(
-            target=measure_into, args=(out, contender, args, tokenizer, packs)
-        )
+        process = context.Process(target=measure_into, args=(out, contender, args, tokenizer, packs))
         process.start()
         process.join(args.timeout)
         result = {"error": f"took more than {args.timeout:g} s"}

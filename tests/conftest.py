@@ -70,6 +70,7 @@ HEAVY = {
     "losses": ("context_parallel", "triton_rows", "vocab_shards"),
     "objectives": ("step_ranks",),
     "paper": ("conflicts", "recipes", "study", "study_queue", "theory"),
+    "reliability": ("gpu_jobs",),
     "tokens": ("definitions",),
     "training": (
         "attacks",

@@ -35,6 +35,10 @@ def test_the_shipped_evidence_gives_three_answers_for_three_regimes():
     """Each follows from a measured row: DEFT decided above NLL, DEFT decided below NLL, and the rest."""
     weak, intermediate = (advice_from(measured(p)) for p in (0.01, 0.36))
     assert (weak.regime, weak.objective, weak.sampled) == ("weak", "deft", None)
+    assert weak.because == (  # the advice is no reason to train at all
+        "deft is above NLL at the best temperature of each, and the interval excludes 0; yet all tuned models were "
+        "below the untuned model",
+    )
     assert (intermediate.regime, intermediate.objective, intermediate.sampled) == ("intermediate", "nll", None)
     assert intermediate.because == ("measured below NLL at the best temperature of each: deft",)
     strong = advice_from(measured(0.55))
@@ -74,10 +78,10 @@ def test_without_a_measured_cell_the_advice_says_so_and_the_claim_stays_the_pape
     assert advice.objective == "nll" and advice.sampled is None and advice.learning_rates == ()
     assert advice.strength.startswith("none: no cell of this regime was measured")
     assert advice.place.endswith("no cell was measured") and str(claim).endswith("the paper, Table 1")
-    assert strength_of([row("deft", BEST, 1.0, seeds=1)]) == "weak: 1 seed of 1 model at most"
+    assert strength_of([row("deft", BEST, 1.0, seeds=1)]) == "weak: 1 seed of 1 model at most (a model)"
     assert (
-        strength_of([row("deft", BEST, 1.0), row("deft", BEST, 1.0, model="b")])
-        == "strong: 3 seeds of 2 models at most"
+        strength_of([row("deft", BEST, 1.0, model="a (Q4)"), row("deft", BEST, 1.0, model="b")])
+        == "strong: 3 seeds of 2 models at most (a, b)"
     )
 
 

@@ -21,11 +21,14 @@ from deftune.paper.study_effects import Section, common, effect_of, sections
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_report import (
     default_answer,
+    entropy_text,
     evidence,
     form_table,
     limits,
     points,
+    primary_table,
     results_page,
+    t_interval,
     wall_seconds,
 )
 from serial import run_here
@@ -259,8 +262,8 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
     assert f"`deft` {value:+.1f} [{low:+.1f}, {high:+.1f}]" in page
     assert "`deft` minus NLL, 3 seeds" in readme and f"| {value:+.1f} [{low:+.1f}, {high:+.1f}] |" in readme
     assert value == pytest.approx(20, abs=6)
-    for text in ("Below NLL: `linear`", "Not decided: `deft`", "training helps", "(run again, finished)",
-                 "## Cells that were run again", "| 1 | 7 | 4 | 3 |"):  # fmt: skip
+    for text in ("Below NLL: `linear`", "Not decided (p of Holm at least 0.05): `deft`", "training helps",
+                 "(run again, finished)", "## Cells that were run again", "| 1 | 7 | 4 | 3 |"):  # fmt: skip
         assert text in page, text
     assert {path.name for path in (root / "docs/images").iterdir()} == {
         "study_strong_tasks_temperature.png", "study_strong_tasks_rate.png",
@@ -360,6 +363,7 @@ def test_the_ledger_judges_our_cells_and_says_what_differs(root):
     entries = ledger(plan.arranged(sections([study])), plan)
     above = entries["strong-above-nll"]
     assert above["verdict"] == "holds" and above["because"].startswith("ahead in 3 of 3: strong, deft - nll: +")
+    assert above["best"].startswith("holds: ahead in 3 of 3")
     assert above["differs"] == (
         "strong: GSM8K, asked gsm8k, Qwen2.5-Coder-1.5B-Instruct, 3 seeds; the paper: NuminaMath, asked five sets, "
         "four models"
@@ -372,10 +376,46 @@ def test_the_ledger_judges_our_cells_and_says_what_differs(root):
     }
     assert entries["gradient-shares"]["because"].startswith("rests on token tables")
     assert ledger([], plan)["strong-linear"]["because"] == "no cells yet: strong"
+    sharp = invented(nll=(0.7, 0.6, 0.3), linear=(0.5, 0.5, 0.5))  # the paper's answers to mathematics are at T = 1
+    linear = ledger(plan.arranged(sections([sharp])), plan)["strong-linear"]
+    assert linear["verdict"] == "holds" and linear["because"].startswith("ahead in 1 of 1: strong, linear - nll: +")
+    assert linear["best"].startswith("fails: ahead in 0 of 1: strong, linear - nll: -")
     write_study(study, root / "benchmarks/study/results/strong.json")
     report(root)
     assert "5 of 29 claims" in (root / "docs/claims.md").read_text()
     assert json.loads((root / LEDGER).read_text()) == entries
+
+
+def test_the_page_says_what_each_seed_and_each_environment_gave(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study = invented(nll=(0.5, 0.45, 0.3), deft=(0.7, 0.7, 0.7))
+    (section,) = plan.arranged(sections([study]))
+    values = section.by_seed("deft")
+    assert len(values) == 3 and sum(values) / 3 == pytest.approx(section.primary["deft"].value)
+    assert ", ".join(f"{100 * value:+.1f}" for value in values) in primary_table(section)
+    text = limits([study], [section], plan)
+    assert "strong `deft`: over its 3 seeds alone" in text and t_interval(values) in text
+    assert "different environments" not in text
+    study.environments.append({"gpus": ["a GPU"], "versions": {"torch": "2.12"}, "git": {"commit": "abc"}})
+    study.cells["strong/deft/lr1e-05-s0"]["environment"] = 1
+    assert ("strong: cells of different environments are paired: 11 with a GPU, commit not recorded; 1 with a GPU, "
+            "torch 2.12, commit abc.") in limits([study], [section], plan)  # fmt: skip
+
+
+def test_the_temperature_of_equal_entropy_is_stated(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study = invented(nll=(0.5, 0.45, 0.3), deft=(0.7, 0.7, 0.7))
+    colder = renamed(invented(nll=(0.5, 0.45, 0.3)), "strong-colder")
+    for cells, held_out in ((study, {"entropy": [0.2, 0.1, 0.3]}),
+                            (colder, {"entropy": [0.6, 0.5, 0.7], "entropies": {"0.5": [0.3, 0.2, 0.4]}})):  # fmt: skip
+        for cell in cells.cells.values():
+            cell["held_out"] = held_out
+    found = plan.arranged(sections([study, colder]))
+    texts = [" ".join(entropy_text(section, found, plan).split()) for section in found]
+    assert texts == ["", (
+        "Mean entropy of the held-out tokens with `nll`: 0.300 at T = 0.5, 0.600 at T = 1. It is that of `deft` at "
+        "T = 1 (0.200) between T = 0 and T = 0.5."
+    )]  # fmt: skip
 
 
 def test_planned_cells_are_found_by_spec_and_rate(root):

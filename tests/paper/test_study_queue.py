@@ -159,6 +159,13 @@ def test_a_failure_is_merged_and_a_regime_without_its_files_is_left_out(study):
     said.clear()
     assert run_queue(plan, folder, results, minutes=30, runner=runner, say=said.append).failed == {}
     assert said == ["weak: left out: nowhere/rows.jsonl: no such file"]
+    content["regimes"]["weak"]["tokens"] = []
+    content["regimes"]["weak"]["evaluate"][0] |= {"tasks": ["figfont", "gsm8k"], "data": str(folder)}
+    tiny_comparison.write(folder / "other.yaml", content)
+    said.clear()
+    assert run_queue(plan, folder, results, minutes=30, runner=runner, say=said.append).failed == {}
+    (line,) = said  # and the other regimes of the plan would run
+    assert line.startswith("weak: left out: gsm8k")
 
 
 @pytest.mark.parametrize(

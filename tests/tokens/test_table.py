@@ -13,6 +13,7 @@ from transformers import Gemma2ForCausalLM
 from deftune import objective, token_stats
 from deftune.artifacts.results import encoding_of, load_result
 from deftune.cli import main
+from deftune.comparison.summary import table_record
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.objectives import Context
 from deftune.tokens import passes
@@ -102,6 +103,22 @@ def test_the_numbers_are_those_of_the_logits_row_by_row(table, model, tokenizer,
             assert np.allclose(column(mine, f"signal:{spec}"), gate * stats.error, atol=2e-5), spec
         assert np.allclose(column(mine, "focus:deft"), stats.concentration, atol=2e-5)
     assert place == len(rows) - 1
+
+
+def test_the_entropy_at_a_temperature_is_that_of_the_divided_logits(tmp_path, model, tokenizer, rows):
+    generator = torch.Generator().manual_seed(0)
+    z, targets = 3 * torch.randn(50, 12, generator=generator), torch.randint(12, (50,), generator=generator)
+    _, found = Measurement([], Context(), [0.25, 2.0]).measure(z, targets)
+    for temperature in (0.25, 2.0):
+        divided = torch.distributions.Categorical(logits=z.double() / temperature)
+        assert torch.allclose(found[f"entropy:{temperature:g}"].double(), divided.entropy(), atol=1e-5)
+    assert (found["entropy:0.25"] < found["entropy"]).all() and (found["entropy"] < found["entropy:2"]).all()
+    path = tmp_path / "t.parquet"
+    write_token_table(path, model, tokenizer, rows[:2], objectives=["deft"], temperatures=[0.25])
+    assert "entropy:0.25" in read_token_table(path).column_names
+    record = table_record(path)
+    assert list(record["entropies"]) == ["0.25"]
+    assert 0 < record["entropies"]["0.25"]["mean"] < record["entropy"]["mean"]
 
 
 def test_rank_top_and_other_are_what_they_say():

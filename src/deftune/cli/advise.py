@@ -103,6 +103,7 @@ def advice_lines(advice: Any) -> list[str]:
     if advice.sampled:
         objective += f" for greedy or cold answers; {advice.sampled} for answers sampled at T = 1"
     rates = ", ".join(f"{rate:g}" for rate in advice.learning_rates)
+    rate = f"{rates} (used in the measured cells, full fine-tuning)" if rates else "none measured"
     lines = [
         f"{advice.model} reads {advice.data}: {m['rows']:,} rows, {m['tokens']:,} tokens, before training",
         paragraph("p, sum P^2", f"{interval(m['p'])}, {interval(m['concentration'])}"),
@@ -113,7 +114,7 @@ def advice_lines(advice: Any) -> list[str]:
         paragraph("regime", advice.place),
         paragraph("objective", objective),
         paragraph("because", "; ".join(advice.because)),
-        paragraph("learning rate", f"{rates} (measured cells, full fine-tuning)" if rates else "none measured"),
+        paragraph("learning rate", rate),
         paragraph("evidence", advice.strength),
     ]  # fmt: skip
     measured = grouped(row for row in advice.evidence if row.measured)

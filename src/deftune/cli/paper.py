@@ -66,6 +66,7 @@ def run_claims(args: argparse.Namespace) -> int:
             ("read as", f"{record['reading']} [{record['rests_on']}]"),
             ("paper", f"{record['paper'].upper()}: {record['paper_because']}"),
             ("ours", f"{record['ours'].upper()}: {record['ours_because']}" if record["ours"] else not_measured(record)),
+            ("at best", record["ours_best"]),
             ("differs", record["ours_differs"] if record["ours"] else ""),
         ):
             if not text:

@@ -156,9 +156,10 @@ def strength_of(ours: Sequence[Evidence]) -> str:
     if not ours:
         return "none: no cell of this regime was measured; what the paper claims is the paper's"
     seeds = max(row.seeds for row in ours)
-    models = len({row.model for row in ours if row.seeds == seeds})
-    word = "weak" if seeds < 2 else "strong" if seeds >= 3 and models > 1 else "moderate"
-    return f"{word}: {seeds} seed{'s' * (seeds > 1)} of {models} model{'s' * (models > 1)} at most"
+    models = list(dict.fromkeys(row.model.split(" (")[0] for row in ours if row.seeds == seeds))
+    word = "weak" if seeds < 2 else "strong" if seeds >= 3 and len(models) > 1 else "moderate"
+    number = f"{seeds} seed{'s' * (seeds > 1)} of {len(models)} model{'s' * (len(models) > 1)}"
+    return f"{word}: {number} at most ({', '.join(models)})"
 
 
 def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> list[str]:
@@ -166,7 +167,9 @@ def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> li
     lines: list[str] = []
     best = [row for row in ours if row.measure == BEST]
     if objective != NLL:
-        lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0")
+        row = max((r for r in best if r.objective == objective), key=lambda r: r.difference)
+        note = f"; yet {row.note}" if row.note else ""
+        lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0{note}")
     elif lost := [row.objective for row in best if row.decided < 0]:
         lines.append(f"measured below NLL at the best temperature of each: {', '.join(dict.fromkeys(lost))}")
     else:

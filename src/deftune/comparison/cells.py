@@ -225,8 +225,9 @@ def load_cell(cell: Cell, say: Say, shared: Shared) -> tuple[Any, Any]:
 def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
     """`tokens.parquet`: every supervised token of the held-out rows, with the gates of the comparison's objectives.
 
-    An objective that cannot be computed here fails in its own cell, not in all others: its columns are left out.
-    Returns which, and why.
+    The entropy is also measured at the temperatures of the regime's evaluations, so that models can be compared at the
+    temperature where their entropies are equal. An objective that cannot be computed here fails in its own cell, not
+    in all others: its columns are left out. Returns which, and why.
     """
     bad = BadRows(skip=cell.config.data.skip_bad_rows)
     rows = [row for source in cell.section.tokens for row in read_mixture([source], cell.config, bad, say)]
@@ -242,6 +243,7 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
     written = write_token_table(
         cell.folder / "tokens.parquet", model, tokenizer, rows, encoder=encoder,
         objectives=[objective for objective, reason in reasons.items() if not reason], bad=bad,
+        temperatures=sorted({t for evaluation in cell.section.evaluate for t in evaluation.sweep()} - {0.0, 1.0}),
         facts={"cell": cell.name, "model": cell_title(cell), "left_out": left_out, **data_fact(cell)},
     )  # fmt: skip
     say(f"{written.tokens}: {written.num_tokens:,} tokens")

@@ -35,7 +35,8 @@ from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import estimate, half_of, holm, macro_average, paired, score_interval
 from deftune.evaluation.suites import task_named
 from deftune.tokens.conflict import is_confident_conflict
-from deftune.tokens.table import read_rows_table, read_token_table
+from deftune.tokens.passes import entropy_column
+from deftune.tokens.table import read_rows_table, read_token_table, token_table_facts
 
 Record = dict[str, Any]
 Items = dict[str, float]
@@ -326,9 +327,11 @@ def table_record(path: Path) -> Record:
     other format tokens, blanks and line breaks, and the rest. ``end_rows`` is the share of rows with a supervised end
     token, ``end_p`` the mean p of these tokens (None where there is none), ``top1`` the share of tokens that are the
     model's likeliest. ``exchanged`` has the numbers of rows with another row's answer, where there are any; all others
-    leave these rows out.
+    leave these rows out. ``entropies`` has the mean entropy at other temperatures, where the table has them.
     """
     names = ["row", "text", "log_p", "p", "concentration", "entropy", "rank", "is_eos", "is_format"]
+    entropies = {f"{t:g}": entropy_column(t) for t in token_table_facts(path).get("temperatures", ())}
+    names += entropies.values()
     table = read_token_table(path, names)
     if not table.num_rows:
         raise ValueError(f"{path}: holds no tokens; were all rows over the maximum length?")
@@ -353,6 +356,8 @@ def table_record(path: Path) -> Record:
         "end_rows": int(rows[ends].unique().numel()) / num_rows,
         "end_p": float(columns["p"][ends].double().mean()) if bool(ends.any()) else None,
         **exchanged,
+        **({"entropies": {temperature: mean_over_tokens(columns[name].double(), rows)._asdict()
+                          for temperature, name in entropies.items()}} if entropies else {}),
     }  # fmt: skip
 
 

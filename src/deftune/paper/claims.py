@@ -251,12 +251,13 @@ def claim_records(ours: Board | None = None) -> list[dict[str, str]]:
     for claim in CLAIMS:
         printed, measured = claim.verdict(paper), claim.verdict(ours) if ours is not None else None
         assert printed is not None  # the paper's board has every setting
-        mine = known.get(claim.name, {"verdict": "", "because": "", "differs": ""})
+        mine = known.get(claim.name, {"verdict": "", "because": "", "best": "", "differs": ""})
         if measured is not None:
-            mine = {"verdict": measured.verdict, "because": measured.because, "differs": ""}
+            mine = {"verdict": measured.verdict, "because": measured.because, "best": "", "differs": ""}
         records.append({
             "name": claim.name, "where": claim.where, "quote": claim.quote, "reading": claim.reading,
             "rests_on": claim.rests_on, "paper": printed.verdict, "paper_because": printed.because,
-            "ours": mine["verdict"], "ours_because": mine["because"], "ours_differs": mine["differs"],
+            "ours": mine["verdict"], "ours_because": mine["because"], "ours_best": mine["best"],
+            "ours_differs": mine["differs"],
         })  # fmt: skip
     return records

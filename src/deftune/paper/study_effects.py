@@ -217,6 +217,11 @@ class Section:
             self.effects[key] = found and effect_of(subtract(*found))
         return self.effects[key]
 
+    def by_seed(self, objective: str) -> list[float]:
+        """An objective minus NLL at the chosen temperature and rate, for each seed of its own."""
+        found = self.pair(objective, None)
+        return torch.stack([column.mean(1) for column in subtract(*found)]).mean(0).tolist() if found else []
+
     def fall(self, objective: str) -> Effect | None:
         """The score at the chosen temperature minus the score at T = 1, each at its chosen rate."""
         best, hot = self.chosen(objective, None), self.chosen(objective, 1.0)
@@ -230,7 +235,13 @@ class Section:
 
     @cached_property
     def holm(self) -> dict[str, float]:
-        return dict(zip(self.primary, holm([effect.p for effect in self.primary.values()])))
+        return self.holm_at(None)
+
+    def holm_at(self, temperature: float | None) -> dict[str, float]:
+        """Holm's p-values of all objectives minus NLL at a temperature, or at the best one of each."""
+        found = {name: self.difference(name, temperature) for name in self.primary}
+        effects = {name: effect for name, effect in found.items() if effect}
+        return dict(zip(effects, holm([effect.p for effect in effects.values()])))
 
     def cells(self, objective: str, rate: float | None = None) -> list[Mapping[str, Any]]:
         """The finished cells of an objective, at one rate or at any."""

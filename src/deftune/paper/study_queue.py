@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deftune.artifacts.models import PACKAGED
+from deftune.comparison.cells import evaluation_items
 from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
 from deftune.comparison.schedule import CROWDED, Children, Failures, Runner, check_comparison
 from deftune.data.sources import is_hub_id
+from deftune.evaluation.items import MissingData
 from deftune.paper.study_cells import Study, collect, read_study
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_report import seconds_of
@@ -101,7 +103,7 @@ def missing_cells(plan: Plan, folder: Path, results: Path) -> list[Planned]:
 
 
 def lacking(comparison: Comparison, regime: str) -> str:
-    """Why no cell of a regime can run here: a file of its model or data that is not there; "" where all are.
+    """Why no cell of a regime can run here: a file of its model, data or questions that is not there; "" where all are.
 
     A hub id is no file, unless its first part is a folder here.
     """
@@ -113,6 +115,11 @@ def lacking(comparison: Comparison, regime: str) -> str:
         from_hub = name is None or (is_hub_id(name) and path.suffix != ".gguf" and not path.parent.is_dir())
         if not from_hub and not path.exists():
             return f"{name}: no such file"
+    try:
+        for evaluation in cell.section.evaluate:
+            evaluation_items(evaluation)
+    except MissingData as error:
+        return str(error)
     return ""
 
 

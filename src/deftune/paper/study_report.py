@@ -5,9 +5,12 @@ Every number comes from the committed results (`deftune.paper.study_cells`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -88,8 +91,9 @@ def answers(section: Section, plan: Plan) -> list[str]:
     for name, effect in section.primary.items():
         by.setdefault(verdict(section, name), []).append(f"{code(name)} {points(effect)}")
     seeds = max(effect.seeds for effect in section.primary.values())
-    verdicts = ("above NLL", "below NLL", "not decided")
-    texts = [f"{key.capitalize()}: {', '.join(by[key])}".replace("nll:", "NLL:") for key in verdicts if key in by]
+    verdicts = {"above NLL": "Above NLL", "below NLL": "Below NLL",
+                "not decided": f"Not decided (p of Holm at least {LEVEL:g})"}  # fmt: skip
+    texts = [f"{title}: {', '.join(by[key])}" for key, title in verdicts.items() if key in by]
     lines = [
         f"**{section.regime}, each at its best temperature and learning rate** ({plan.about(section)['model']}, up to "
         f"{seeds_text(seeds)}, learning rates {rates_text(section.rates)}), minus NLL in points. {'. '.join(texts)}."
@@ -159,8 +163,13 @@ def default_answer(sections: Sequence[Section]) -> list[str]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+def seed_values(section: Section, objective: str) -> str:
+    """The difference from NLL of every seed, in points."""
+    return ", ".join(f"{round(100 * value, 1) + 0.0:+.1f}" for value in section.by_seed(objective))
+
+
 def primary_table(section: Section) -> str:
-    header = ["objective", "seeds", "rates", "chosen", "score", "minus NLL", "p (Holm)", "", "fall to T = 1"]
+    header = ["objective", "seeds", "rates", "chosen", "score", "minus NLL", "by seed", "p (Holm)", "", "fall to T = 1"]
     rows: list[list[str]] = []
     for name in [BASE, *section.objectives] if BASE in section.scores else section.objectives:
         chosen, score = section.chosen(name, None), section.accuracy(name, None)
@@ -174,7 +183,7 @@ def primary_table(section: Section) -> str:
         effect = section.primary.get(name)
         rows.append([
             code(name), str(len(chosen.seeds)) if name != BASE else "", str(len(rates)) if name != BASE else "",
-            " and ".join(options), points(score, sign=False), points(effect),
+            " and ".join(options), points(score, sign=False), points(effect), seed_values(section, name) or "-",
             p_text(section.holm[name]) if effect else "-", verdict(section, name) if effect else "",
             points(section.fall(name)),
         ])  # fmt: skip
@@ -235,6 +244,34 @@ def token_table(section: Section) -> str:
             last = [number(exchanged_p(cells), ".3f")] if wrong else []
             rows.append([code(name), str(len(found)) if name != BASE else "", *numbers, end, *last])
     return table(header, rows) if rows else ""
+
+
+def entropy_curve(cells: Iterable[Mapping[str, Any]]) -> dict[float, float]:
+    """Mean entropy of the held-out tokens by sampling temperature, over the cells that measured it; 0 at T = 0."""
+    found = [cell["held_out"] for cell in cells if "entropies" in cell.get("held_out", {})]
+    if not found:
+        return {}
+    temperatures = set[str].intersection(*(set(one["entropies"]) for one in found))
+    curve = {float(t): statistics.mean(one["entropies"][t][0] for one in found) for t in temperatures}
+    return dict(sorted({0.0: 0.0, **curve, 1.0: statistics.mean(one["entropy"][0] for one in found)}.items()))
+
+
+def entropy_text(section: Section, found: Sequence[Section], plan: Plan) -> str:
+    """NLL's entropy by temperature, and where it is DEFT's at T = 1; "" where it was not measured."""
+    curve = entropy_curve(section.cells(REFERENCE, section.reference_rate))
+    of = plan.regimes.get(section.regime, {}).get("variant_of")
+    places = [section, *(other for other in found if other.regime == of)]  # where the regime has no DEFT: the other one
+    cells = [[c for c in one.cells("deft", section.reference_rate) if "held_out" in c] for one in places]
+    tuned = next(filter(None, cells), [])
+    if not curve or not tuned:
+        return ""
+    entropy = statistics.mean(cell["held_out"]["entropy"][0] for cell in tuned)
+    text = ", ".join(f"{value:.3f} at T = {t:g}" for t, value in curve.items() if t)
+    pairs = itertools.pairwise(curve.items())
+    between = [f"between T = {cold:g} and T = {hot:g}" for (cold, low), (hot, high) in pairs if low <= entropy <= high]
+    where = next(iter(between), "at no T up to 1")
+    return wrapped(f"Mean entropy of the held-out tokens with `nll`: {text}. It is that of `deft` at T = 1 "
+                   f"({entropy:.3f}) {where}.")  # fmt: skip
 
 
 def series_table(found: Sequence[Section], labels: Mapping[str, str]) -> str:
@@ -381,10 +418,42 @@ def cost_tables(studies: Sequence[Study], plan: Plan) -> str:
     ])  # fmt: skip
 
 
+def environment_text(about: Mapping[str, Any]) -> str:
+    """GPU or CPU, versions and commit of a cell's environment."""
+    versions: Mapping[str, str] = about.get("versions", {})
+    where = [", ".join(about.get("gpus", [])) or "CPU"]
+    where += [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+    return ", ".join([*where, f"commit {((about.get('git') or {}).get('commit') or 'not recorded')[:12]}"])
+
+
+def environments_text(study: Study) -> str:
+    """What the cells of one comparison were run with, where they differ: such cells are paired with each other."""
+    counts = Counter(cell["environment"] for cell in study.cells.values() if cell["state"] == "finished")
+    if len(counts) < 2:
+        return ""
+    parts = [f"{number} with {environment_text(study.environments[place])}" for place, number in sorted(counts.items())]
+    return f"- {', '.join(study.config['regimes'])}: cells of different environments are paired: {'; '.join(parts)}."
+
+
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student's t, by number of seeds
+
+
+def t_interval(values: Sequence[float]) -> str:
+    """The 95% interval of the mean of a few numbers, in points.
+
+    >>> t_interval([0.01, 0.02, 0.03])
+    '[-0.5, +4.5]'
+    """
+    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    low, high = (round(100 * (statistics.mean(values) + side), 1) + 0.0 for side in (-half, half))
+    return f"[{low:+.1f}, {high:+.1f}]"
+
+
 def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> str:
     lines = [f"- {plan.about(s)['model']} only, in the regime {s.regime}." for s in found]
     lines += [f"- {s.regime}: the untuned model's score is left out: {cut_text(s)}."
               for s in found if s.base_cut > MOST_CUT]  # fmt: skip
+    lines += [line for study in studies if (line := environments_text(study))]
     few = [f"{s.regime} {code(n)}" for s in found for n, e in s.primary.items() if e.seeds < 3]
     if few:
         lines.append(f"- Fewer than 3 seeds, so that the interval says little about other seeds: {', '.join(few)}.")
@@ -393,8 +462,12 @@ def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> st
         total = missing and (", ".join(missing[:6]) + (f" and {len(missing) - 6} more" if len(missing) > 6 else ""))
         if missing:
             lines.append(f"- Tier {tier['name']}, cells missing: {escape_markdown(str(total))}.")
-    lines.append("- The p-values and intervals of the bootstrap are approximate with few seeds; the choice of "
-                 "temperature and rate is not drawn again in a resample.")  # fmt: skip
+    lines.append("- The intervals hold for the seeds that were drawn more than for others: with S seeds the bootstrap "
+                 "counts (S - 1) / S of their variance, so a third is missing with 3 and half with 2.")  # fmt: skip
+    lines += [f"- {s.regime} {code(n)}: over its {e.seeds} seeds alone, each one number, the 95% t-interval of the "
+              f"difference at the best temperature is {t_interval(s.by_seed(n))}."
+              for s in found for n, e in s.primary.items() if e.seeds in STUDENT]  # fmt: skip
+    lines.append("- The choice of temperature and rate is not drawn again in a resample.")
     return "\n".join(lines)
 
 
@@ -404,10 +477,8 @@ def cell_list(studies: Sequence[Study]) -> str:
     for study in studies:
         for name, cell in sorted(study.cells.items()):
             about = study.environments[cell["environment"]] if study.environments else {}
-            where = [", ".join(about.get("gpus", [])) or "CPU", f"torch {about.get('versions', {}).get('torch', '?')}",
-                     f"commit {((about.get('git') or {}).get('commit') or 'not recorded')[:12]}"]  # fmt: skip
             spent = f", {seconds_of(cell):.0f} s" if "cost" in cell else ""
-            lines.append(f"# {name}: {cell['state']}{spent}; {', '.join(where)}\n{cell['command']}")
+            lines.append(f"# {name}: {cell['state']}{spent}; {environment_text(about)}\n{cell['command']}")
     return (
         "<details><summary>The command of every cell</summary>\n\n```bash\n" + "\n".join(lines) + "\n```\n\n</details>"
     )
@@ -437,6 +508,7 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan,
                 f"Held-out tokens, {rate_text(section)}, means over seeds:",
                 tokens,
             ]
+            pages += [text] if (text := entropy_text(section, found, plan)) else []
         pages += [f"Form of the answers, {rate_text(section)}:", form_table(section)]
     for title, regimes_of in plan.series.items():
         if text := series_table(found, regimes_of):
@@ -452,8 +524,9 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan,
 READING = (
     "Numbers are per cent or points with 95% intervals in brackets, by a bootstrap over items and seeds. *Score* is at "
     "the temperature and learning rate that were chosen on the other half of the items. *Minus NLL* is paired by item "
-    "and seed, on the cells that both objectives have. *p (Holm)* is over the objectives of a regime; a difference is "
-    f"decided below {LEVEL:g}. *Fall* is the score minus the score at T = 1. *Explicit* answers state their result "
+    "and seed, on the cells that both objectives have; *by seed* has its value for each seed. *p (Holm)* is over the "
+    f"objectives of a regime; a difference is decided below {LEVEL:g}. *Fall* is the score minus the "
+    "score at T = 1. *Explicit* answers state their result "
     "(boxed, marked or in words). *Conflicts* are confident conflicts, a share of the held-out tokens; *likeliest* is "
     "the share of tokens that are the model's first choice."
 )
@@ -484,7 +557,8 @@ def readme_block(found: Sequence[Section], plan: Plan, figures: Sequence[str]) -
         rows.append([label, *(points(section.difference(one, t)) for _, t in kinds)])
     lines += [table(["accuracy", *(title for title, _ in kinds)], rows), ""]
     lines.append(wrapped(
-        f"*{about['model']} tuned on {about['data']}; points, with 95% intervals over items and seeds.* "
+        f"*{about['model']} tuned on {about['data']}; points, with 95% intervals over items and seeds (one seed: over "
+        f"items).* "
         f"[All results](docs/study/results.md) of the "
         f"[study](docs/study/plan.md); [`deftune advise MODEL DATA`](docs/advise.md) applies them to your data."
     ))  # fmt: skip

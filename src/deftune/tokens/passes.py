@@ -158,18 +158,28 @@ def has_focus(objective: Objective) -> bool:
     return isinstance(objective, Focus)
 
 
+def entropy_column(temperature: float) -> str:
+    """
+    >>> entropy_column(0.5)
+    'entropy:0.5'
+    """
+    return f"entropy:{temperature:g}"
+
+
 class Measurement:
     """A ``deft_call`` that measures all columns of a token table.
 
     The head is applied to the supervised positions alone, one chunk at a time, so that a ``[tokens, V]`` tensor of all
     tokens is never in memory.
 
+    ``temperatures``: also the entropy of softmax(z / T) for each T, as column ``entropy:T``.
+
     Raises:
         ValueError: an objective cannot be computed from a token's own statistics and ``context``.
     """
 
-    def __init__(self, objectives: Iterable[str | Objective], context: Context):
-        self.objectives, self.context = parse_objectives(objectives), context
+    def __init__(self, objectives: Iterable[str | Objective], context: Context, temperatures: Sequence[float] = ()):
+        self.objectives, self.context, self.temperatures = parse_objectives(objectives), context, tuple(temperatures)
         for objective in self.objectives:
             if reason := why_not_computable(objective, context):
                 raise ValueError(f"token table: `{objective}`: {reason}; leave it out")
@@ -217,6 +227,8 @@ class Measurement:
             "other_id": top.indices.gather(1, other)[:, 0],
             "other_log_p": top_log_p.gather(1, other)[:, 0],
         }
+        for temperature in self.temperatures:
+            columns[entropy_column(temperature)] = logits_stats(z / temperature, targets)[0].entropy
         for objective in self.objectives:
             gate = objective.gate(stats, self.context)
             if has_focus(objective):

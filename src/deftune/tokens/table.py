@@ -31,6 +31,7 @@ from deftune.tokens.passes import (
     BATCH_TOKENS,
     Measurement,
     RowTokens,
+    entropy_column,
     parse_objectives,
     placed,
     supervised_places,
@@ -88,13 +89,15 @@ class Written(NamedTuple):
     facts: list[str]
 
 
-def token_schema(objectives: Sequence[str | Objective]) -> pa.Schema:
-    """The fixed columns, then ``focus:S``, ``gate:S``, ``signal:S`` and ``gradient:S`` for each objective S.
+def token_schema(objectives: Sequence[str | Objective], temperatures: Sequence[float] = ()) -> pa.Schema:
+    """The fixed columns, ``entropy:T`` for each temperature T, and for each objective S ``focus:S``, ``gate:S``,
+    ``signal:S`` and ``gradient:S``.
 
     >>> token_schema(["deft"]).names[-4:]
     ['focus:deft', 'gate:deft', 'signal:deft', 'gradient:deft']
     """
-    names = [f"{column}:{parse_objective(spec)}" for spec in objectives for column in OBJECTIVE_COLUMNS]
+    names = [entropy_column(temperature) for temperature in temperatures]
+    names += [f"{column}:{parse_objective(spec)}" for spec in objectives for column in OBJECTIVE_COLUMNS]
     return pa.schema([*TOKEN_COLUMNS.items(), *((name, pa.float32()) for name in names)])
 
 
@@ -120,15 +123,15 @@ def row_line(place: int, example: Encoded, positions: np.ndarray, texts: list[st
 
 def token_batches(
     model: Any, tokenizer: Any, examples: Iterable[tuple[int, Encoded]], encoder: Encoder, *,
-    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = BATCH_TOKENS,
-    progress: Callable[[int], None] = lambda _: None,
+    objectives: Iterable[str | Objective] = DEFAULT, temperatures: Sequence[float] = (),
+    batch_tokens: int = BATCH_TOKENS, progress: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:  # fmt: skip
     """A model's token table in parts, (tokens, their rows), in the order of the rows.
 
     ``examples`` are (index of the row, encoded row). The rows of `WINDOW_BATCHES` batches are in memory at a time.
     """
-    measurement = Measurement(objectives, token_context(encoder))
-    schema, pieces = token_schema(measurement.objectives), Pieces(tokenizer)
+    measurement = Measurement(objectives, token_context(encoder), temperatures)
+    schema, pieces = token_schema(measurement.objectives, temperatures), Pieces(tokenizer)
     ends = sorted(encoder.end_ids.values())
     special = sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
     for window in windows(examples, WINDOW_BATCHES * batch_tokens):
@@ -176,12 +179,14 @@ def windows(examples: Iterable[tuple[int, Encoded]], tokens: int) -> Iterator[li
 
 def write_token_table(
     path: str | Path, model: Any, tokenizer: Any, rows: Sequence[Row], *, encoder: Encoder | None = None,
-    objectives: Iterable[str | Objective] = DEFAULT, batch_tokens: int = BATCH_TOKENS, bad: BadRows | None = None,
-    facts: Mapping[str, Any] | None = None, progress: Callable[[int], None] = lambda _: None,
+    objectives: Iterable[str | Objective] = DEFAULT, temperatures: Sequence[float] = (),
+    batch_tokens: int = BATCH_TOKENS, bad: BadRows | None = None, facts: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Written:  # fmt: skip
     """Write the token table of ``rows`` to ``path`` (Parquet), and the rows' texts beside it.
 
     ``encoder``: how rows become tokens (default: the tokenizer's template, answers supervised, 2048 tokens).
+    ``temperatures``: also measure the entropy at these sampling temperatures, which are above 0.
     ``bad``: what to do with rows whose mask cannot be verified; by default the first one raises. ``facts`` are stored
     in the schema's metadata, where `table_facts` reads them. ``progress`` is called with 1 after each row.
     Both files appear complete or not at all.
@@ -194,6 +199,7 @@ def write_token_table(
     about = {
         "version": __version__,
         "objectives": [str(objective) for objective in chosen],
+        "temperatures": list(temperatures),
         "template": encoder.template,
         "max_length": encoder.max_length,
         "mask": encoder.mask,
@@ -203,11 +209,11 @@ def write_token_table(
     beside, count = rows_path(path), 0
     with contextlib.ExitStack() as files:
         # the rows first: where there is a token table, there are its rows
-        to_tokens = files.enter_context(parquet_file(path, token_schema(chosen).with_metadata(metadata)))
+        to_tokens = files.enter_context(parquet_file(path, token_schema(chosen, temperatures).with_metadata(metadata)))
         to_rows = files.enter_context(parquet_file(beside, ROW_SCHEMA.with_metadata(metadata)))
         for tokens, lines in token_batches(
-            model, tokenizer, placed(rows, encoded.examples), encoder, objectives=chosen, batch_tokens=batch_tokens,
-            progress=progress,
+            model, tokenizer, placed(rows, encoded.examples), encoder, objectives=chosen, temperatures=temperatures,
+            batch_tokens=batch_tokens, progress=progress,
         ):  # fmt: skip
             to_tokens.write_batch(tokens)
             to_rows.write_batch(lines)

@@ -1,0 +1,74 @@
+"""benchmarks/gpu.py: jobs that fail, hang, were done or do not fit; rehearsals."""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    spec = importlib.util.spec_from_file_location("gpu_jobs", ROOT / "benchmarks/gpu.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "gpu_jobs", module)  # its dataclass looks there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_job_states_what_became_of_it(gpu, tmp_path, capsys):
+    soon = time.monotonic() + 60
+    jobs = [
+        gpu.Job("good", 5, "-c 'print(\"fine\")'", ""),
+        gpu.Job("bad", 5, "-c 'raise SystemExit(3)'", ""),
+        gpu.Job("slow", 600, "-c pass", ""),
+        gpu.Job("hangs", 1, "-c 'import time; print(\"begun\"); time.sleep(600)'", "", timed=False),
+        gpu.Job("old", 5, "-c 'raise SystemExit(1)'", ""),
+    ]
+    (tmp_path / "old.done").write_text("4 s\n")
+    folders = {"DATA": "/d", "MODELS": "/m", "OUT": str(tmp_path)}
+    assert gpu.run_all(jobs, folders, tmp_path, soon) is False
+    said = [line.split(" after")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["good: finished", "bad: exit code 3", "slow: passed over, 600 s are more than is left",
+                    "old: done before", "hangs: stopped at its limit"]  # fmt: skip
+    assert sorted(path.stem for path in tmp_path.glob("*.done")) == ["good", "old"]
+    assert "begun" in (tmp_path / "hangs.log").read_text()  # a kill loses no output
+    assert gpu.run_all(jobs[:1], folders, tmp_path, soon) is True
+
+
+def test_no_job_runs_beyond_the_budget(gpu, tmp_path, capsys):
+    job = gpu.Job("late", 1, "-c 'import time; time.sleep(600)'", "")
+    assert gpu.run(job, gpu.line_of(job, {"OUT": ""}), tmp_path, time.monotonic() + 1) is False
+    assert capsys.readouterr().out.startswith("late: stopped at its limit after 1 s")
+
+
+def test_a_rehearsal_is_the_same_command_with_small_sizes(gpu, tmp_path):
+    folders = {"DATA": "/OUT/data", "MODELS": "/m", "OUT": "/o"}
+    for job in gpu.JOBS:
+        line, small = gpu.line_of(job, folders), gpu.line_of(job, folders, small=True)
+        assert small.endswith(job.small) and "qwen2.5-coder-1.5b" not in small and "gemma-3-270m.gguf" not in small
+        assert not {"DATA", "MODELS", "GPU_TESTS"} & set(line.replace("/", " ").split())
+    assert "/OUT/data/gsm8k" in gpu.line_of(gpu.JOBS[1], folders)  # a folder's own name is left as it is
+    job = gpu.Job("good", 5, "-c pass", "")
+    assert gpu.run_all([job], folders, tmp_path, time.monotonic() + 60, small=True) is True
+    assert not (tmp_path / "good.done").exists()
+
+
+def test_one_run_at_a_time_uses_a_folder(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "missing", lambda *_, **__: [])
+    inside = []
+
+    def run_all(*_, **__):
+        inside.append(gpu.main() if not inside else None)
+        return True
+
+    monkeypatch.setattr(gpu, "run_all", run_all)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--data", "d", "--models", "m", "--out", str(tmp_path)])
+    assert gpu.main() == 0 and inside == [1]
+    assert "another run is using this folder" in capsys.readouterr().err
+    assert (tmp_path / "gpu.done").read_text() == "all finished\n"
