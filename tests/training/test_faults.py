@@ -238,7 +238,7 @@ def test_an_unknown_key(tmp_path, make_config):
 
 
 def test_no_config(tmp_path):
-    check_refused(start(tmp_path / "none.yaml"), "none.yaml: no such file; `deftune init` writes one")
+    check_refused(start(tmp_path / "none.yaml"), "none.yaml: no such file or run; `deftune init` writes a config")
 
 
 def test_no_data(tmp_path, make_config):
