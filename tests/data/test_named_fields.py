@@ -62,10 +62,10 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, content, message):
         read_rows(path, fields=FIELDS)
 
 
-def test_a_column_without_a_name_is_left_out(tmp_path):
-    """pandas writes its index under an empty name, and spreadsheets export empty columns."""
+def test_names_of_columns_are_trimmed_and_empty_ones_left_out(tmp_path):
+    """pandas writes its index under an empty name, spreadsheets export empty columns, people write "q, a"."""
     path = tmp_path / "rows.csv"
-    path.write_text(",q,a,\n0,1+1?,2,\n")
+    path.write_text(",q, a ,\n0,1+1?,2,\n")
     assert texts(read_rows(path, fields=FIELDS)) == [("1+1?", "2")]
     with pytest.raises(RowError, match=r"unknown format \(its keys: q, a\."):
         read_rows(path)

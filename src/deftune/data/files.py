@@ -338,8 +338,8 @@ def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -
         if values is None:
             return
         if names is None:
-            names = values
-            named = [name for name in names if name.strip()]
+            names = [value.strip() for value in values]  # "prompt, completion"
+            named = [name for name in names if name]
             remedy = "the first line names the columns, each once"
             if len(named) == 1 and (other := re.search(r"[;\t|,]", named[0])):
                 remedy = f"the columns of this file are separated by {other[0]!r}; write it with {delimiter!r}"
@@ -354,7 +354,7 @@ def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -
         elif any("\0" in value for value in values):
             bad.add(where, Fault("NUL character", "in a value"), raw_text(delimiter.join(values).encode()))
         else:
-            yield where, {name: value for name, value in zip(names, values) if name.strip()}
+            yield where, {name: value for name, value in zip(names, values) if name}
 
 
 def _read_tsv(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
