@@ -202,6 +202,7 @@ def test_no_key_is_dropped(stack, key, prepared, exported, tmp_path):
         ("axolotl", {"train.warmup_ratio": 0.2}, "axolotl takes two instead"),
         ("torchtitan", {}, "its configs are Python modules"),
         ("lamafactory", {}, "unknown stack 'lamafactory'. Did you mean 'llamafactory'"),
+        ("ggguf", {}, "unknown stack 'ggguf'. Did you mean 'gguf'? Known: verl, axolotl, llamafactory, swift, gguf"),
         ("verl", {"objective": "linear | eos(nll)", "data.template": "chatml"}, "takes its end tokens from"),
     ],
 )  # fmt: skip

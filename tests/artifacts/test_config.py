@@ -160,7 +160,7 @@ def test_a_long_override_is_not_shown_whole():
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path):
-    with pytest.raises(ConfigError, match="no such file; `deftune init` writes one"):
+    with pytest.raises(ConfigError, match="no such file or run; `deftune init` writes a config"):
         load_config(tmp_path / "none.yaml")
 
 

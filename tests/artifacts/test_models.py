@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import subprocess
+import sys
 import time
 import zipfile
 
@@ -210,6 +211,21 @@ def test_a_full_cache_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, tiny
     text = str(raised.value)
     assert "could not be written (No space left on device); it takes 0.0 GiB" in text and "DEFTUNE_CACHE" in text
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_log_has_no_bar_of_the_conversion(terminal, tmp_path, monkeypatch, tiny_model, capsys):
+    """transformers draws it with tqdm itself, which `quiet` does not reach."""
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    path = gguf(tmp_path / "model.gguf")
+    tokenizer, weights = transformers.AutoTokenizer.from_pretrained(tiny_model), load_model(str(tiny_model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(models, "read_weights", lambda *_, **__: list(tqdm.tqdm([weights], desc="tensors")).pop())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    capsys.readouterr()
+    resolve_model(str(path))
+    assert ("tensors: 100%" in capsys.readouterr().err) == terminal
 
 
 def test_a_converted_gguf_file_is_hashed_once(tmp_path, monkeypatch, tiny_model):

@@ -515,7 +515,7 @@ def test_resolve_template(tmp_path: Path):
     assert (resolve_template(several, None), resolve_template(several, "rag")) == ("D", "R")
     (tmp_path / "mine.jinja").write_text("M", encoding="utf-8")
     assert resolve_template(bare, str(tmp_path / "mine.jinja")) == "M"
-    choose = "set data.template to one of chatml, plain or a path to a .jinja file"
+    choose = "set data.template (--template) to one of chatml, plain or a path to a .jinja file"
     with pytest.raises(ValueError) as caught:
         resolve_template(bare, None)
     assert str(caught.value) == f"the tokenizer of org/base has no chat template; {choose}"

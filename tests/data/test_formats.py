@@ -200,11 +200,21 @@ def test_tools_and_tool_calls_are_kept():
 WRONG_FIELDS = [
     ("gsm8k", {"question": "q"}, "no 'answer' (its keys: question)"),
     ("math", {"problem": "p", "solution": ["s"]}, "'solution' is not text (it is a list)"),
-    ("prompt_completion", {"prompt": "q", "completion": []}, "prompt and completion differ in type (a str and a list;"),
-    ("verl", {"extra_info": "x"}, "'extra_info' is not an object (it is a str)"),
+    ("prompt_completion", {"prompt": "q", "completion": None}, "'completion' is null"),
+    (
+        "prompt_completion",
+        {"prompt": {}, "completion": {}},
+        "neither both text nor both messages (they are an object and an",
+    ),
+    (
+        "prompt_completion",
+        {"prompt": "q", "completion": []},
+        "prompt and completion are neither both text nor both messages (they are a string and a list)",
+    ),
+    ("verl", {"extra_info": "x"}, "'extra_info' is not an object (it is a string)"),
     ("medqa", {"question": "q", "options": ["x"], "answer_idx": "A"}, "'options' is not an object of texts"),
     ("medqa", {"question": "q", "options": {"A": "x"}, "answer_idx": "B"}, "answer is no option ('B' is not among A)"),
-    ("pubmedqa", {**ABSTRACT, "CONTEXTS": "x"}, "'CONTEXTS' is not a list (it is a str)"),
+    ("pubmedqa", {**ABSTRACT, "CONTEXTS": "x"}, "'CONTEXTS' is not a list (it is a string)"),
     ("pubmedqa", {**ABSTRACT, "CONTEXTS": [1]}, "'CONTEXTS' is not a list of texts"),
 ]
 

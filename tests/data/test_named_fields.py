@@ -44,6 +44,11 @@ def test_a_file_with_the_formats_own_names_needs_no_fields(tmp_path):
     [
         ("q,a\n1,2,3\n", r"rows\.csv:2: wrong number of values \(3 where the header has 2\)"),
         ("q,q\n1,2\n", r"rows\.csv:1: wrong header \('q', 'q'\); the first line names the columns, each once"),
+        (",\n1,2\n", r"rows\.csv:1: wrong header \('', ''\); the first line names the columns, each once"),
+        (
+            "q;a\n1;2\n",
+            r"rows\.csv:1: wrong header \('q;a'\); the columns of this file are separated by ';'; write it with ','",
+        ),
         ('q,a\n1,"2\n', r"rows\.csv:2: not CSV \(unexpected end of data\); check the quotes"),
         ("q,b\n1,2\n", r"rows\.csv:2: no field 'a' \(the row has 'q', 'b'\); correct `fields`"),
         ("", r"rows\.csv: no rows"),
@@ -55,6 +60,15 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(RowError, match=message):
         read_rows(path, fields=FIELDS)
+
+
+def test_names_of_columns_are_trimmed_and_empty_ones_left_out(tmp_path):
+    """pandas writes its index under an empty name, spreadsheets export empty columns, people write "q, a"."""
+    path = tmp_path / "rows.csv"
+    path.write_text(",q, a ,\n0,1+1?,2,\n")
+    assert texts(read_rows(path, fields=FIELDS)) == [("1+1?", "2")]
+    with pytest.raises(RowError, match=r"unknown format \(its keys: q, a\."):
+        read_rows(path)
 
 
 def test_a_bad_line_of_a_csv_file_is_skipped_on_request(tmp_path):

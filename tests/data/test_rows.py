@@ -59,10 +59,10 @@ BAD_LINES = {
     "null": (b"null", "not an object (null)"),
     "empty object": (b"{}", "no 'messages' (its keys: none)"),
     "another format": (b'{"problem": "p", "solution": "s"}', "no 'messages' (its keys: problem, solution)"),
-    "messages null": (b'{"messages": null}', "no 'messages' (its keys: messages)"),
-    "messages text": (b'{"messages": "hi"}', "'messages' is not a list (it is a str)"),
+    "messages null": (b'{"messages": null}', "'messages' is null"),
+    "messages text": (b'{"messages": "hi"}', "'messages' is not a list (it is a string)"),
     "messages empty": (b'{"messages": []}', "no messages"),
-    "message text": (b'{"messages": ["hi"]}', "message is not an object (message 0 is a str)"),
+    "message text": (b'{"messages": ["hi"]}', "message is not an object (message 0 is a string)"),
     "no assistant": (
         chat(("system", "s"), ("user", "q")),
         "no assistant turn (roles: system, user); fix the row or pass --skip-bad-rows",
@@ -114,7 +114,10 @@ BAD_LINES = {
         "tool_calls outside an assistant turn (message 1 (user))",
     ),
     "tools not JSON": (chat(("user", "q"), ("assistant", "a"), tools="{"), "'tools' is not JSON ({)"),
-    "tools of texts": (chat(("user", "q"), ("assistant", "a"), tools=["f"]), "a tool is not an object (it is a str)"),
+    "tools of texts": (
+        chat(("user", "q"), ("assistant", "a"), tools=["f"]),
+        "a tool is not an object (it is a string)",
+    ),
 }
 assert len(BAD_LINES) >= 30
 
@@ -176,7 +179,7 @@ BAD_FILES = {
     "spreadsheet": (
         "a.xlsx",
         b"a,b\n1,2\n",
-        ": unknown file type '.xlsx'; known: .jsonl, .ndjson, .json, .parquet, .csv,",
+        ": unknown file type '.xlsx'; known: .jsonl, .ndjson, .json, .parquet, .arrow, .csv,",
     ),
     "JSON cut off": ("a.json", b"[" + GOOD + b",\n" + GOOD[:-20], ":2: JSON cut off ("),
     "JSON list not closed": ("a.json", b"[" + GOOD + b"\n", ":2: JSON cut off (Expecting ',' delimiter, column 1)"),
@@ -357,7 +360,10 @@ def test_bad_text_in_a_parquet_row_is_a_bad_row(tmp_path):
     answers = arrow.array([b"yes", b"\xff\xfe", b"n\0o"], arrow.binary()).view(arrow.string())
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"prompt": arrow.array(["a", "b", "c"]), "completion": answers}), path)
-    with pytest.raises(RowError, match=r"\[1\]: prompt and completion differ in type .*bytes that are not UTF-8"):
+    with pytest.raises(
+        RowError,
+        match=r"\[1\]: prompt and completion are neither both text nor both messages .*bytes that are not UTF-8",
+    ):
         read_rows(path)
     bad = BadRows(skip=True)
     assert len(read_rows(path, bad=bad)) == 1

@@ -94,6 +94,38 @@ def test_a_folder_with_train_and_test_needs_a_split(tmp_path):
         read_rows(tmp_path / "train-00.jsonl", split="train")
 
 
+def test_a_folder_of_save_to_disk_is_read_like_others(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    parts = {
+        name: datasets.Dataset.from_list([{"prompt": f"{name} {i}?", "completion": str(i)} for i in range(300)])
+        for name in ("train", "test")
+    }
+    parts["train"].save_to_disk(tmp_path / "alone", num_shards=2)
+    (tmp_path / "alone" / "cache-0123.arrow").write_bytes(b"what map() left")
+    rows = read_rows(tmp_path / "alone")
+    assert [row.messages[0]["content"] for row in rows] == [f"train {i}?" for i in range(300)]
+    assert rows[-1].where == str(tmp_path / "alone" / "data-00001-of-00002.arrow[149]")
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    with pytest.raises(
+        RowError, match=r"both: holds train and held-out files \(test/data-00000-of-00001\.arrow, train/"
+    ):
+        read_rows(tmp_path / "both")
+    assert len(read_rows(tmp_path / "both", split="test")) == 300
+
+
+def test_an_arrow_file_may_be_a_stream_or_a_file_and_must_be_whole(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"prompt": ["a", "b"], "completion": ["1", "2"]})
+    for name, make in (("stream.arrow", arrow.ipc.new_stream), ("file.arrow", arrow.ipc.new_file)):
+        with make(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+        assert [row.messages[1]["content"] for row in read_rows(tmp_path / name)] == ["1", "2"]
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(RowError, match=rf"{name}.*: not a whole Arrow file \("):
+            read_rows(tmp_path / name)
+
+
 def test_every_file_of_a_folder_must_give_something(tmp_path):
     write(tmp_path / "a.jsonl", ALPACA)
     write(tmp_path / "b.jsonl", {"text": "x"}, {"text": "y"})

@@ -238,7 +238,7 @@ def test_an_unknown_key(tmp_path, make_config):
 
 
 def test_no_config(tmp_path):
-    check_refused(start(tmp_path / "none.yaml"), "none.yaml: no such file; `deftune init` writes one")
+    check_refused(start(tmp_path / "none.yaml"), "none.yaml: no such file or run; `deftune init` writes a config")
 
 
 def test_no_data(tmp_path, make_config):
@@ -257,7 +257,7 @@ def test_no_chat_template(tmp_path, make_config, tiny_model):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model, ignore=shutil.ignore_patterns("chat_template*"))
     config = write_config(make_config(tmp_path / "run", {"model.name": str(model)}))
-    check_refused(start(config), f"the tokenizer of {model} has no chat template; set data.template to one of chatml")
+    check_refused(start(config), f"the tokenizer of {model} has no chat template; set data.template (--template) to one of chatml")
     assert not (tmp_path / "run").exists()
 
 

@@ -69,6 +69,11 @@ def test_speed_is_the_measured_one_where_it_was_measured():
         assert not any("extrapolates" in note for note in chosen.notes)
 
 
+def test_short_rows_of_a_measured_model_take_less_work_than_was_measured():
+    chosen, _ = plan(shape(MEASURED[1].model), Workload(64, 16))
+    assert any("extrapolates: the work of a token is outside of the measured" in note for note in chosen.notes)
+
+
 @pytest.mark.parametrize("name", [*BACKBONES])
 def test_backbones_have_the_parameters_of_the_hub(name):
     assert find_shape(name).parameters == PARAMETERS[name]

@@ -410,7 +410,7 @@ def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `deftune init` writes one to start from") from None
+        raise ConfigError(f"{path}: no such file or run; `deftune init` writes a config to start from") from None
     except Refused as error:
         raise ConfigError(f"{path}:{error.problem_mark.line + 1}: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:

@@ -6,8 +6,10 @@ asked for.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -17,7 +19,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -190,7 +191,7 @@ def _from_gguf(path: Path, notice: Callable[[str], None]) -> Path:
     if not _is_whole(folder, notice):
         _convert(path, digest, folder, notice)
     if not seen:
-        with suppress(OSError):  # without the index the file is hashed again the next time
+        with contextlib.suppress(OSError):  # without the index the file is hashed again the next time
             write_atomic(index, json.dumps({**known, key: [*now, digest]}, indent=1))
     return folder
 
@@ -233,7 +234,10 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
         tokenizer.add_bos_token = True  # transformers leaves it out: Gemma's NLL is twice as high without
     if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
-    model = read_weights(str(gguf.parent), name=str(gguf), dtype=torch.float32, **options)
+    with contextlib.ExitStack() as stack:
+        if not sys.stderr.isatty():  # transformers draws a bar that none of its settings turns off
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        model = read_weights(str(gguf.parent), name=str(gguf), dtype=torch.float32, **options)
     with torch.device("meta"):  # transformers compares no shapes of a GGUF file
         shapes = {k: v.shape for k, v in transformers.AutoModelForCausalLM.from_config(model.config).named_parameters()}
     found = {name: (tuple(p.shape), tuple(shapes[name])) for name, p in model.named_parameters() if name in shapes}

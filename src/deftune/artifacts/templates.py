@@ -46,7 +46,7 @@ def resolve_template(tokenizer: Any, name: str | None) -> str:
     """
     own: str | dict[str, str] | None = tokenizer.chat_template
     choices = sorted({*TEMPLATES, *(own if isinstance(own, dict) else ())})
-    choose = f"set data.template to one of {', '.join(choices)} or a path to a .jinja file"
+    choose = f"set data.template (--template) to one of {', '.join(choices)} or a path to a .jinja file"
     if name is None:
         template = own.get("default") if isinstance(own, dict) else own
         if template:

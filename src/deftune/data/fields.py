@@ -20,10 +20,10 @@ def name_type(value: object) -> str:
     """A value's type in a reader's words.
 
     >>> name_type([]), name_type(1.5), name_type("x")
-    ('a list', 'a number', 'a str')
+    ('a list', 'a number', 'a string')
     """
     names = {"dict": "an object", "list": "a list", "NoneType": "null", "int": "a number", "float": "a number"}
-    names["bytes"] = "bytes that are not UTF-8"
+    names |= {"str": "a string", "bytes": "bytes that are not UTF-8"}
     return names.get(type(value).__name__, f"a {type(value).__name__}")
 
 
@@ -32,6 +32,8 @@ def read_field(row: Fields, *names: str) -> Any:
     for name in names:
         if row.get(name) is not None:
             return row[name]
+    if null := next((name for name in names if name in row), None):
+        raise Fault(f"{null!r} is null")
     raise Fault(f"no {names[0]!r}", f"its keys: {name_keys(row)}")
 
 

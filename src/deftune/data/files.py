@@ -1,4 +1,4 @@
-"""Rows of a file: JSONL, JSON, Parquet, CSV and TSV, read strictly; JSONL and CSV line by line in bounded memory."""
+"""Rows of a file: JSONL, JSON, Parquet, Arrow, CSV and TSV, read strictly; JSONL and CSV line by line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +20,8 @@ from deftune.data.rows import SKIP_REMEDY, BadRows, Fault, Record, RowError, raw
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 2**30  # a .json file is parsed in memory; a larger one belongs in JSONL
 MAX_DEPTH = 100  # of nested lists and objects; chat rows use about six
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".csv.gz",
-            ".tsv.gz")  # fmt: skip
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".jsonl.gz", ".ndjson.gz", ".json.gz",
+            ".csv.gz", ".tsv.gz")  # fmt: skip
 
 
 # Strict JSON ---------------------------------------------------------------------------------------------------------
@@ -190,11 +190,13 @@ def _open(path: Path) -> _Stream:
 
 
 def _layout(path: Path, head: bytes) -> str:
-    """jsonl, json, parquet, csv or tsv: by its name, by its first bytes where the name leaves it open."""
+    """jsonl, json, parquet, arrow, csv or tsv: by its name, by its first bytes where the name leaves it open."""
     name = path.name.lower().removesuffix(".gz")
     suffix = Path(name).suffix
     if head.startswith(b"PAR1") or suffix == ".parquet":
         return "parquet"
+    if suffix == ".arrow":
+        return "arrow"
     for magic, what, remedy in _FOREIGN:
         if head[:64].lower().startswith(magic.lower()):
             raise RowError(str(path), Fault(f"is {what}", "", remedy))
@@ -316,7 +318,10 @@ def _json_object(path: Path, value: dict[str, Any]) -> Iterator[Record]:
 
 
 def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -> Iterator[Record]:
-    """Rows of text below a header line; a quoted value may hold line breaks."""
+    """Rows of text below a header line; a quoted value may hold line breaks.
+
+    Columns without a name are left out: pandas writes its index as one.
+    """
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(cast("Any", stream), encoding="utf-8-sig", newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True)
@@ -333,10 +338,14 @@ def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -
         if values is None:
             return
         if names is None:
-            names = values
-            if len(set(names)) < len(names) or not all(name.strip() for name in names):
-                remedy = "the first line names the columns, each once"
-                raise RowError(where, Fault("wrong header", ", ".join(map(_shown, names)), remedy))
+            names = [value.strip() for value in values]  # "prompt, completion"
+            named = [name for name in names if name]
+            remedy = "the first line names the columns, each once"
+            if len(named) == 1 and (other := re.search(r"[;\t|,]", named[0])):
+                remedy = f"the columns of this file are separated by {other[0]!r}; write it with {delimiter!r}"
+            elif named and len(set(named)) == len(named):
+                continue
+            raise RowError(where, Fault("wrong header", ", ".join(map(_shown, names)), remedy))
         elif not values:
             continue
         elif len(values) != len(names):
@@ -345,7 +354,7 @@ def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -
         elif any("\0" in value for value in values):
             bad.add(where, Fault("NUL character", "in a value"), raw_text(delimiter.join(values).encode()))
         else:
-            yield where, dict(zip(names, values))
+            yield where, {name: value for name, value in zip(names, values) if name}
 
 
 def _read_tsv(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
@@ -353,19 +362,42 @@ def _read_tsv(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
-    try:
+    def batches() -> tuple[list[str], Iterator[Any]]:
         import pyarrow.parquet as parquet
-    except ImportError:
-        raise ImportError(f'{path}: Parquet needs pyarrow; pip install "deftune[train]"') from None
+
+        file: Any = parquet.ParquetFile(path)
+        return file.schema_arrow.names, file.iter_batches(batch_size=256)
+
     if isinstance(stream, gzip.GzipFile):
         raise RowError(str(path), Fault("gzipped Parquet", "it is compressed inside", "unpack it first: gunzip"))
+    return _read_batches(path, "Parquet", batches)
+
+
+def _read_arrow(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:
+    """A stream, as `save_to_disk` of datasets writes it, or an Arrow file."""
+
+    def batches() -> tuple[list[str], Iterator[Any]]:
+        from pyarrow import ipc, memory_map
+
+        mapped = memory_map(str(path))
+        if stream.peek(6).startswith(b"ARROW1"):
+            file: Any = ipc.open_file(mapped)
+            return file.schema.names, map(file.get_batch, range(file.num_record_batches))
+        opened: Any = ipc.open_stream(mapped)
+        return opened.schema.names, iter(opened)
+
+    return _read_batches(path, "Arrow", batches)
+
+
+def _read_batches(path: Path, kind: str, open: Callable[[], tuple[list[str], Iterator[Any]]]) -> Iterator[Record]:
+    """The rows of a table that pyarrow reads in batches; ``open`` gives the names of the columns and the batches."""
     again, index = "copy or download the file again", 0
     try:
-        file: Any = parquet.ParquetFile(path)
-        names: list[str] = file.schema_arrow.names
-        batches = file.iter_batches(batch_size=256)
+        names, batches = open()
+    except ImportError:
+        raise ImportError(f'{path}: {kind} needs pyarrow; pip install "deftune[train]"') from None
     except Exception as error:  # Arrow's own classes, and what Python makes of a damaged schema
-        raise RowError(str(path), Fault("not a whole Parquet file", _first_line(error), again)) from None
+        raise RowError(str(path), Fault(f"not a whole {kind} file", _first_line(error), again)) from None
     if len(set(names)) < len(names):
         twice = next(name for name, count in collections.Counter(names).items() if count > 1)
         remedy = "rename or remove one of them"
@@ -375,7 +407,7 @@ def _read_parquet(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]
             batch = next(batches, None)
             columns = [] if batch is None else [_column_values(column) for column in batch.columns]
         except Exception as error:
-            raise RowError(f"{path}[{index}]", Fault("not a whole Parquet file", _first_line(error), again)) from None
+            raise RowError(f"{path}[{index}]", Fault(f"not a whole {kind} file", _first_line(error), again)) from None
         if batch is None:
             return
         for place in range(batch.num_rows):
@@ -429,5 +461,6 @@ def _decoded(value: Any) -> Any:
 
 
 _LAYOUTS = {
-    "jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet, "csv": _read_csv, "tsv": _read_tsv,
+    "jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet, "arrow": _read_arrow, "csv": _read_csv,
+    "tsv": _read_tsv,
 }  # fmt: skip

@@ -118,8 +118,8 @@ def _prompt_completion(row: Fields) -> Conversation:
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*cast("list[Message]", prompt), *cast("list[Message]", completion)], _tools(row)
     raise Fault(
-        "prompt and completion differ in type",
-        f"{name_type(prompt)} and {name_type(completion)}; both text or both messages",
+        "prompt and completion are neither both text nor both messages",
+        f"they are {name_type(prompt)} and {name_type(completion)}",
     )
 
 
@@ -285,7 +285,7 @@ def detect(row: Fields) -> str:
         raise Ambiguous(
             "format not clear",
             f"its keys: {name_keys(row)}; could be {' or '.join(could_be)}",
-            "name it, e.g. --format " + next(iter(could_be)),
+            f"name it, e.g. --format {next(iter(could_be))}, or name its fields: --fields prompt=...,completion=...",
         )
     raise Fault(
         "unknown format",

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 GENERATED = "generated:"
 GENERATED_ROWS = 1000  # of a generator where no limit is given
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?::[\w.-]+)?")
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # beside the rows that `save_to_disk` writes
 _HELD_OUT = ("test", "valid", "val", "dev", "eval")
 
 
@@ -212,7 +213,10 @@ def _folder(folder: Path, split: str | None) -> list[Path]:
     files = [
         f
         for f in inside
-        if f.name.lower().endswith(SUFFIXES) and not any(p[0] in "._" for p in f.relative_to(folder).parts)
+        if f.name.lower().endswith(SUFFIXES)
+        and not any(p[0] in "._" for p in f.relative_to(folder).parts)
+        and not (f.name in _SAVED and any(f.parent.rglob("*.arrow")))
+        and not f.match("cache-*.arrow")  # of `map`, in the folder that datasets read
     ]
     if not files:
         found = ", ".join(file.name for file in inside[:5]) or "nothing"

@@ -327,7 +327,7 @@ def make_plan(shape: Shape, work: Workload, strategy: Strategy, gpu: Gpu, gpus: 
     if gpu.name != "h200":
         notes.append(f"speed extrapolates: scaled from H200 to {gpu.name} by the peaks of their data sheets")
     if outside:
-        notes.append("speed extrapolates: the model is outside of the measured sizes, 0.135B to 1.8B")
+        notes.append("speed extrapolates: the work of a token is outside of the measured: 0.135B to 1.8B, rows of 2048")
     if gpus > 1:
         notes.append("speed extrapolates: several GPUs are taken to be as fast as one each; communication is left out")
     if strategy.checkpointing or strategy.lora_rank or gpus > 1:
