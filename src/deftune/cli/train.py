@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.output import Renamed, notice, say
+from deftune.objectives.suggest import did_you_mean
 
 EXTRA = 'pip install "deftune[train]"'
 PREVIEW_OF_A_RUN = {"data", "show", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
@@ -35,18 +36,22 @@ def add_to(commands: Any) -> None:
     init.add_argument("--recipe", help="a cell of the paper's tables: `deftune paper recipes` lists them")
     init.set_defaults(run=run_init)
 
-    config = commands.add_parser("config", help="the config's JSON schema, or a config as it resolves")
+    config = commands.add_parser("config", help="all keys of a config, a config with its defaults, the JSON schema")
     actions = config.add_subparsers(metavar="ACTION", required=True)
+    keys = actions.add_parser("keys", help="every key with type, default and meaning")
+    keys.add_argument("prefix", nargs="?", help="only keys that begin with this: train, or data.train")
+    keys.add_argument("--markdown", action="store_true", help="the page docs/config_keys.md: files of every kind")
+    keys.set_defaults(run=run_keys)
+    show = actions.add_parser("show", help="a config with every default")
+    show.add_argument("config", type=Path, help="a YAML file, or the folder of a run")
+    show.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
+    show.set_defaults(run=run_show)
     schema = actions.add_parser("schema", help="JSON schema, for editors")
     schema.set_defaults(run=run_schema)
-    show = actions.add_parser("show", help="a config with every default")
-    show.add_argument("config", type=Path)
-    show.add_argument("--set", action="append", default=[], metavar="a.b=c")
-    show.set_defaults(run=run_show)
 
     runs = commands.add_parser("runs", help="list the runs below a folder")
-    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"))
-    runs.add_argument("--json", action="store_true")
+    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+    runs.add_argument("--json", action="store_true", help="print the list as JSON")
     runs.set_defaults(run=run_runs)
 
     data = commands.add_parser("data", help="look at data as a run would see it")
@@ -155,6 +160,35 @@ def write_starter(path: Path, text: str, command: str) -> int:
     return 0
 
 
+def run_keys(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.artifacts.config import RunConfig
+    from deftune.artifacts.keys import keys_of, render_keys, render_page
+
+    if not args.markdown:
+        keys = keys_of(RunConfig)
+        prefix = args.prefix or ""
+        found = [key for key in keys if key.path.startswith(prefix)]
+        if not found:
+            hint = did_you_mean(prefix, [key.path for key in keys])
+            raise ValueError(f"config keys: no key begins with {prefix!r}.{hint}")
+        say(render_keys(found))
+        return 0
+    if args.prefix:
+        raise ValueError("config keys: --markdown writes the page of all keys; leave out the prefix")
+    from deftune.comparison.grid import Comparison
+    from deftune.evaluation.task_files import TaskFile
+
+    files = {
+        "A run: `deftune train run.yaml`": RunConfig,
+        "A comparison: `deftune compare run compare.yaml`": Comparison,
+        "A task of your own: `deftune eval run --task-file exam.yaml`": TaskFile,
+    }
+    seen: dict[str, str] = {}  # a section of an earlier table is not repeated
+    say(render_page({title: keys_of(root, seen) for title, root in files.items()}).rstrip())
+    return 0
+
+
 def run_schema(args: argparse.Namespace) -> int:
     need_training()
     from deftune.artifacts.config import schema
@@ -177,7 +211,7 @@ def run_runs(args: argparse.Namespace) -> int:
     from deftune.artifacts.runs import find_runs, summary
 
     if not args.folder.is_dir():
-        raise ValueError(f"{args.folder}: no such folder")
+        raise ValueError(f"{args.folder}: no such folder; name the folder that holds your runs: deftune runs FOLDER")
     found = [summary(run) for run in find_runs(args.folder)]
     if args.json:
         print(json.dumps(found, indent=1))
