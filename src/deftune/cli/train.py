@@ -18,8 +18,18 @@ PREVIEW_OF_A_RUN = {"data", "show", "command", "run", "parser", "line", "imports
 def add_to(commands: Any) -> None:
     train = commands.add_parser("train", help="fine-tune a model with an objective; the same command resumes")
     train.add_argument("config", type=Path, help="a YAML file (`deftune init` writes one), or a run's folder to resume")
-    train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
-    train.add_argument("--dry-run", action="store_true", help="read the data, try one batch, print what a run would be")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="override a key (`deftune config keys` lists them); repeatable",
+    )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read the data, try one batch, print what the run would be; nothing is trained",
+    )
     train.add_argument("--skip-bad-rows", action="store_true", help="write bad rows to bad_rows.jsonl and go on")
     train.add_argument("--no-cache", action="store_true", help="encode the rows even if they were encoded before")
     train.add_argument(
@@ -44,7 +54,13 @@ def add_to(commands: Any) -> None:
     keys.set_defaults(run=run_keys)
     show = actions.add_parser("show", help="a config with every default")
     show.add_argument("config", type=Path, help="a YAML file, or the folder of a run")
-    show.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
+    show.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="override a key (`deftune config keys` lists them); repeatable",
+    )
     show.set_defaults(run=run_show)
     schema = actions.add_parser("schema", help="JSON schema, for editors")
     schema.set_defaults(run=run_schema)
@@ -54,33 +70,48 @@ def add_to(commands: Any) -> None:
     runs.add_argument("--json", action="store_true", help="print the list as JSON")
     runs.set_defaults(run=run_runs)
 
-    data = commands.add_parser("data", help="look at data as a run would see it")
+    data = commands.add_parser("data", help="show your data as a run would see it")
     actions = data.add_subparsers(metavar="ACTION", required=True)
-    preview = actions.add_parser("preview", help="rows with the supervised tokens coloured, lengths, what is dropped")
+    preview = actions.add_parser(
+        "preview", help="print rows with their supervised tokens marked, the lengths, and the rows that are dropped"
+    )
     preview.add_argument("data", help="a run's config.yaml; or a file, a folder, a hub id, or generated:NAME")
-    preview.add_argument("--model", default="smollm2", help="whose tokenizer and template (default: smollm2)")
-    preview.add_argument("--format", default="auto")
+    preview.add_argument(
+        "--model", default="smollm2", help="the model whose tokenizer and chat template are used (default: smollm2)"
+    )
+    preview.add_argument("--format", default="auto", help="format of the data (default: by its fields)")
     add_fields(preview)
-    preview.add_argument("--split")
-    preview.add_argument("--rows", type=int, metavar="N", default=1000, help="the first rows only (default: 1000)")
+    preview.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
+    preview.add_argument(
+        "--rows", type=int, metavar="N", default=1000, help="read the first N rows only (default: 1000)"
+    )
     preview.add_argument("--show", type=int, metavar="N", default=3, help="how many rows to show (default: 3)")
     preview.add_argument("--limit", action=Renamed, now="--rows (rows to read); --show says how many to show")
     preview.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
-    preview.add_argument("--mask", choices=["assistant", "completion", "all"], default="assistant")
-    preview.add_argument("--max-length", type=int, default=2048)
-    preview.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
+    preview.add_argument(
+        "--mask", choices=["assistant", "completion", "all"], default="assistant",
+        help="which tokens are supervised: every answer (default), the last answer, or all tokens",
+    )  # fmt: skip
+    preview.add_argument("--max-length", type=int, default=2048, help="most tokens of a row (default: 2048)")
+    preview.add_argument(
+        "--skip-bad-rows", action="store_true", help="write rows that cannot be read to bad_rows.jsonl and go on"
+    )
     add_trust(preview)
     preview.set_defaults(run=run_preview, parser=preview)
 
 
 def add_fields(parser: Any) -> None:
-    parser.add_argument("--fields", metavar="A=B,C=D", help="names in the data: prompt=q,completion=a")
+    parser.add_argument(
+        "--fields", metavar="A=B,C=D", help="the names in your data of the format's fields: prompt=q,completion=a"
+    )
 
 
 def add_trust(parser: Any) -> None:
     """The one way, beside a config of one's own, to let the code of a model's repository run."""
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code in the model's repository; read it before"
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code in the model's repository; read that code first",
     )
 
 
