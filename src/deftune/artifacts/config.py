@@ -515,6 +515,8 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
             lines.append(MISSING_MODEL if where in ("model", "model.name") else f"{where}: missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
+            if where == "objective" and message.startswith("unknown objective"):
+                message += "; if it is your own, name its file: deftune --import FILE COMMAND ..."
             given = "" if isinstance(problem["input"], dict | list) else f" (got {problem['input']!r})"
             quotes = "; write it in quotes" if problem["type"] == "string_type" else ""
             lines.append(f"{where}: {message}{given}{quotes}" if where else message)
