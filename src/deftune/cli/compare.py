@@ -12,7 +12,7 @@ from typing import Any
 
 from deftune.cli.output import say
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import add_trust, is_recorded, need_training, write_starter
+from deftune.cli.train import add_trust, is_recorded, need_training, not_installed, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
 
@@ -63,7 +63,7 @@ def need_comparison() -> None:
 
     need_training()
     if missing := [name for name in ("pyarrow", "math_verify", "rapidfuzz") if find_spec(name) is None]:
-        raise ValueError(f'this command needs {", ".join(missing)}; pip install "deftune[eval]"')
+        raise not_installed(missing, "eval")
 
 
 def run_init(args: argparse.Namespace) -> int:

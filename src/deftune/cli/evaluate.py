@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from deftune.cli.output import Renamed, notice, say
 from deftune.cli.progress import progress
-from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
+from deftune.cli.train import add_fields, add_trust, need_training, not_installed, parse_fields
 
 # arguments of the library whose flags have another name
 SHOWN = ("prompt", "text", "answer", "how", "gold")  # of a graded answer, by `eval show`
@@ -146,7 +146,7 @@ def need_evaluation() -> None:
 
     need_training()
     if missing := [name for name in ("math_verify", "rapidfuzz") if find_spec(name) is None]:
-        raise ValueError(f'this command needs {", ".join(missing)}; pip install "deftune[eval]"')
+        raise not_installed(missing, "eval")
 
 
 def make_engine(args: argparse.Namespace) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 from deftune.cli.output import Renamed, notice, say
 from deftune.objectives.suggest import did_you_mean
 
-EXTRA = 'pip install "deftune[train]"'
 PREVIEW_OF_A_RUN = {"data", "show", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
 
 
@@ -121,7 +120,14 @@ def need_training() -> None:
 
     names = ("trl", "transformers", "datasets", "pydantic", "yaml", "rich")
     if missing := [name for name in names if find_spec(name) is None]:
-        raise ValueError(f"this command needs {', '.join(missing)}; {EXTRA}")
+        raise not_installed(missing, "train")
+
+
+def not_installed(missing: list[str], extra: str) -> ValueError:
+    """The error for packages that are missing: what to install, with and without a clone."""
+    return ValueError(
+        f"this command needs {', '.join(missing)}; pip install 'deftune[{extra}]' (in a clone: -e '.[{extra}]')"
+    )
 
 
 def read_config(path: Path, overrides: list[str]) -> Any:
