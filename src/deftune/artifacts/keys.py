@@ -120,15 +120,24 @@ def render_keys(keys: list[Key], width: int = 100) -> str:
 
 
 def render_page(files: Mapping[str, list[Key]]) -> str:
-    """The page docs/config_keys.md: a heading and a table for each kind of file."""
+    """The page docs/config_keys.md: a heading for each kind of file, a table for each of its sections."""
     parts = [INTRODUCTION]
     for title, keys in files.items():
-        rows = [f"| `{path}` | {kind} | {default} | {about} |" for path, kind, default, about in map(_cells, keys)]
-        parts.append("\n".join([f"## {title}\n", "| key | type | default | meaning |", "|---|---|---|---|", *rows, ""]))
+        parts.append(f"## {title}\n")
+        groups: dict[str, list[Key]] = {"": []}
+        for key in keys:
+            if key.type == "section" and "." not in key.path:
+                groups[key.path] = []
+                continue
+            groups.get(key.path.partition(".")[0], groups[""]).append(key)
+        for section, inside in groups.items():
+            parts += [f"### `{section}`\n"] if section else []
+            parts.append("\n".join(["| key | type | meaning |", "|---|---|---|", *map(_line, inside), ""]))
     return "\n".join(parts)
 
 
-def _cells(key: Key) -> Key:
-    """The key as cells of a Markdown table."""
-    code = f"`{key.default}`" if key.default not in ("", "required") else key.default
-    return Key(*(text.replace("|", "\\|") for text in key._replace(default=code)))
+def _line(key: Key) -> str:
+    """The key as a line of a Markdown table."""
+    note = f"; default `{key.default}`" if key.default not in ("", "required") else key.default and "; required"
+    cells = [text.replace("|", "\\|") for text in (f"`{key.path}`", key.type + note, key.about)]
+    return f"| {' | '.join(cells)} |"
