@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.output import Renamed, notice, say
-from deftune.objectives.suggest import did_you_mean
 
 PREVIEW_OF_A_RUN = {"data", "show", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
 
@@ -201,6 +200,7 @@ def run_keys(args: argparse.Namespace) -> int:
     need_training()
     from deftune.artifacts.config import RunConfig
     from deftune.artifacts.keys import keys_of, render_keys, render_page
+    from deftune.objectives.suggest import did_you_mean
 
     if not args.markdown:
         keys = keys_of(RunConfig)
