@@ -41,6 +41,7 @@ EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
         (BASE, ["data.train.0.fromat=a"], "data.train.0.fromat: unknown key. Did you mean 'format'?"),
         (BASE, ["model.lora.rank=8"], "model.lora.rank: unknown key. Known here: r, alpha, dropout, target_modules"),
         (BASE, ["objective=defft"], "objective: unknown objective 'defft'. Did you mean 'deft'?"),
+        (BASE, ["objective=half-deft"], "; if it is your own, name its file: deftune --import FILE COMMAND ..."),
         (BASE, ["train.learning_rate=-1"], "train.learning_rate: Input should be greater than 0 (got -1)"),
         (BASE, ["train.learning_rate=.nan"], "train.learning_rate: Input should be a finite number"),
         (BASE, ["train.batch_size=6"], "train: batch_size 6 is no multiple of micro_batch_size 4"),

@@ -52,12 +52,18 @@ def test_what_is_missing_is_one_line_and_exit_code_2(arguments, capsys, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_every_command_has_help(capsys):
-    for command in ("train", "init", "config", "runs", "data", "quickstart", "chat", "merge", "advise"):
-        with pytest.raises(SystemExit) as ended:
-            build_parser().parse_args([command, "--help"])
-        assert ended.value.code == 0
-        assert command in capsys.readouterr().out
+def test_every_command_and_argument_is_explained():
+    def walk(parser):
+        assert parser.description, parser.prog
+        assert parser.format_help(), parser.prog
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for one in action.choices.values():
+                    walk(one)
+            else:
+                assert action.help, f"{parser.prog} {action.option_strings or action.dest}"
+
+    walk(build_parser())
 
 
 def test_without_a_command_the_five_things_one_does_are_named(capsys):
@@ -110,9 +116,9 @@ def test_an_option_means_the_same_in_every_command():
 
     walk(build_parser())
     assert found == {
-        "--rows": {"the first rows only"},
+        "--rows": {"read the first N rows only"},
         "--show": {"how many rows to show", "how many answers or rows"},
-        "--limit": {"a sample of N items of each task: for a try"},
+        "--limit": {"ask a sample of N items of each task"},
         "--top": {"rows to list, and at most to export"},
     }
 

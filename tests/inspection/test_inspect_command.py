@@ -34,7 +34,7 @@ def test_it_reads_a_model_and_data(tmp_path, monkeypatch, model_folder, data_fil
     assert main(["inspect", str(model_folder), str(data_file), *args, "--keep", rest]) == 0
     printed = capsys.readouterr().out
     assert f"{model_folder.name} reads {data_file}: 5 rows" in printed
-    assert "top(0.1, of=linear)" in printed and "share of its push" in printed
+    assert "top(0.1, of=linear)" in printed and "share of its gradient" in printed
     assert re.search(rf"{flagged}: (no row with a reason; --min-score takes|\d+ rows? with a reason)", printed)
     assert re.search(rf"{rest}: the other \d rows, 1 of them not inspected", printed)
     assert {path.name for path in tmp_path.iterdir()} == {page, flagged, rest}  # the table was a temporary one

@@ -1,5 +1,9 @@
 """`hf_loss` in transformers' Trainer, TRL's own SFTTrainer and ours: one trajectory."""
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -23,6 +27,8 @@ from trl import SFTTrainer
 
 import deftune
 from deftune.objectives import IGNORE_INDEX, Context
+from deftune.selftest.tiny import make_tokenizer as make_chat_tokenizer
+from deftune.selftest.tiny import save_model
 from deftune.tokens.head import shifted
 
 ROWS = make_rows(60)
@@ -155,3 +161,27 @@ def test_the_hook_itself_shifts_and_divides():
 def test_what_the_hook_cannot_know_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         deftune.hf_loss(spec)
+
+
+def test_the_batches_of_the_guide_train_in_transformers_trainer(tmp_path):
+    """The code under "Batches" in docs/other_trainers.md, with a tiny model and a file of rows."""
+    rows = [{"prompt": f"What is {i} plus 1?", "completion": str(i + 1)} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_model(tmp_path / "model", make_chat_tokenizer())
+    page = (Path(__file__).parents[2] / "docs" / "other_trainers.md").read_text()
+    code = re.search(r"## Batches.*?```python\n(.*?)```", page, re.S)
+    assert code is not None
+    names: dict = {}
+    exec(code[1].replace("smollm2", str(model)).replace("train.jsonl", str(tmp_path / "train.jsonl")), names)
+    assert {name: list(value.shape) for name, value in next(iter(names["batches"])).items()} == {
+        name: [4, 22] for name in ("input_ids", "attention_mask", "labels")
+    }
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", logging_steps=1
+    )
+    trainer = transformers.Trainer(
+        names["model"], arguments, train_dataset=names["dataset"], data_collator=names["collator"],
+        compute_loss_func=deftune.hf_loss("deft"),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0

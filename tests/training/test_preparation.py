@@ -192,6 +192,15 @@ def test_a_second_start_takes_the_encoded_rows_from_the_cache(make_config, tmp_p
     assert "rows were encoded before" not in capsys.readouterr().out
 
 
+def test_an_error_about_the_rows_to_evaluate_on_names_them(make_config, tmp_path, chat_file):
+    long = tmp_path / "long.jsonl"
+    prompt = {"role": "user", "content": "What is 12 plus 30? " * 200}
+    long.write_text(json.dumps({"messages": [prompt, {"role": "assistant", "content": "42"}]}) + "\n")
+    config = make_config(tmp_path / "run", {"data.eval": [{"path": str(long)}]})
+    with pytest.raises(ValueError, match=r"rows to evaluate on \(data.eval\): no row has a supervised token left"):
+        prepare(config, silent)
+
+
 def test_a_long_preparation_says_something_every_ten_seconds(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: clock[0])

@@ -26,10 +26,12 @@ class Section(BaseModel):
 class Lora(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
-    r: Positive = 16
-    alpha: Positive = 32
-    dropout: Share = 0.0
-    target_modules: str | list[str] = Field("all-linear", description="modules that get an adapter; never the head")
+    r: Positive = Field(16, description="the rank of the adapters")
+    alpha: Positive = Field(32, description="an adapter's output is multiplied by alpha / r")
+    dropout: Share = Field(0.0, description="dropout on the input of the adapters")
+    target_modules: str | list[str] = Field(
+        "all-linear", description="the modules that get an adapter; all-linear is every linear layer but the head"
+    )
 
     @field_validator("target_modules")
     @classmethod
@@ -42,45 +44,51 @@ class Lora(Section):
 class Model(Section):
     """The model to tune."""
 
-    name: str = Field(description="hub id, folder, .gguf file, or smollm2 (from PyPI, no hub needed)")
-    revision: str | None = Field(None, description="of a hub id; best a commit")
-    trust_remote_code: bool = Field(False, description="run code from the model's repository")
-    lora: Lora | None = None
+    name: str = Field(description="a hub id, a folder, a .gguf file, or smollm2 (from PyPI, no hub needed)")
+    revision: str | None = Field(None, description="the revision of a hub id; a commit is safest")
+    trust_remote_code: bool = Field(False, description="run the code in the model's repository")
+    lora: Lora | None = Field(None, description="train adapters instead of all weights; {} takes the defaults")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="of the frozen weights under lora: auto is bfloat16 where a GPU computes in it, else float32; "
-        "weights that are trained are float32",
+        description="dtype of the frozen weights under lora; auto is bfloat16 on a GPU that computes in it, else "
+        "float32. Trained weights are float32",
     )
     attention_implementation: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
-    ] = Field("auto", description="transformers' attention; auto is its default, mostly sdpa (see train.attention)")
+    ] = Field(
+        "auto", description="the attention of transformers; auto is its default, mostly sdpa (see train.attention)"
+    )
     quantization: Literal["4bit"] | None = Field(
         None,
-        description="4bit: the frozen weights of the layers under lora in NF4 (QLoRA), by bitsandbytes; embeddings, "
-        "norms and head are bfloat16 (or dtype)",
+        description="4bit is QLoRA: bitsandbytes holds the layers' frozen matrices in NF4; embeddings, norms and head "
+        "are bfloat16 (or model.dtype); needs model.lora",
     )
 
 
 class Source(Section):
     """Rows: from a file, a folder, a hub dataset, or generated."""
 
-    path: str | None = Field(None, description="a file or folder (JSONL, JSON, Parquet, CSV, TSV, .gz) or a hub id")
-    generate: str | None = Field(None, description="a generated regime: gsm_symbolic, word_sorting, figlet_font, ...")
-    format: str = Field("auto", description="messages, prompt_completion, alpaca, gsm8k, math, ... or auto")
-    split: str | None = Field(None, description="a hub dataset's split, or train / test of a generated regime")
-    limit: Positive | None = Field(None, description="take the first rows only; of a generated regime: how many")
+    path: str | None = Field(None, description="a file or folder (JSONL, JSON, Parquet, CSV, TSV, .gz), or a hub id")
+    generate: str | None = Field(
+        None, description="make rows instead: gsm_symbolic, word_sorting, figlet_font or sentence_reordering"
+    )
+    format: str = Field(
+        "auto", description="messages, prompt_completion, alpaca, gsm8k, math, ...; auto looks at the first row"
+    )
+    split: str | None = Field(None, description="the split of a hub dataset, or train or test of generated rows")
+    limit: Positive | None = Field(None, description="read the first rows only; of generated rows: how many to make")
     fields: dict[str, str] = Field(
         default_factory=dict[str, str],
-        description="names of the format's fields -> names in the data: {prompt: q, completion: a}",
+        description="the format's field names and the names in your data: {prompt: q, completion: a}",
     )
-    weight: float = Field(1.0, gt=0, description="share in a mixture of several sources")
+    weight: float = Field(1.0, gt=0, description="the source's weight in a mixture of several sources")
     exchange: Share = Field(
         0.0,
-        description="label noise on purpose: share of the rows whose last answer is exchanged with another row's; the "
-        "same rows for every seed, and those of a smaller share are among them",
+        description="label noise on purpose: the share of rows that get the last answer of another row; every seed "
+        "exchanges the same rows, and a larger share includes the rows of a smaller one",
     )
     exchanged_only: bool = Field(
-        False, description="keep the rows with another row's answer alone, to measure how likely these answers are"
+        False, description="keep only the rows with an exchanged answer, to measure how likely these answers are"
     )
 
     @model_validator(mode="after")
@@ -105,113 +113,139 @@ class TaskSource(Section):
     """A task whose questions the model answers, greedily, at every evaluation of the run."""
 
     name: str = Field(description="a task of `deftune eval list`, such as gsm8k")
-    path: str | None = Field(None, description="the folder of the task's data (default: as for `deftune eval`)")
-    limit: Positive | None = Field(None, description="ask the first questions only")
-    max_new_tokens: Positive | None = Field(None, description="longest answer (default: the task's)")
+    path: str | None = Field(None, description="the folder with the task's data (default: the hub)")
+    limit: Positive | None = Field(None, description="ask the first questions only (default: all)")
+    max_new_tokens: Positive | None = Field(None, description="the most tokens of an answer (default: the task's)")
 
 
 class Data(Section):
     """The rows to tune the model on, and how they are encoded."""
 
-    train: list[Source] = Field(min_length=1)
-    eval: list[Source] = Field(default_factory=list, description="rows to evaluate on during training")
-    holdout: Share = Field(0.0, description="chance of each training row to be kept for evaluation instead")
-    tasks: list[TaskSource] = Field(default_factory=list, description="tasks to score at every evaluation, e.g. gsm8k")
+    train: list[Source] = Field(min_length=1, description="where the training rows come from")
+    eval: list[Source] = Field(
+        default_factory=list, description="rows to evaluate on during training, instead of holdout"
+    )
+    holdout: Share = Field(0.0, description="the chance of each training row to be held out for evaluation")
+    tasks: list[TaskSource] = Field(
+        default_factory=list, description="tasks that the model answers at every evaluation"
+    )
     total: Positive | None = Field(
-        None, description="rows to train on, of a mixture (default: as many as the weights allow)"
+        None, description="the number of rows to draw from a mixture (default: as many as the weights allow)"
     )
     template: str | None = Field(
-        None, description="a chat template: the tokenizer's own, chatml, plain, or a .jinja file"
+        None, description="chatml, plain, or a .jinja file (default: the chat template of the tokenizer)"
     )
-    template_options: dict[str, bool | str] = Field(default_factory=dict, description="e.g. enable_thinking: false")
+    template_options: dict[str, bool | str] = Field(
+        default_factory=dict, description="variables of the chat template: {enable_thinking: false}"
+    )
     end_tokens: list[str] = Field(
         default_factory=list,
-        description="tokens that end an answer, beside the EOS token and those of the template: for the mask, for "
-        "eos(...) and for the record eos_p",
+        description="further tokens that end an answer; the EOS token and the template's own are known",
     )
-    bos: bool | None = Field(None, description="begin with the BOS token (default: as the tokenizer does)")
+    bos: bool | None = Field(None, description="begin each row with the BOS token (default: as the tokenizer does)")
     mask: Literal["assistant", "completion", "all"] = Field(
-        "assistant", description="supervise every assistant turn, the last one only, or all tokens"
+        "assistant",
+        description="which tokens are supervised: every answer, only the last answer (completion), or all tokens",
     )
-    max_length: Positive = 2048
-    overlong: Literal["truncate", "drop"] = "truncate"
-    packing: bool = Field(False, description="several rows in one sequence, without attention across them")
-    skip_bad_rows: bool = Field(False, description="write unreadable rows to bad_rows.jsonl and go on")
+    max_length: Positive = Field(2048, description="the most tokens of a row, prompt included")
+    overlong: Literal["truncate", "drop"] = Field(
+        "truncate", description="what happens to a row over max_length: its end is cut off, or the row is left out"
+    )
+    packing: bool = Field(False, description="put several rows into one sequence; no row sees another")
+    skip_bad_rows: bool = Field(
+        False, description="write rows that cannot be read to bad_rows.jsonl and go on; without it they stop the run"
+    )
 
 
 class Train(Section):
     """How to train. The defaults are those of the paper and its released code."""
 
-    learning_rate: float = Field(5e-5, gt=0)
-    epochs: float = Field(1.0, gt=0)
-    max_steps: Positive | None = Field(None, description="stop after so many optimizer steps")
-    batch_size: Positive = Field(256, description="rows of an optimizer step, over all ranks")
-    micro_batch_size: Positive = Field(4, description="rows of one forward pass on one rank")
+    learning_rate: float = Field(5e-5, gt=0, description="the highest learning rate of the schedule")
+    epochs: float = Field(1.0, gt=0, description="passes over the training rows")
+    max_steps: Positive | None = Field(
+        None, description="stop after so many optimizer steps, if the epochs do not end before"
+    )
+    batch_size: Positive = Field(256, description="rows of an optimizer step, over all micro-batches and ranks")
+    micro_batch_size: Positive = Field(
+        4, description="rows of one forward pass on one rank; changes the memory, not the result"
+    )
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = Field(
         "adamw",
-        description="adamw_8bit is bitsandbytes' (on a GPU); muon takes the matrices of the layers, and AdamW the rest",
+        description="adamw_8bit is bitsandbytes' and needs a GPU; muon trains the layers' matrices, and AdamW the rest",
     )
-    weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    warmup_ratio: Share = 0.1
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 is no clipping")
-    seed: NotNegative = 42
-    precision: Literal["auto", "bf16", "fp32"] = Field("auto", description="bf16 compute over fp32 weights, or fp32")
+    weight_decay: float = Field(0.01, ge=0, description="weight decay of matrices; norms and biases have none")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="beta1 and beta2 of AdamW")
+    warmup_ratio: Share = Field(0.1, description="the share of the steps in which the learning rate rises from 0")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="the learning rate after warm-up: cosine and linear fall to 0, constant stays"
+    )
+    clip: float = Field(
+        1.0, ge=0, description="the largest gradient norm; larger gradients are scaled down to it, 0 turns this off"
+    )
+    seed: NotNegative = Field(42, description="seed of held-out rows, row order, dropout, noise and new adapters")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto",
+        description="bf16 computes in bfloat16 over float32 weights; auto is bf16 on a GPU that has it, else fp32",
+    )
     weights: Literal["float32", "bfloat16_with_masters"] = Field(
         "float32",
         description="bfloat16_with_masters: the layers' matrices are bfloat16, and AdamW updates float32 copies of "
-        "them, so that no forward pass rounds weights; the result is float32",
+        "them; the saved model is float32",
     )
     gradient_checkpointing: Literal[True, False, "auto"] = Field(
-        "auto", description="compute activations again in the backward pass; auto: where a GPU's memory needs it"
+        "auto", description="compute activations again in the backward pass, for less memory; auto: if a GPU needs it"
     )
     neftune_alpha: float | None = Field(
-        None, gt=0, description="NEFTune: uniform noise on the embeddings, alpha / sqrt(length x width) at most"
+        None, gt=0, description="NEFTune: uniform noise on the embeddings, at most alpha / sqrt(length x width)"
     )
-    liger: bool = Field(False, description="Liger's kernels for the layers (never its cross-entropy); on a GPU")
+    liger: bool = Field(False, description="use Liger's kernels in the layers, never its cross-entropy; needs a GPU")
     compile: Literal[True, False, "layers"] = Field(
         False,
-        description="torch.compile: the whole model (true), or each decoder layer, which compiles faster (layers)",
+        description="torch.compile the whole model (true) or each decoder layer, which compiles faster (layers)",
     )
     attention: Literal["auto", "varlen", "flash", "efficient", "math", "cudnn"] = Field(
         "auto",
-        description="torch's attention kernels: varlen takes rows end to end, without padding; auto is varlen in bf16 "
-        "on a GPU where the model allows it, elsewhere all but cuDNN's, which can give NaN gradients",
+        description="the attention kernel of torch. varlen lays rows end to end, without padding; auto is varlen in "
+        "bf16 on a GPU if the model allows it, else any kernel but cuDNN's, which can give NaN gradients",
     )
     sparse: float | None = Field(
-        None, gt=0, le=1, description="share of the vocabulary in the head's gradients, an approximation (off: exact)"
+        None,
+        gt=0,
+        le=1,
+        description="approximate the head's gradients with this share of the vocabulary (default: exact)",
     )
     fsdp: bool = Field(
         False,
-        description="FSDP2 over the ranks of torchrun, instead of DDP; checkpoints resume on any number of ranks",
+        description="shard the model over the ranks of torchrun with FSDP2, instead of DDP",
     )
     shard_size: Positive | None = Field(
         None,
-        description="with fsdp: ranks that hold one copy of the weights together; several copies are hybrid sharding, "
-        "HSDP (default: all ranks hold one)",
+        description="with fsdp: how many ranks share a copy of the weights; several copies are HSDP (default: all)",
     )
     tensor_parallel: Positive = Field(
         1,
-        description="ranks that share every layer and the vocabulary of the head (transformers' tensor parallelism): "
-        "all those of torchrun; checkpoints resume on one rank, too",
+        description="divide every layer and the vocabulary among this many ranks: all ranks of torchrun",
     )
-    workers: NotNegative = Field(0, description="processes that make batches, for each rank")
+    workers: NotNegative = Field(0, description="processes that prepare batches, for each rank; 0: none")
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
-    keep: Positive = Field(2, description="newest checkpoints kept; the best one and those of save_at stay besides")
-    save_at: list[Positive] = Field(default_factory=list, description="steps with a checkpoint that is always kept")
+    keep: Positive = Field(
+        2, description="how many of the newest checkpoints to keep, beside the best one and those of save_at"
+    )
+    save_at: list[Positive] = Field(default_factory=list, description="steps whose checkpoints are always kept")
     eval_steps: Positive | None = Field(None, description="optimizer steps between evaluations (default: at the end)")
     best: str = Field(
         "none",
-        description="which step's weights the run ends with: none (the last step's), eval_loss (the objective on the "
-        "held-out rows), eval_nll, or a task of data.tasks by its score",
+        description="the step whose weights the run ends with: none (the last step), eval_loss, eval_nll, or a task of "
+        "data.tasks",
     )
     stop_after: Positive | None = Field(
-        None, description="stop after so many evaluations in a row that do not improve `best`; the best step is kept"
+        None, description="stop after so many evaluations in a row that do not improve train.best"
     )
-    report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default_factory=list)
-    push_to_hub: str | None = Field(None, description="a hub id to upload the result to")
-    push_private: bool = Field(False, description="with push_to_hub: make a new repository private")
+    report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        default_factory=list, description="trackers that get the numbers of each step"
+    )
+    push_to_hub: str | None = Field(None, description="upload the result to this hub id")
+    push_private: bool = Field(False, description="with push_to_hub: a new repository is private")
 
     @model_validator(mode="after")
     def _batches(self) -> Train:
@@ -229,11 +263,16 @@ class Train(Section):
 class RunConfig(Section):
     """The whole config of a run."""
 
-    run: str = Field("runs/first", description="the run's folder; the same folder resumes")
-    objective: str = Field("deft", description="a name or spec: `deftune objectives` lists them")
-    model: Model
-    data: Data
-    train: Train = Field(default_factory=Train)  # pyright: ignore[reportArgumentType]
+    run: str = Field("runs/first", description="the folder of the run; a run with the same folder resumes")
+    objective: str = Field(
+        "deft", description="the loss: a name or spec of `deftune objectives`, such as deft or deft | floor(0.2)"
+    )
+    model: Model = Field(description="the model to tune")
+    data: Data = Field(description="the rows, and which of their tokens are supervised")
+    train: Train = Field(  # pyright: ignore[reportUnknownVariableType]
+        default_factory=Train,  # pyright: ignore[reportArgumentType]
+        description="optimizer, schedule, batches, checkpoints; the defaults are the paper's",
+    )
 
     @field_validator("objective")
     @classmethod
@@ -476,6 +515,8 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
             lines.append(MISSING_MODEL if where in ("model", "model.name") else f"{where}: missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
+            if where == "objective" and message.startswith("unknown objective"):
+                message += "; if it is your own, name its file: deftune --import FILE COMMAND ..."
             given = "" if isinstance(problem["input"], dict | list) else f" (got {problem['input']!r})"
             quotes = "; write it in quotes" if problem["type"] == "string_type" else ""
             lines.append(f"{where}: {message}{given}{quotes}" if where else message)

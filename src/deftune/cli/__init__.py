@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deftune._version import __version__
 from deftune.cli import (
@@ -34,20 +35,25 @@ from deftune.cli.output import error_text, notice, say
 IMPORTS = "DEFTUNE_IMPORT"  # files of --import, for the processes of a comparison's cells
 
 
-GREETING = f"""deftune {__version__}: fine-tune with objectives that are gate x error
-
+FIRST_STEPS = """first steps:
   deftune quickstart                           compare two objectives on a small model, some minutes on two cores
   deftune init, deftune train run.yaml         write a config, and train on your data
-  deftune inspect runs/first rows.jsonl        see which tokens the model was told to change its mind about
+  deftune inspect runs/first rows.jsonl        see on which tokens the data contradicts the model
   deftune advise smollm2 rows.jsonl            see which objective the evidence supports for your data
   deftune compare run compare.yaml             compare objectives at the same seeds, with intervals
-  deftune eval run runs/first --task gsm8k     evaluate a model or a run
+  deftune eval run runs/first --task gsm8k     evaluate a model or a run"""
+GREETING = f"""deftune {__version__}: fine-tune language models with losses that scale each token's gradient
+
+{FIRST_STEPS}
 
 deftune --help lists all commands; deftune doctor checks this installation."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deftune", description="SFT objectives as gate x error.")
+    parser = argparse.ArgumentParser(
+        prog="deftune", description="Fine-tune language models with losses that scale each token's gradient.",
+        epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"deftune {__version__}")
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="FILE",
@@ -70,7 +76,27 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_to(commands)
     selftest.add_to(commands)
     completion.add_to(commands, parser)
+    describe(commands)
     return parser
+
+
+def describe(commands: Any) -> None:
+    """Give each command's own help page the line that the list of commands has for it."""
+    lines = {action.dest: action.help for action in commands._get_subactions()}
+    for name, parser in commands.choices.items():
+        parser.description = parser.description or sentence(lines[name])
+        for action in parser._actions:
+            if isinstance(action.choices, dict):  # its own commands
+                describe(action)
+
+
+def sentence(text: str) -> str:
+    """The text as a sentence.
+
+    >>> sentence("write a config to start from")
+    'Write a config to start from.'
+    """
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def run_imports(files: Sequence[str]) -> None:
@@ -88,11 +114,11 @@ def run_imports(files: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
-    if args.command is None:
-        say(GREETING)
-        return 0
     args.line = shlex.join(["deftune", *(sys.argv[1:] if argv is None else argv)])  # for what records it
     try:
+        if args.command is None:
+            say(GREETING)
+            return 0
         run_imports(args.imports)
         return args.run(args)
     except BrokenPipeError:  # `deftune ... | head`

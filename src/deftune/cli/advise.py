@@ -24,19 +24,23 @@ def add_to(commands: Any) -> None:
         "advise",
         help="which objective and learning rate the evidence supports for your model and data",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="deftune advise MODEL DATA --rows 100            one pass over the rows, no training\n"
-        "deftune advise MODEL DATA --rows 100 --probe    also train three objectives for some steps and compare them",
+        epilog="examples:\n  deftune advise MODEL DATA --rows 100            one pass over the rows, no training\n"
+        "  deftune advise MODEL DATA --rows 100 --probe    also train three objectives for some steps and compare them",
     )
     parser.add_argument("model", help="a run's folder, RUN:STEP, or what `train` takes as a model")
     parser.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
-    parser.add_argument("--rows", type=int, metavar="N", help="the first rows only")
+    parser.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
     add_data_options(parser)
-    parser.add_argument("--probe", action="store_true", help="train nll, deft and deft | floor(0.2) for some steps")
+    parser.add_argument(
+        "--probe", action="store_true", help="also train nll, deft and deft | floor(0.2) for some steps"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="with --probe: its folder (default: advise-probe)")
     parser.add_argument("--steps", type=int, help="with --probe: optimizer steps of each run (default: 20)")
-    parser.add_argument("--seeds", metavar="A,B", help="with --probe: default 0")
-    parser.add_argument("--learning-rate", type=float, help="with --probe: default: the lowest that the advice names")
-    parser.add_argument("--json", action="store_true", help="the advice as JSON")
+    parser.add_argument("--seeds", metavar="A,B", help="with --probe: seeds of the runs (default: 0)")
+    parser.add_argument(
+        "--learning-rate", type=float, help="with --probe: default: the lowest rate that the advice names"
+    )
+    parser.add_argument("--json", action="store_true", help="print the advice as JSON")
     parser.set_defaults(run=run_advise)
 
 

@@ -14,7 +14,7 @@ OBJECTIVES = "nll,linear,cayley,deft,eaft"
 
 
 def add_to(commands: Any) -> None:
-    analyze = commands.add_parser("analyze", help="token tables and figures: what a model thinks, what a gate does")
+    analyze = commands.add_parser("analyze", help="make token tables, and draw figures from tables, runs and results")
     actions = analyze.add_subparsers(metavar="ACTION", required=True)
 
     tokens = actions.add_parser(
@@ -26,14 +26,22 @@ def add_to(commands: Any) -> None:
     tokens.add_argument(
         "--objectives", default=OBJECTIVES, metavar="A,B", help=f"columns for these (default: {OBJECTIVES})"
     )
-    tokens.add_argument("--rows", type=int, metavar="N", help="the first rows only (generated:NAME: default 1000)")
-    tokens.add_argument("--format", default="auto", help="of the data (default: by its fields)")
+    tokens.add_argument(
+        "--rows", type=int, metavar="N", help="read the first N rows only (generated:NAME: default 1000)"
+    )
+    tokens.add_argument("--format", default="auto", help="format of the data (default: by its fields)")
     add_fields(tokens)
-    tokens.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
+    tokens.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
     tokens.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
-    tokens.add_argument("--mask", choices=["assistant", "completion", "all"], help="default: the run's, or assistant")
-    tokens.add_argument("--max-length", type=int, help="default: the run's, or 2048")
-    tokens.add_argument("--batch-tokens", type=int, default=8192, help="places of a batch, padding included (8192)")
+    tokens.add_argument(
+        "--mask",
+        choices=["assistant", "completion", "all"],
+        help="which tokens are supervised (default: as the run, or assistant)",
+    )
+    tokens.add_argument("--max-length", type=int, help="most tokens of a row (default: as the run, or 2048)")
+    tokens.add_argument(
+        "--batch-tokens", type=int, default=8192, help="most tokens of a batch, padding included (default: 8192)"
+    )
     tokens.add_argument(
         "--skip-bad-rows", action="store_true", help="write unreadable rows to OUT.bad_rows.jsonl and go on"
     )
@@ -44,8 +52,12 @@ def add_to(commands: Any) -> None:
         actions, "conflicts", "tokens learned and forgotten between two checkpoints", "BEFORE AFTER", "TABLE",
         "token tables of the same rows; more pairs make more panels",
     )  # fmt: skip
-    conflicts.add_argument("--objective", default="nll", help="whose loss dL is (default: nll)")
-    conflicts.add_argument("--threshold", type=float, default=0.01, help="a smaller change of p is none (0.01)")
+    conflicts.add_argument(
+        "--objective", default="nll", help="the objective whose change of loss is drawn (default: nll)"
+    )
+    conflicts.add_argument(
+        "--threshold", type=float, default=0.01, help="a smaller change of p counts as no change (default: 0.01)"
+    )
     conflicts.set_defaults(run=run_conflicts)
 
     gradients = figure(

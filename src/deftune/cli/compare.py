@@ -12,24 +12,28 @@ from typing import Any
 
 from deftune.cli.output import say
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import add_trust, is_recorded, need_training, write_starter
+from deftune.cli.train import add_trust, is_recorded, need_training, not_installed, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
 
 
 def add_to(commands: Any) -> None:
-    compare = commands.add_parser("compare", help="objectives x seeds x regimes as one resumable grid")
+    compare = commands.add_parser(
+        "compare", help="train and measure several objectives with the same data, seeds and learning rates"
+    )
     actions = compare.add_subparsers(metavar="ACTION", required=True)
 
     init = actions.add_parser("init", help="write a comparison to start from")
     init.add_argument("file", type=Path, nargs="?", default=Path("compare.yaml"), help="default: compare.yaml")
     init.set_defaults(run=run_init)
 
-    run = actions.add_parser("run", help="train and measure every cell; the same command goes on where it was stopped")
+    run = actions.add_parser(
+        "run", help="train and measure every cell (objective, data, learning rate, seed); the same command resumes"
+    )
     run.add_argument("config", type=Path, help="a YAML file (`deftune compare init` writes one), or its folder")
     run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the file")
     run.add_argument("--dry-run", action="store_true", help="list the cells and what they would take")
-    run.add_argument("--cell", metavar="NAME", help="this cell only, in this process: for an array of jobs")
+    run.add_argument("--cell", metavar="NAME", help="run this cell only, in this process: for an array of jobs")
     run.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by `schedule.Children`
     run.add_argument(
         "--jobs",
@@ -45,9 +49,11 @@ def add_to(commands: Any) -> None:
 
     show = actions.add_parser("show", help="scores, differences, token statistics and cost of what is finished")
     show.add_argument("config", type=Path, help="a comparison's folder, or its YAML file")
-    show.add_argument("--format", choices=FORMATS, default="markdown")
-    show.add_argument("--beside", metavar="MODEL", help="the paper's numbers for this model of it beside ours")
-    show.add_argument("--rank-base", action="store_true", help="let the untuned model have the marks too")
+    show.add_argument("--format", choices=FORMATS, default="markdown", help="format of the tables (default: markdown)")
+    show.add_argument("--beside", metavar="MODEL", help="print the paper's numbers for this model beside yours")
+    show.add_argument(
+        "--rank-base", action="store_true", help="rank the untuned model too (best bold, second underlined)"
+    )
     show.set_defaults(run=run_show)
 
 
@@ -57,7 +63,7 @@ def need_comparison() -> None:
 
     need_training()
     if missing := [name for name in ("pyarrow", "math_verify", "rapidfuzz") if find_spec(name) is None]:
-        raise ValueError(f'this command needs {", ".join(missing)}; pip install "deftune[eval]"')
+        raise not_installed(missing, "eval")
 
 
 def run_init(args: argparse.Namespace) -> int:

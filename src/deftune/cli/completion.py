@@ -16,7 +16,7 @@ def add_to(commands: Any, parser: argparse.ArgumentParser) -> None:
         "completion", help="print a script that completes deftune's commands in your shell", epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    completion.add_argument("shell", choices=["bash", "zsh"])
+    completion.add_argument("shell", choices=["bash", "zsh"], help="your shell")
     completion.set_defaults(run=lambda args: run_completion(parser, args.shell))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from deftune.cli.output import Renamed, notice, say
 from deftune.cli.progress import progress
-from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
+from deftune.cli.train import add_fields, add_trust, need_training, not_installed, parse_fields
 
 # arguments of the library whose flags have another name
 SHOWN = ("prompt", "text", "answer", "how", "gold")  # of a graded answer, by `eval show`
@@ -36,7 +36,9 @@ def add_to(commands: Any) -> None:
     how.add_argument("--workers", type=int, metavar="N", default=2, help="grading processes (default: 2)")
     add_model(run)
     engine = run.add_argument_group("engine", "What generates the answers; at T > 0 another engine draws others.")
-    engine.add_argument("--engine", choices=["transformers", "vllm"], help="default: transformers; vllm if you have it")
+    engine.add_argument(
+        "--engine", choices=["transformers", "vllm"], help="default: transformers; vllm must be installed"
+    )
     engine.add_argument("--endpoint", dest="url", metavar="URL", help="an OpenAI-compatible server: http://host:8000")
     engine.add_argument("--batch-size", type=int, metavar="N", help="transformers: default 16, on a GPU up to 2048")
     engine.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="vllm: default as transformers")
@@ -59,25 +61,31 @@ def add_to(commands: Any) -> None:
     heldout = verbs.add_parser("heldout", help="measure a model on the supervised tokens of any dataset")
     heldout.add_argument("model", metavar="MODEL", help="a model, a run, or RUN:STEP")
     heldout.add_argument("--data", required=True, help="a file, a folder, a hub id, or generated:NAME")
-    heldout.add_argument("--format", default="auto", help="of the rows (default: told by the first row)")
+    heldout.add_argument(
+        "--format", default="auto", help="format of the rows (default: by the fields of the first row)"
+    )
     add_fields(heldout)
-    heldout.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
-    heldout.add_argument("--rows", type=int, metavar="N", help="the first rows only")
-    heldout.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
+    heldout.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
+    heldout.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
+    heldout.add_argument(
+        "--skip-bad-rows", action="store_true", help="write rows that cannot be read to bad_rows.jsonl and go on"
+    )
     heldout.add_argument("--batch-size", type=int, metavar="N", help="rows at a time (default: by 8192 tokens)")
     add_model(heldout)
     add_output(heldout, "results/MODEL-heldout")
     heldout.set_defaults(run=run_heldout)
 
     show = verbs.add_parser("show", help="the table of a result, and its answers or rows")
-    show.add_argument("result", type=Path, metavar="RESULT")
+    show.add_argument("result", type=Path, metavar="RESULT", help="the folder of a result")
     show.add_argument("--wrong", action="store_true", help="only answers that were graded wrong")
     add_list(show, "--task", "tasks", "TASK", "only answers of this task")
     show.add_argument("--show", type=int, metavar="N", default=20, help="how many answers or rows (default: 20)")
     show.add_argument("--rows", action=Renamed, now="--show")
     show.set_defaults(run=run_show)
 
-    compare = verbs.add_parser("compare", help="what runs gained and lost against a base, paired, with p-values")
+    compare = verbs.add_parser(
+        "compare", help="gains and losses of results against a base, paired by item, with p-values"
+    )
     compare.add_argument("base", type=Path, metavar="BASE", help="a result, or a folder with one result per suite")
     compare.add_argument("others", type=Path, nargs="+", metavar="RUN", help="results of other models")
     compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
@@ -88,7 +96,7 @@ def add_to(commands: Any) -> None:
     listing.set_defaults(run=run_list)
 
     export = verbs.add_parser("export-tasks", help="write tasks for lm-evaluation-harness")
-    export.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty folder")
     add_questions(export)
     export.set_defaults(run=run_export)
 
@@ -99,7 +107,7 @@ def add_questions(parser: Any) -> None:
     add_list(group, "--task", "tasks", "TASK", "a task by name")
     add_list(group, "--task-file", "task_files", "FILE", "a task of your own (YAML)", Path)
     group.add_argument("--data", help="folder with the benchmarks' files (default: the hub)")
-    group.add_argument("--limit", type=int, metavar="N", help="a sample of N items of each task: for a try")
+    group.add_argument("--limit", type=int, metavar="N", help="ask a sample of N items of each task")
 
 
 def add_list(parser: Any, flag: str, name: str, metavar: str, about: str, kind: Any = str) -> None:
@@ -112,7 +120,7 @@ def add_list(parser: Any, flag: str, name: str, metavar: str, about: str, kind: 
 def add_model(parser: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
-    group.add_argument("--like", type=Path, metavar="RUN", help="encode as this run does: for its base model")
+    group.add_argument("--like", type=Path, metavar="RUN", help="encode prompts as this run does: for its base model")
     add_trust(group)
 
 
@@ -138,7 +146,7 @@ def need_evaluation() -> None:
 
     need_training()
     if missing := [name for name in ("math_verify", "rapidfuzz") if find_spec(name) is None]:
-        raise ValueError(f'this command needs {", ".join(missing)}; pip install "deftune[eval]"')
+        raise not_installed(missing, "eval")
 
 
 def make_engine(args: argparse.Namespace) -> Any:

@@ -17,7 +17,7 @@ def add_to(commands: Any) -> None:
     export = commands.add_parser(
         "export", help="write a run for another training stack, or its model as a GGUF file for llama.cpp"
     )
-    export.add_argument("stack", metavar="STACK", help=f"{', '.join(STACKS)}, gguf")
+    export.add_argument("stack", metavar="STACK", help=f"{', '.join(STACKS)} or gguf")
     export.add_argument(
         "config",
         metavar="RUN",
@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
     export.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder; with gguf a new file")
     export.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
     export.add_argument("--ranks", type=int, metavar="N", help="processes that will train (default: 1)")
-    export.add_argument("--type", choices=TYPES, help="of the matrices in a GGUF file (default: f16)")
+    export.add_argument("--type", choices=TYPES, help="type of the matrices in a GGUF file (default: f16)")
     export.set_defaults(run=run_export)
 
 

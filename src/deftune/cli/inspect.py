@@ -19,42 +19,50 @@ TABLE_OPTIONS = ("rows", "format", "fields", "template", "mask", "max_length", "
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="your data through your model: confident conflicts, suspicious rows, what each objective does",
+        help="show where your data contradicts your model, suspicious rows, and what each objective does there",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="deftune inspect MODEL DATA --html page.html     look at it in a browser\n"
-        "deftune inspect MODEL DATA --export flagged.jsonl --keep rest.jsonl\n"
-        "deftune inspect --tokens tokens.parquet         a table that is made already",
+        epilog="examples:\n"
+        "  deftune inspect MODEL DATA --html page.html     write a page for the browser\n"
+        "  deftune inspect MODEL DATA --export flagged.jsonl --keep rest.jsonl\n"
+        "  deftune inspect --tokens tokens.parquet         read a token table again",
     )
     parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or what `train` takes as a model")
     parser.add_argument("data", nargs="?", help="a file, a folder, a hub id, or generated:NAME")
     parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
-    parser.add_argument("--rows", type=int, metavar="N", help="the first rows only")
-    parser.add_argument("--by", metavar="SCORE", help="what ranks the rows: answer, conflict, noise, mean_nll, ...")
+    parser.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
+    parser.add_argument(
+        "--by", metavar="SCORE", help="the score that ranks the rows: answer, conflict, noise, mean_nll, ..."
+    )
     parser.add_argument("--top", type=int, metavar="N", default=50, help="rows to list, and at most to export (50)")
     parser.add_argument(
         "--min-score", type=float, metavar="X", help="only rows with at least this score (of mean_p: at most)"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to explore, all in one file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page to explore, all in one file")
     parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="write the rows that have a reason, or --min-score (JSONL)"
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write the flagged rows (with --min-score: the rows of that score) as JSONL",
     )
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write all other rows of the data (JSONL)")
-    parser.add_argument(
-        "--tokens", type=Path, metavar="FILE", help="reuse this token table, or write it where not there"
-    )
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write all other rows of the data as JSONL")
+    parser.add_argument("--tokens", type=Path, metavar="FILE", help="read this token table if it exists, else write it")
     add_data_options(parser)
     parser.set_defaults(run=run_inspect)
 
 
 def add_data_options(parser: Any) -> None:
     """How the data is read and encoded for a pass over it."""
-    parser.add_argument("--format", help="of the data (default: by its fields)")
+    parser.add_argument("--format", help="format of the data (default: by its fields)")
     add_fields(parser)
-    parser.add_argument("--split", help="of a folder, a hub dataset, or generated:NAME")
+    parser.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
     parser.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
-    parser.add_argument("--mask", choices=["assistant", "completion", "all"], help="default: the run's, or assistant")
-    parser.add_argument("--max-length", type=int, help="default: the run's, or 2048")
-    parser.add_argument("--batch-tokens", type=int, help="places of a batch, padding included (default: 8192)")
+    parser.add_argument(
+        "--mask",
+        choices=["assistant", "completion", "all"],
+        help="which tokens are supervised (default: as the run, or assistant)",
+    )
+    parser.add_argument("--max-length", type=int, help="most tokens of a row (default: as the run, or 2048)")
+    parser.add_argument("--batch-tokens", type=int, help="most tokens of a batch, padding included (default: 8192)")
     parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read")
     add_trust(parser)
 

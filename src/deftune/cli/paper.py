@@ -20,15 +20,15 @@ def add_to(commands: Any) -> None:
     recipes.set_defaults(run=run_recipes)
 
     table = actions.add_parser("table", help="one of the paper's Tables 1 to 8, best and second marked")
-    table.add_argument("number", type=int, metavar="1..8")
-    table.add_argument("--format", choices=FORMATS[:-1], default="markdown")
+    table.add_argument("number", type=int, metavar="1..8", help="number of the table")
+    table.add_argument("--format", choices=FORMATS[:-1], default="markdown", help="default: markdown")
     table.set_defaults(run=run_table)
 
     claims = actions.add_parser("claims", help="the paper's sentences about results, checked against its tables")
     claims.add_argument(
         "config", type=Path, nargs="?", help="a comparison: its verdicts beside the paper's (default: the study's)"
     )
-    claims.add_argument("--json", action="store_true")
+    claims.add_argument("--json", action="store_true", help="print the claims as JSON")
     claims.set_defaults(run=run_claims)
 
 

@@ -19,13 +19,17 @@ def add_to(commands: Any) -> None:
         "run_or_model", nargs="?", metavar="RUN|MODEL", help="a YAML file, a run's folder, a recipe, or a model"
     )
     parser.add_argument("--backbones", action="store_true", help="a table of the paper's backbones instead")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many (default: 1)")
-    parser.add_argument("--gpu", default="h200", metavar="NAME", help="h200, h100, a100 or h20 (default: h200)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs (default: 1)")
+    parser.add_argument(
+        "--gpu", default="h200", metavar="NAME", help="kind of GPU: h200, h100, a100 or h20 (default: h200)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the run")
     parser.add_argument("--length", type=int, metavar="T", help="tokens of a row (default: the run's, or 2048)")
-    parser.add_argument("--micro-batch-size", type=int, metavar="B", help="rows at a time (default: the run's, or 4)")
+    parser.add_argument(
+        "--micro-batch-size", type=int, metavar="B", help="rows of a forward pass (default: the run's, or 4)"
+    )
     parser.add_argument("--rows", action=Renamed, now="--micro-batch-size")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run_plan)
 
 

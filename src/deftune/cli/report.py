@@ -13,7 +13,7 @@ from deftune.cli.output import say
 def add_to(commands: Any) -> None:
     report = commands.add_parser("report", help="a comparison as one self-contained HTML page")
     report.add_argument("folder", type=Path, help="a comparison's folder (`deftune compare run` makes one)")
-    report.add_argument("--out", type=Path, help="default: FOLDER/report.html")
+    report.add_argument("--out", type=Path, help="the page (default: FOLDER/report.html)")
     report.add_argument("--figures", type=Path, metavar="DIR", help="also save its figures here: PNG, SVG, PDF, tables")
     report.set_defaults(run=run_report)
 

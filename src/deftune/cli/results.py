@@ -12,7 +12,9 @@ from deftune.cli.train import add_trust, need_training
 
 
 def add_to(commands: Any) -> None:
-    quick = commands.add_parser("quickstart", help="tune SmolLM2 with two objectives on this machine, in a few minutes")
+    quick = commands.add_parser(
+        "quickstart", help="tune SmolLM2 with NLL and with DEFT on this machine, in a few minutes"
+    )
     quick.add_argument("--out", type=Path, default=Path("quickstart"), help="folder (default: quickstart/)")
     quick.add_argument("--clean", action="store_true", help="remove what an earlier call wrote there, and do no more")
     quick.set_defaults(run=run_quickstart)
@@ -21,14 +23,14 @@ def add_to(commands: Any) -> None:
     chat.add_argument("run_or_model", help="a run's folder, or what `train` takes as a model")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
-    chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    chat.add_argument("--max-new-tokens", type=int, default=512)
+    chat.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default)")
+    chat.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of an answer (default: 512)")
     add_trust(chat)
     chat.set_defaults(run=run_chat)
 
     merge = commands.add_parser("merge", help="add a LoRA run's adapter into a plain model folder")
-    merge.add_argument("folder", type=Path, metavar="RUN")
-    merge.add_argument("--out", type=Path, help="default: RUN/merged")
+    merge.add_argument("folder", type=Path, metavar="RUN", help="the folder of a LoRA run")
+    merge.add_argument("--out", type=Path, help="the new folder (default: RUN/merged)")
     add_trust(merge)
     merge.set_defaults(run=run_merge)
 

@@ -10,15 +10,24 @@ from typing import Any
 
 from deftune.cli.output import Renamed, notice, say
 
-EXTRA = 'pip install "deftune[train]"'
 PREVIEW_OF_A_RUN = {"data", "show", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
 
 
 def add_to(commands: Any) -> None:
     train = commands.add_parser("train", help="fine-tune a model with an objective; the same command resumes")
     train.add_argument("config", type=Path, help="a YAML file (`deftune init` writes one), or a run's folder to resume")
-    train.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
-    train.add_argument("--dry-run", action="store_true", help="read the data, try one batch, print what a run would be")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="override a key (`deftune config keys` lists them); repeatable",
+    )
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read the data, try one batch, print what the run would be; nothing is trained",
+    )
     train.add_argument("--skip-bad-rows", action="store_true", help="write bad rows to bad_rows.jsonl and go on")
     train.add_argument("--no-cache", action="store_true", help="encode the rows even if they were encoded before")
     train.add_argument(
@@ -35,47 +44,72 @@ def add_to(commands: Any) -> None:
     init.add_argument("--recipe", help="a cell of the paper's tables: `deftune paper recipes` lists them")
     init.set_defaults(run=run_init)
 
-    config = commands.add_parser("config", help="the config's JSON schema, or a config as it resolves")
+    config = commands.add_parser("config", help="all keys of a config, a config with its defaults, the JSON schema")
     actions = config.add_subparsers(metavar="ACTION", required=True)
+    keys = actions.add_parser("keys", help="every key with type, default and meaning")
+    keys.add_argument("prefix", nargs="?", help="only keys that begin with this: train, or data.train")
+    keys.add_argument("--markdown", action="store_true", help="the page docs/config_keys.md: files of every kind")
+    keys.set_defaults(run=run_keys)
+    show = actions.add_parser("show", help="a config with every default")
+    show.add_argument("config", type=Path, help="a YAML file, or the folder of a run")
+    show.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="override a key (`deftune config keys` lists them); repeatable",
+    )
+    show.set_defaults(run=run_show)
     schema = actions.add_parser("schema", help="JSON schema, for editors")
     schema.set_defaults(run=run_schema)
-    show = actions.add_parser("show", help="a config with every default")
-    show.add_argument("config", type=Path)
-    show.add_argument("--set", action="append", default=[], metavar="a.b=c")
-    show.set_defaults(run=run_show)
 
     runs = commands.add_parser("runs", help="list the runs below a folder")
-    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"))
-    runs.add_argument("--json", action="store_true")
+    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+    runs.add_argument("--json", action="store_true", help="print the list as JSON")
     runs.set_defaults(run=run_runs)
 
-    data = commands.add_parser("data", help="look at data as a run would see it")
+    data = commands.add_parser("data", help="show your data as a run would see it")
     actions = data.add_subparsers(metavar="ACTION", required=True)
-    preview = actions.add_parser("preview", help="rows with the supervised tokens coloured, lengths, what is dropped")
+    preview = actions.add_parser(
+        "preview", help="print rows with their supervised tokens marked, the lengths, and the rows that are dropped"
+    )
     preview.add_argument("data", help="a run's config.yaml; or a file, a folder, a hub id, or generated:NAME")
-    preview.add_argument("--model", default="smollm2", help="whose tokenizer and template (default: smollm2)")
-    preview.add_argument("--format", default="auto")
+    preview.add_argument(
+        "--model", default="smollm2", help="the model whose tokenizer and chat template are used (default: smollm2)"
+    )
+    preview.add_argument("--format", default="auto", help="format of the data (default: by its fields)")
     add_fields(preview)
-    preview.add_argument("--split")
-    preview.add_argument("--rows", type=int, metavar="N", default=1000, help="the first rows only (default: 1000)")
+    preview.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
+    preview.add_argument(
+        "--rows", type=int, metavar="N", default=1000, help="read the first N rows only (default: 1000)"
+    )
     preview.add_argument("--show", type=int, metavar="N", default=3, help="how many rows to show (default: 3)")
     preview.add_argument("--limit", action=Renamed, now="--rows (rows to read); --show says how many to show")
     preview.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
-    preview.add_argument("--mask", choices=["assistant", "completion", "all"], default="assistant")
-    preview.add_argument("--max-length", type=int, default=2048)
-    preview.add_argument("--skip-bad-rows", action="store_true", help="write them to bad_rows.jsonl and go on")
+    preview.add_argument(
+        "--mask", choices=["assistant", "completion", "all"], default="assistant",
+        help="which tokens are supervised: every answer (default), the last answer, or all tokens",
+    )  # fmt: skip
+    preview.add_argument("--max-length", type=int, default=2048, help="most tokens of a row (default: 2048)")
+    preview.add_argument(
+        "--skip-bad-rows", action="store_true", help="write rows that cannot be read to bad_rows.jsonl and go on"
+    )
     add_trust(preview)
     preview.set_defaults(run=run_preview, parser=preview)
 
 
 def add_fields(parser: Any) -> None:
-    parser.add_argument("--fields", metavar="A=B,C=D", help="names in the data: prompt=q,completion=a")
+    parser.add_argument(
+        "--fields", metavar="A=B,C=D", help="the names in your data of the format's fields: prompt=q,completion=a"
+    )
 
 
 def add_trust(parser: Any) -> None:
     """The one way, beside a config of one's own, to let the code of a model's repository run."""
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code in the model's repository; read it before"
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code in the model's repository; read that code first",
     )
 
 
@@ -85,7 +119,14 @@ def need_training() -> None:
 
     names = ("trl", "transformers", "datasets", "pydantic", "yaml", "rich")
     if missing := [name for name in names if find_spec(name) is None]:
-        raise ValueError(f"this command needs {', '.join(missing)}; {EXTRA}")
+        raise not_installed(missing, "train")
+
+
+def not_installed(missing: list[str], extra: str) -> ValueError:
+    """The error for packages that are missing: what to install, with and without a clone."""
+    return ValueError(
+        f"this command needs {', '.join(missing)}; pip install 'deftune[{extra}]' (in a clone: -e '.[{extra}]')"
+    )
 
 
 def read_config(path: Path, overrides: list[str]) -> Any:
@@ -155,6 +196,36 @@ def write_starter(path: Path, text: str, command: str) -> int:
     return 0
 
 
+def run_keys(args: argparse.Namespace) -> int:
+    need_training()
+    from deftune.artifacts.config import RunConfig
+    from deftune.artifacts.keys import keys_of, render_keys, render_page
+    from deftune.objectives.suggest import did_you_mean
+
+    if not args.markdown:
+        keys = keys_of(RunConfig)
+        prefix = args.prefix or ""
+        found = [key for key in keys if key.path.startswith(prefix)]
+        if not found:
+            hint = did_you_mean(prefix, [key.path for key in keys])
+            raise ValueError(f"config keys: no key begins with {prefix!r}.{hint}")
+        say(render_keys(found))
+        return 0
+    if args.prefix:
+        raise ValueError("config keys: --markdown writes the page of all keys; leave out the prefix")
+    from deftune.comparison.grid import Comparison
+    from deftune.evaluation.task_files import TaskFile
+
+    files = {
+        "A run: `deftune train run.yaml`": RunConfig,
+        "A comparison: `deftune compare run compare.yaml`": Comparison,
+        "A task of your own: `deftune eval run --task-file exam.yaml`": TaskFile,
+    }
+    seen: dict[str, str] = {}  # a section of an earlier table is not repeated
+    say(render_page({title: keys_of(root, seen) for title, root in files.items()}).rstrip())
+    return 0
+
+
 def run_schema(args: argparse.Namespace) -> int:
     need_training()
     from deftune.artifacts.config import schema
@@ -177,7 +248,7 @@ def run_runs(args: argparse.Namespace) -> int:
     from deftune.artifacts.runs import find_runs, summary
 
     if not args.folder.is_dir():
-        raise ValueError(f"{args.folder}: no such folder")
+        raise ValueError(f"{args.folder}: no such folder; name the folder that holds your runs: deftune runs FOLDER")
     found = [summary(run) for run in find_runs(args.folder)]
     if args.json:
         print(json.dumps(found, indent=1))

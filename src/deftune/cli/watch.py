@@ -18,8 +18,10 @@ SECONDS = 5.0  # between two looks at the records
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("watch", help="the curves of a run in the terminal, until it ends")
-    parser.add_argument("folder", type=Path, metavar="RUN")
-    parser.add_argument("--once", action="store_true", help="print them once (default where stdout is no terminal)")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--once", action="store_true", help="print the curves once and end (default where stdout is no terminal)"
+    )
     parser.set_defaults(run=run_watch)
 
 

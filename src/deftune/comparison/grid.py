@@ -53,19 +53,23 @@ NAME = r"[\w-][\w.-]*"  # of a folder: not .., nor a hidden one
 class Evaluation(Section):
     """An evaluation of every cell: a suite, or tasks by name."""
 
-    name: str | None = Field(None, description="default: the suite's name, or tasks")
-    suite: str | None = Field(None, description="math, medical, figfont")
+    name: str | None = Field(None, description="the name of the result's folder (default: the suite's name, or tasks)")
+    suite: str | None = Field(None, description="math, medical or figfont")
     tasks: list[str] = Field(default_factory=list, description="single tasks, beside the suite's or alone")
-    task_files: list[str] = Field(default_factory=list, description="tasks of your own (YAML)")
+    task_files: list[str] = Field(default_factory=list, description="task files of your own")
     data: str | None = Field(None, description="folder with the benchmarks' files (default: the hub)")
     samples: Positive | None = Field(None, description="answers per item where T > 0 (default: the suite's)")
-    temperatures: list[Temperature] = Field(default_factory=list, description="a sweep; default: the suite's one")
-    top_p: float = Field(1.0, gt=0, le=1)
-    seed: NotNegative = 0
-    limit: Positive | None = Field(None, description="a sample of the items")
-    max_new_tokens: Positive | None = Field(None, description="default: the task's")
-    rule: Literal["strict", "lenient"] = "strict"
-    batch_size: Positive | None = None  # as `deftune eval run` chooses it
+    temperatures: list[Temperature] = Field(
+        default_factory=list, description="sampling temperatures, 0 is greedy (default: the suite's)"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1 is all tokens")
+    seed: NotNegative = Field(0, description="seed of the sampling")
+    limit: Positive | None = Field(None, description="ask a sample of so many items (default: all)")
+    max_new_tokens: Positive | None = Field(None, description="the most tokens of an answer (default: the task's)")
+    rule: Literal["strict", "lenient"] = Field(
+        "strict", description="how a multiple-choice answer is read: strict needs a stated letter"
+    )
+    batch_size: Positive | None = Field(None, description="answers at a time (default: as `deftune eval run`)")
 
     @field_validator("suite")
     @classmethod
@@ -119,11 +123,13 @@ class Evaluation(Section):
 class Regime(Section):
     """Data to train on and how to measure; its `model` and `train` override the comparison's."""
 
-    data: dict[str, Any] = Field(description="as a run's `data`")
-    model: dict[str, Any] = Field(default_factory=dict, description="as a run's `model`")
-    train: dict[str, Any] = Field(default_factory=dict, description="as a run's `train`")
-    evaluate: list[Evaluation] = Field(default_factory=list[Evaluation])
-    tokens: list[Source] = Field(default_factory=list[Source], description="held-out rows for token statistics")
+    data: dict[str, Any] = Field(description="as `data` of a run")
+    model: dict[str, Any] = Field(default_factory=dict, description="as `model` of a run")
+    train: dict[str, Any] = Field(default_factory=dict, description="as `train` of a run")
+    evaluate: list[Evaluation] = Field(
+        default_factory=list[Evaluation], description="the benchmarks that every cell answers"
+    )
+    tokens: list[Source] = Field(default_factory=list[Source], description="rows whose token statistics are measured")
 
     @model_validator(mode="after")
     def _measured(self) -> Regime:
@@ -138,17 +144,23 @@ class Regime(Section):
 class Comparison(Section):
     """The whole file of a comparison."""
 
-    folder: str = Field("comparisons/first", description="the same folder goes on where it was stopped")
-    objectives: list[str] = Field(min_length=1, description="`deftune objectives` lists them")
-    seeds: list[NotNegative] = Field([0], min_length=1)
+    folder: str = Field("comparisons/first", description="the folder of the comparison; the same folder resumes")
+    objectives: list[str] = Field(min_length=1, description="the objectives to compare, as names or specs")
+    seeds: list[NotNegative] = Field([0], min_length=1, description="the seeds of each objective's runs")
     learning_rates: list[Annotated[float, Field(gt=0)]] = Field(
-        [5e-5], min_length=1, description="several: the same for every objective, each at its own best"
+        [5e-5], min_length=1, description="every objective tries all of them and is shown at its own best"
     )
     base: bool = Field(True, description="measure the untuned model too")
-    keep_models: bool = Field(True, description="false: a cell's weights are measured in memory, not kept")
-    model: dict[str, Any] = Field(default_factory=dict, description="as a run's `model`")
-    train: dict[str, Any] = Field(default_factory=dict, description="as a run's `train`, but learning_rate and seed")
-    regimes: dict[str, Regime] = Field(min_length=1, description="strong, intermediate, weak, mixed are the paper's")
+    keep_models: bool = Field(
+        True, description="keep the weights of each cell; false: measure them in memory and write none"
+    )
+    model: dict[str, Any] = Field(default_factory=dict, description="as `model` of a run")
+    train: dict[str, Any] = Field(
+        default_factory=dict, description="as `train` of a run, without learning_rate and seed"
+    )
+    regimes: dict[str, Regime] = Field(
+        min_length=1, description="kinds of data, each with its own evaluations; you choose the names"
+    )
 
     @field_validator("objectives")
     @classmethod

@@ -390,12 +390,16 @@ def encode_into(result: EncodedRows, row: Row, encoder: Encoder) -> None:
         result.fully_masked.append(row.where)
 
 
+class NoExamples(ValueError):
+    """No row has a supervised token; the message says why."""
+
+
 def checked(result: EncodedRows, encoder: Encoder, bad: BadRows) -> EncodedRows:
     """The result, with its refused rows added to ``bad``; a result without any example is an error."""
     if result.refused and not bad.skip:
         raise result.refused[0]
     if not result.examples:
-        raise ValueError(_nothing_left(result, encoder))
+        raise NoExamples(_nothing_left(result, encoder))
     for error in result.refused:
         bad.add(error.where, Fault("mask not verified", error.problem), error.raw)
     return result
@@ -403,7 +407,7 @@ def checked(result: EncodedRows, encoder: Encoder, bad: BadRows) -> EncodedRows:
 
 def _nothing_left(result: EncodedRows, encoder: Encoder) -> str:
     if not result.num_rows:
-        return "no rows to encode; check data.path and its filters"
+        return "no rows to encode; check path, split and limit of the data"
     advice: list[str] = []
     if result.fully_truncated or result.overlong:
         advice.append(f"raise max_length (now {encoder.max_length}) or shorten the prompts")

@@ -22,24 +22,26 @@ OWN_KINDS = {name: kind for name, kind in KINDS.items() if kind.read_gold is not
 class FieldNames(Section):
     """The names of a row's fields; ``options`` is one field that holds all options, or a field for each."""
 
-    question: str = "question"
-    gold: str = "gold"
-    options: str | list[str] = "options"
-    id: str = "id"
+    question: str = Field("question", description="the field with the question")
+    gold: str = Field("gold", description="the field with the right answer")
+    options: str | list[str] = Field("options", description="kind choice: one field with all options, or a field each")
+    id: str = Field("id", description="the field with the id of an item, if the data has one")
 
 
 class TaskFile(Section):
     """The content of a task file."""
 
-    name: str
-    version: str
-    kind: str
-    data: str
-    split: str = "test"
-    fields: FieldNames = FieldNames()
-    answer_from: int = Field(0, strict=True, ge=0, le=1)
-    prompt: str = ""
-    max_new_tokens: int | None = Field(None, strict=True, gt=0)
+    name: str = Field(description="the name of the task; not one of `deftune eval list`")
+    version: str = Field(description="a text of yours; change it whenever the questions or the grading change")
+    kind: str = Field(description="how answers are graded: math or choice")
+    data: str = Field(description="the file with the items, relative to this file, or a hub id")
+    split: str = Field("test", description="the split of a hub id")
+    fields: FieldNames = Field(FieldNames(), description="the names of the fields in your data")  # pyright: ignore[reportCallIssue]
+    answer_from: int = Field(0, strict=True, ge=0, le=1, description="kind choice: the number of the first option")
+    prompt: str = Field("", description="the prompt, with {question} and {options} (default: the kind's)")
+    max_new_tokens: int | None = Field(
+        None, strict=True, gt=0, description="the most tokens of an answer (default: the kind's)"
+    )
     about: str = Field("", description="a line for `deftune eval list`")
 
     @field_validator("name", "version", "kind", "data", mode="before")

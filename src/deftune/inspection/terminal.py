@@ -57,15 +57,15 @@ def summary_lines(inspection: Inspection) -> list[str]:
     ]
     if ends:
         lines.append(
-            f"{ends:,} of the conflicts are end or format tokens: an objective that lets go of conflicts may not learn "
-            f"them; `| eos(nll)` keeps them"
+            f"{ends:,} of the conflicts are end or format tokens: a small gate on conflicts may keep the model from "
+            f"learning them; `| eos(nll)` gives end tokens NLL's gradient"
         )
     return [visible(line) for line in lines]
 
 
 def objective_table(inspection: Inspection) -> Table:
     found = summary(inspection)
-    table = Table("objective", "mean gate on conflicts", "share of its push on conflicts", title_justify="left")
+    table = Table("objective", "mean gate on conflicts", "share of its gradient on conflicts", title_justify="left")
     for name in inspection.objectives:
         gate = found["gate"][name]
         table.add_row(name, "-" if np.isnan(gate) else f"{gate:.3f}", f"{found['share'][name]:.1%}")
@@ -74,7 +74,7 @@ def objective_table(inspection: Inspection) -> Table:
 
 def habit_table(inspection: Inspection) -> Table:
     table = Table(
-        "token", "conflicts", "of its places", "model expects", title="conflicts by habit", title_justify="left"
+        "token", "conflicts", "of its places", "model expects", title="conflicts by token", title_justify="left"
     )
     for habit in habits(inspection, HABITS):
         share = f"{habit.conflicts / habit.places:.0%}"

@@ -175,10 +175,21 @@ def linear_token_stats(
 ) -> TokenStats:
     """The statistics of the supervised tokens from hidden states, without the logits.
 
-    ``log_p`` and ``entropy`` are differentiable, for any upstream vector, in ``hidden``, ``weight`` and ``bias``; their
-    backward recomputes the chunks. ``log_collision`` is detached (a focus is a stop-gradient quantity). ``top_k`` asks
-    for that many of the largest log-probabilities (`TokenStats.top_log_p`). The other arguments (``targets``,
-    ``softcap``, ``logit_scale``, ``backend``, ``chunk_rows``, ``shard``), and the errors, are those of `linear_loss`.
+    ``log_p`` and ``entropy`` are differentiable in ``hidden``, ``weight`` and ``bias``; the backward pass computes the
+    logits again, chunk by chunk. ``log_collision`` is detached, because a focus is a constant for the gradient.
+
+    Args:
+        hidden: ``[..., D]``, the input of the head.
+        weight: ``[V, D]``, of the head.
+        targets: ``[...]`` token ids, already shifted; IGNORE_INDEX (-100) is skipped.
+        top_k: how many of the largest log-probabilities to keep for `TokenStats.top_log_p`.
+        bias, softcap, logit_scale, backend, chunk_rows, shard: as for `linear_loss`.
+
+    Returns:
+        One entry for each supervised token, in the order of the targets.
+
+    Raises:
+        ValueError: as for `linear_loss`.
 
     >>> stats = linear_token_stats(torch.zeros(1, 2), torch.ones(4, 2), torch.tensor([3]))
     >>> stats.p, stats.concentration

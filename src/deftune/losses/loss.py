@@ -45,17 +45,32 @@ def token_loss(
     context: Context | None = None,
     shard: VocabShard | None = None,
 ) -> Tensor:
-    """An objective's loss on ``[..., V]`` logits; its gradient is gate x error and keeps no ``[N, V]`` probabilities.
+    """The loss of an objective from logits, in place of ``torch.nn.functional.cross_entropy``.
 
         d loss / d z_i = gate (P_i - [i = y])
 
-    ``targets`` are already shifted, IGNORE_INDEX is skipped. ``reduction="mean"`` divides by ``num_items``, the
-    supervised tokens of the whole optimizer step (never times the world size), or by this call's; ``"none"`` has
-    the targets' shape, 0 at ignored tokens. ``weights`` are constants per token. ``context`` is what the objective
-    needs beyond the tokens (progress, special ids, step statistics). The loss is float32, float64 for float64 logits.
+    The backward pass keeps no ``[tokens, V]`` probabilities. `linear_loss` starts from hidden states and needs no
+    logits at all.
 
-    With a ``shard`` the logits are those of this rank's classes, and so is their gradient; the loss is that of the
-    whole vocabulary, on every rank (`VocabShard`). A DTensor that is sharded on its last dimension says so itself.
+    Args:
+        logits: ``[..., V]``.
+        targets: ``[...]`` token ids, already shifted: the target at a place is the next token. IGNORE_INDEX (-100)
+            marks tokens without a loss.
+        objective: a spec such as ``"deft | floor(0.1)"``, or an `Objective`.
+        reduction: ``mean``, ``sum``, or ``none``: one loss per target, 0 at ignored ones.
+        num_items: the divisor of the mean: the supervised tokens of the whole optimizer step, over all micro-batches
+            and ranks, never times the number of ranks. Default: those of this call.
+        weights: ``[...]``, constant factors of the tokens' losses.
+        context: what the objective needs beyond the tokens (progress, special ids, step statistics).
+        shard: the logits are those of this rank's classes, of a vocabulary that ranks share; the loss is that of the
+            whole vocabulary (`VocabShard`). A DTensor that is sharded on its last dimension says so itself.
+
+    Returns:
+        The loss, float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: an argument is wrong, a label is outside [0, V), logits are NaN, or the objective needs a context
+            that was not given.
 
     >>> logits = torch.tensor([[2.0, 0.0, -1.0]], requires_grad=True)
     >>> token_loss(logits, torch.tensor([1]), "linear").backward()

@@ -270,12 +270,21 @@ def token_stats(logits: Tensor, targets: Tensor, *, shard: VocabShard | None = N
 
         u = z - max z;  log_p = u_y - log sum e^u;  log_collision = log sum e^{2u} - 2 log sum e^u
 
-    ``targets`` are already shifted; IGNORE_INDEX is skipped, any other label outside [0, V) is an error. The rows
-    are read once, in blocks, without a copy of the logits; the record keeps a reference to the logits for
-    `TokenStats.top_log_p`. No gradient flows: for a loss use `token_loss`.
+    No gradient flows: for a loss use `token_loss`. The rows are read once, in blocks, without a copy of the logits; the
+    result keeps a reference to the logits for `TokenStats.top_log_p`.
 
-    With a ``shard`` (or a DTensor that is sharded on its last dimension) the logits are those of this rank's classes;
-    every rank gets the statistics of whole rows. All ranks have to ask for `TokenStats.top_log_p`, or none.
+    Args:
+        logits: ``[..., V]``.
+        targets: ``[...]`` token ids, already shifted; IGNORE_INDEX (-100) is skipped.
+        shard: the logits are those of this rank's classes (`VocabShard`; a DTensor that is sharded on its last
+            dimension says so itself). Every rank gets the statistics of whole rows. All ranks have to ask for
+            `TokenStats.top_log_p`, or none.
+
+    Returns:
+        One entry for each supervised token, in the order of the targets.
+
+    Raises:
+        ValueError: a label is outside [0, V), or logits are NaN.
 
     >>> stats = token_stats(torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([1, -100]))
     >>> stats.p, stats.concentration

@@ -174,7 +174,17 @@ class Focus(Objective):
 
 @dataclass(frozen=True)
 class Weight(Objective):
-    """An objective given by a stop-gradient weight: L = sg[w] * -log p, gate w. Subclasses define ``weight``."""
+    """An objective given by a weight per token, a constant for the gradient: L = -w log p, gate w.
+
+    Subclasses define ``weight``.
+
+    >>> @dataclass(frozen=True)
+    ... class Likely(Weight):
+    ...     def weight(self, stats, context=NO_CONTEXT):
+    ...         return (stats.p >= 0.1).double()
+    >>> str(Likely())
+    'likely'
+    """
 
     def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         raise NotImplementedError
@@ -195,7 +205,10 @@ class Weight(Objective):
 
 @dataclass(frozen=True)
 class Modifier(Objective):
-    """An objective around another one. Subclasses define ``gate`` and ``loss``; the focus stays the inner one's."""
+    """An objective that wraps another one, ``inner``, as ``floor(0.2)`` does in ``deft | floor(0.2)``.
+
+    Subclasses define ``gate`` and ``loss``, so that d loss / d log_p = -gate; the focus is that of ``inner``.
+    """
 
     must_be_last: ClassVar[bool] = False
     inner: Objective

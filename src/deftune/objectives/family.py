@@ -84,7 +84,7 @@ class Dft(Objective):
         value="(1 - p^a)/a",
         source="DEFT's deformed-log family; GCE for 0 < a < 1",
         use="one fixed point between nll (a=0) and linear (a=1) is wanted",
-        hurts="any single a is too open for noise or too shut for gaps; a > 1 ignores most tokens",
+        hurts="one a for all tokens learns too much noise or too little that is new; a > 1 ignores most tokens",
     ),
 )
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def hellinger() -> Objective:
         gate="p^a, a = (1-z)/(1+kappa z), z = sqrt(1-p)",
         value="(1 - p^a)/a, a detached",
         source="DEFT, Eq. alpha_star",
-        use="new knowledge matters and the labels are right: the gate reopens as p goes to 0",
+        use="new knowledge matters and the labels are right: the gate goes to 1 as p goes to 0",
         hurts="confident conflicts: at p near 0 it pushes as hard as nll",
     ),
 )
@@ -204,7 +204,7 @@ class CayleyReleased(Focus):
         value="(1 - p^a)/a, a detached",
         source="DEFT, Eq. deft_alpha",
         use="labels may conflict with what the model knows: only a confident model is protected",
-        hurts="a confidently wrong model that must be corrected: its gate is shut",
+        hurts="the model is confidently wrong and must be corrected: the gate is nearly 0 there",
     ),
 )
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Deft(Focus):
         gate="(H_top-k / ln k)^power",
         value="gate * -log p, gate detached",
         source="Diao et al. 2026, entropy-adaptive fine-tuning",
-        use="confident conflicts are the trouble, and low-p tokens are to be learned otherwise",
+        use="confident conflicts are the problem, and other unlikely tokens must be learned",
         hurts="confident and right tokens get little too: sharpening is slow",
     ),
 )

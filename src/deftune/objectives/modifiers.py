@@ -34,7 +34,7 @@ def mix(first: Tensor, second: Tensor, share: float) -> Tensor:
         gate="max(gate, g)",
         value="value + sg[max(0, g - gate)] * NLL",
         source="modifier",
-        use="a shut gate must not lose a token altogether",
+        use="every token should keep some gradient",
         hurts="lets some of the noise back in",
     ),
 )
@@ -63,7 +63,7 @@ class Floor(Modifier):
         gate="gate of o on the special ids",
         value="value of o there",
         source="modifier",
-        use="models tuned with p-gates that never stop: eos(nll)",
+        use="the tuned model does not stop: eos(nll)",
         hurts="format tokens that are wrong in the data are learned fully",
     ),
 )
@@ -139,7 +139,7 @@ class Blend(Modifier):
         gate="1 until progress f, linear to the gate at 2f",
         value="the same mix",
         source="modifier",
-        use="the first steps must open up a weak model",
+        use="a weak model should first learn as with NLL",
         hurts="conflicts are learned fully meanwhile",
     ),
 )
@@ -174,8 +174,8 @@ class Warmup(Modifier):
         gate="gate / its step mean",
         value="value / the same mean",
         source="modifier, last only",
-        use="to tell an objective's shape from a smaller learning rate",
-        hurts="a step of few open gates gets large ones",
+        use="to compare objectives at equal gradient size",
+        hurts="if few gates of a step are large, these become very large",
     ),
 )
 @dataclass(frozen=True)

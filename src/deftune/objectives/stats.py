@@ -204,13 +204,13 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Context:
-    """What an objective may need beside the statistics of a token.
+    """What an objective may need beside the statistics of a token; most objectives need nothing.
 
-    - ``progress``: the share of training done, 0 to 1 (`warmup`)
-    - ``special_ids``: ids of end and format tokens (`eos`)
-    - ``step``: statistics of the whole optimizer step from `step_stats` (`clip`, `cayley-released`, inner means), or
-      ``"deferred"``: the caller accumulates unnormalised gradients of a mass objective and rescales them
-      once by num_items / mass
+    - ``progress``: the share of training done, 0 to 1 (for ``| warmup``)
+    - ``special_ids``: ids of end tokens (for ``| eos(...)``)
+    - ``step``: statistics of the whole optimizer step from `step_stats` (for `clip`, `cayley-released`). Or
+      ``"deferred"``, for mass objectives (`mile`, ``| mean_one``): the losses are not divided by the mean of the step,
+      and the caller multiplies the accumulated gradients once by num_items / mass
     """
 
     progress: float | None = None

@@ -17,14 +17,27 @@ from deftune.tokens.head import shifted
 def hf_loss(
     objective: str | Objective = "deft", *, special_ids: tuple[int, ...] | None = None
 ) -> Callable[..., Tensor]:
-    """An objective as transformers.Trainer's ``compute_loss_func``: sum of losses / tokens of the optimizer step.
+    """An objective for ``transformers.Trainer(compute_loss_func=...)``.
 
         loss = (1 / num_items_in_batch) sum_t L(p_t),  d loss / d z = gate (P - onehot) / num_items_in_batch
 
-    It reads the model's logits (for the fused loss use `DeftSFTTrainer`), shifts the labels, and takes the count that
-    the Trainer makes over all micro-batches and ranks. Objectives that depend on the whole step (`mile`, `clip`,
-    ``| mean_one``) or on progress (``| warmup``) need more than this hook is told and are refused here;
-    `DeftSFTTrainer` trains them. ``special_ids`` are the end tokens of ``| eos(...)``.
+    The function reads the model's logits, shifts the labels, and divides by the number of supervised tokens that the
+    Trainer counts over all micro-batches and ranks of the optimizer step. `DeftSFTTrainer` uses the fused loss instead
+    and needs no logits.
+
+        trainer = transformers.Trainer(model, args, train_dataset=dataset, data_collator=collator,
+                                       compute_loss_func=deftune.hf_loss("deft"))
+
+    Args:
+        objective: a spec such as ``"deft | floor(0.1)"``, or an `Objective`.
+        special_ids: the end tokens, for ``| eos(...)``: ``(tokenizer.eos_token_id,)``.
+
+    Returns:
+        A function of (outputs, labels, num_items_in_batch); the labels are not shifted.
+
+    Raises:
+        ValueError: the objective depends on the whole step (`mile`, `clip`, ``| mean_one``) or on progress
+            (``| warmup``), which the Trainer does not pass on; `DeftSFTTrainer` trains these.
 
     >>> hf_loss("deft")                               # doctest: +ELLIPSIS
     <function hf_loss.<locals>.loss at ...>

@@ -30,7 +30,7 @@ from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
 from deftune.data.cache import Reading, cache_bytes, encode_cached, find_encoded, is_cached, waiting, write_reading
 from deftune.data.digests import code_digest, digest_files
-from deftune.data.encoding import EncodedRows, Encoder
+from deftune.data.encoding import EncodedRows, Encoder, NoExamples
 from deftune.data.examples import Examples
 from deftune.data.mixing import exchange_partners, exchanged_row, mix_places, split_places
 from deftune.data.packing import Packs, pack
@@ -323,7 +323,10 @@ def _read_rows(
     unread = list(bad.rows)
     coding = coding or _load_coding(config, notice)
     train = encode(rows, coding.encoder, bad, notice)
-    evaluation = encode(held, coding.encoder, bad, notice) if held else None
+    try:
+        evaluation = encode(held, coding.encoder, bad, notice) if held else None
+    except NoExamples as error:
+        raise ValueError(f"rows to evaluate on ({'data.holdout' if data.holdout else 'data.eval'}): {error}") from None
     if key is not None and is_stable:
         reading = Reading([side.digest() for side in (rows, held) if side], said, unread)
         write_reading(key, reading, coding.encoder, cache_folder() / "encoded", notice)

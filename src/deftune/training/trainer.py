@@ -72,9 +72,15 @@ class DeftSFTTrainer(CheckpointingTrainer):
     A gradient that is not finite stops the training before the weights change: the step's micro-batches are run again,
     the error names the first layer and operation that are not finite and what to do, and the batch is saved.
 
-        trainer = deftune.DeftSFTTrainer("HuggingFaceTB/SmolLM2-135M", objective="deft", train_dataset=dataset)
+        args = trl.SFTConfig(output_dir="out", bf16=False)  # bf16=False on a CPU
+        trainer = deftune.DeftSFTTrainer(
+            "HuggingFaceTB/SmolLM2-135M-Instruct", args, train_dataset=dataset, objective="deft"
+        )
+        trainer.train()
 
     Args:
+        model: a hub id, a folder, or a loaded model, as for SFTTrainer.
+        args: a ``trl.SFTConfig``.
         objective: a name, a spec such as ``"deft | floor(0.2)"``, or an `Objective`.
         special_ids: the tokens that end an answer, for ``eos(...)`` and the record ``eos_p``; by default those of the
             tokenizer and its chat template (`deftune.data.encoding.end_tokens_of`).
