@@ -59,6 +59,18 @@ def write(root: Path, step: int) -> Path:
 # --- sealing and verifying --------------------------------------------------------------------------------------------
 
 
+def test_files_get_the_permissions_of_their_folder(tmp_path):
+    """safetensors 0.8 writes files that only their owner can read, whatever the umask."""
+    for mode in (0o755, 0o700):
+        folder = tmp_path / f"{mode:o}"
+        with sealed_folder(tmp_path / "staging", folder) as staging:
+            staging.chmod(mode)
+            (staging / "model.safetensors").write_bytes(b"weights")
+            (staging / "model.safetensors").chmod(0o600)
+        assert (folder / "model.safetensors").stat().st_mode & 0o777 == mode & 0o666
+        verify(folder)
+
+
 def test_a_sealed_folder_verifies(tmp_path):
     fill(tmp_path)
     seal(tmp_path, step=3, note="\u00e9")

@@ -218,9 +218,12 @@ def sealed_folder(staging: Path, final: Path, **facts: Any) -> Generator[Path]:
 
 
 def seal(folder: Path, **facts: Any) -> None:
-    """Sync a folder's files and write its manifest."""
+    """Give a folder's files the folder's own permissions, sync them, and write the manifest."""
     entries: dict[str, dict[str, Any]] = {}
+    mode = folder.stat().st_mode & 0o666  # that of the umask; safetensors writes files that only their owner can read
     for path in files_of(folder):
+        with suppress(OSError):  # of a file system without permissions
+            path.chmod(mode)
         sync(path)
         entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     for path in folder.rglob("*"):
