@@ -472,13 +472,13 @@ def read_fingerprint(run: Run) -> str | None:
 
 def refuse_other_rows(prepared: Prepared, alike: Sequence[Run]) -> None:
     """Refuse data that is not that of runs which this one will be compared with."""
-    for run in alike:
-        before = read_fingerprint(run)
-        if before is not None and before.startswith(ARRAYS) and before != fingerprint(prepared):
-            raise ValueError(
-                f"{run.folder}: was trained on other rows (tokens or masks differ), so the runs cannot be compared; "
-                f"restore the data, or begin another comparison with --set folder=..."
-            )
+    begun = {run.folder: found for run in alike if (found := read_fingerprint(run)) and found.startswith(ARRAYS)}
+    now = fingerprint(prepared) if begun else None
+    if other := next((folder for folder, before in begun.items() if before != now), None):
+        raise ValueError(
+            f"{other}: was trained on other rows (tokens or masks differ), so the runs cannot be compared; restore the "
+            f"data, or begin another comparison with --set folder=..."
+        )
 
 
 def compare_ranks(prepared: Prepared) -> None:
