@@ -58,7 +58,9 @@ def export_run(
             "packs rows into sequences, so that no file of it is the same run; docs/stacks/torchtitan.md has a config"
         )
     if stack not in STACKS:
-        raise ValueError(f"export: unknown stack {stack!r}.{did_you_mean(stack, STACKS)} Known: {', '.join(STACKS)}")
+        raise ValueError(
+            f"export: unknown stack {stack!r}.{did_you_mean(stack, STACKS)} Known: {', '.join(STACKS)}, gguf"
+        )
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"export: {out} is not empty; name another folder")
     objective = parse_objective(config.objective)
