@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from deftune.artifacts.keys import keys_of
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.suggest import did_you_mean
 
@@ -96,7 +97,7 @@ class Source(Section):
         if self.exchanged_only and not self.exchange:
             raise ValueError("`exchanged_only` needs `exchange`: the share of the answers that are exchanged")
         if (self.path is None) == (self.generate is None):
-            raise ValueError("give one of `path` and `generate`")
+            raise ValueError("give one of `path` and `generate`" + (", not both" if self.path else ""))
         if self.generate is not None and self.limit is None:
             raise ValueError("`generate` needs `limit`: how many rows to make")
         if self.generate is not None and self.fields:
@@ -509,7 +510,7 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             known = known_keys(problem["loc"][:-1], root)
-            hint = did_you_mean(problem["loc"][-1], known)
+            hint = did_you_mean(problem["loc"][-1], known) or _elsewhere(str(problem["loc"][-1]), root)
             lines.append(f"{where}: unknown key.{hint} Known here: {', '.join(known)}")
         elif problem["type"] == "missing":
             lines.append(MISSING_MODEL if where in ("model", "model.name") else f"{where}: missing")
@@ -521,6 +522,12 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
             quotes = "; write it in quotes" if problem["type"] == "string_type" else ""
             lines.append(f"{where}: {message}{given}{quotes}" if where else message)
     return lines
+
+
+def _elsewhere(name: str, root: type[BaseModel]) -> str:
+    """ " Did you mean 'train.seed'?" for a key that another section has, else ""."""
+    found = [key.path for key in keys_of(root) if key.path.rpartition(".")[2] == name]
+    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def known_keys(path: Sequence[int | str], root: type[BaseModel] = RunConfig) -> list[str]:
