@@ -6,6 +6,7 @@ import json
 import pytest
 
 from deftune.cli import main
+from deftune.cli.advise import probe_text
 from deftune.comparison.advise import advice_from, advise, best_of, best_when_sampled, probe, regime_of, strength_of
 from deftune.comparison.evidence import BEST, GREEDY, HOT, Evidence, evidence
 from deftune.objectives import objective
@@ -148,5 +149,6 @@ def test_a_probe_compares_on_rows_that_it_did_not_train_on(tiny_model, chat_file
         difference = line["minus_nll"]["nll"]
         assert difference["mean"] == pytest.approx(line["nll"]["mean"] - nll["nll"]["mean"], abs=1e-9)
         assert difference["low"] <= difference["mean"] <= difference["high"]
+    assert probe_text(lines)[0].startswith("\nProbe: tokens of 3 held-out rows, 1 seed, [95% interval over rows, not")
     train, held_out = ((tmp_path / f"advise-probe/{name}.jsonl").read_text() for name in ("train", "held_out"))
     assert len(train.splitlines()) == 9 and len(held_out.splitlines()) == 3

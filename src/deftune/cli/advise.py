@@ -74,7 +74,6 @@ def run_advise(args: argparse.Namespace) -> int:
     for line in advice_lines(advice):
         say(line)
     if lines:
-        say("\nProbe: held-out tokens, [95% interval over rows]; minus NLL is paired by token")
         for line in probe_text(lines):
             say(line)
     return 0
@@ -142,7 +141,10 @@ def probe_text(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     table += [[line["objective"], *(interval(line[key]) for key in columns)] for line in lines]
     for line in (line for line in lines if line["minus_nll"]):
         table.append([f"{line['objective']} - nll", *(interval(line["minus_nll"][key]) for key in columns)])
+    rows, seeds = lines[0]["rows"], max(line["seeds"] for line in lines)
     return [
+        f"\nProbe: tokens of {rows:,} held-out rows, {seeds} seed{'s' * (seeds > 1)}, [95% interval over rows, not "
+        f"over seeds]; minus NLL is paired by token",
         align(table),
         "NLL is expected to win on NLL. A probe does not generate answers; `deftune compare` does.",
     ]

@@ -235,8 +235,8 @@ def probe(
         batch_size: rows of a step.
 
     Returns:
-        A line for the untuned model and each objective: held-out means with 95% intervals over rows, and under
-        ``minus_nll`` the paired differences from NLL.
+        A line for the untuned model and each objective: held-out means with 95% intervals over rows (not over seeds),
+        how many rows these are, and under ``minus_nll`` the paired differences from NLL.
 
     Raises:
         ValueError: an argument is wrong, or a cell failed.
@@ -269,6 +269,7 @@ def probe(
             "tokens": [{"path": str(paths["held_out"]), **source}],
         }},
     })  # fmt: skip
+    display.show("training and measuring the probe")
     outcome = run_grid(comparison, Children(1), display.say)
     if outcome.failed or outcome.stopped:
         why = next(iter(outcome.failed.values()), "it was stopped; the same command goes on")
@@ -298,7 +299,7 @@ def probe_lines(comparison: Comparison) -> list[Record]:
 
     return [
         {
-            "objective": name, "seeds": 0 if name == BASE else len(columns[name]),
+            "objective": name, "seeds": 0 if name == BASE else len(columns[name]), "rows": int(rows.unique().numel()),
             **{key: mean(values[key]) for key in PROBED},
             "minus_nll": {} if name in (BASE, NLL) else {k: mean(values[k] - means[NLL][k]) for k in PROBED},
         }
