@@ -187,6 +187,17 @@ def test_a_comparison_of_answers_alone_has_no_token_figures(tmp_path, finished):
     assert names == ["histograms", "progress"]
 
 
+def test_a_comparison_of_tokens_alone_says_that_it_scores_no_answers(finished):
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    page = render_report(finished, summary, {}, {})
+    assert "<h2>Scores</h2>" in page and "scores no answers" not in page
+    for about in summary["regimes"].values():
+        about["evaluations"] = []
+    page = render_report(finished, summary, {}, {})
+    assert "The comparison scores no answers" in page
+    assert "<h2>Scores</h2>" not in page and "No two objectives" not in page
+
+
 def test_figures_are_saved_with_their_tables(tmp_path, finished, capsys):
     assert main(["report", finished.folder, "--out", str(tmp_path / "r.html"), "--figures", str(tmp_path / "f")]) == 0
     found = {path.name for path in (tmp_path / "f").iterdir()}

@@ -14,7 +14,7 @@ from deftune.selftest.board import ROWS, Row, measure, render_markdown, run_rows
 from deftune.selftest.check import Figure, NotHere, Size, counted
 from deftune.selftest.files import damaged
 from deftune.selftest.records import Record, machine, read_records, write_records
-from deftune.selftest.runs import refused
+from deftune.selftest.runs import Bench, loss_of_all_rows, refused
 
 
 def test_the_rows_are_numbered_and_their_checks_exist():
@@ -132,3 +132,8 @@ def test_refused_options_warn_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         assert refused(tmp_path, {"average_tokens_across_devices": False})
+
+
+def test_loading_the_tiny_model_draws_no_progress_bar(tmp_path, capfd):
+    assert loss_of_all_rows(Bench(tmp_path), "nll") > 0
+    assert "Loading weights" not in capfd.readouterr().err

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import ConfigError, RunConfig, load_config
+from deftune.artifacts.display import quiet
 from deftune.artifacts.runs import Run
 from deftune.losses import token_stats
 from deftune.objectives import TokenStats
@@ -247,7 +248,8 @@ def loss_of_all_rows(bench: Bench, spec: str) -> float:
     from deftune.data.encoding import Encoder, encode_rows
     from deftune.data.sources import read_rows
 
-    tokenizer, model = load_tokenizer(str(bench.model)), load_model(str(bench.model)).double()
+    with quiet():
+        tokenizer, model = load_tokenizer(str(bench.model)), load_model(str(bench.model)).double()
     encoded = encode_rows(read_rows(bench.data), Encoder(tokenizer, max_length=128)).examples
     stats: list[TokenStats] = []
     with torch.no_grad():
