@@ -120,6 +120,23 @@ def test_results_of_other_questions_are_not_compared(tmp_path):
         compare(without_hash(a), without_hash(b))
 
 
+def test_another_version_of_a_task_grades_the_answers_again(tmp_path):
+    older, newer = (replace(SETTINGS, tasks={"gsm8k": version}) for version in ("0", "1"))
+    result = run(tmp_path / "r", settings=older)
+    with pytest.raises(ValueError, match=r"version 0 and version 1 are different tasks; the command that made"):
+        compare(result, run(tmp_path / "other", settings=newer))
+    [note] = result.check(newer, TASKS)
+    assert note.endswith("r: gsm8k: graded again by version 1, was 0") and result.settings()["tasks"] == {"gsm8k": "0"}
+    with pytest.raises(ValueError, match=r"holds another evaluation \(tasks"):
+        result.check(newer, OTHERS)
+    with result.writing(newer, TASKS):
+        assert not result.graded.exists()  # the grades of the older version are not taken for the newer one's
+    sampler = Sampler()
+    run(tmp_path / "r", settings=newer, sampler=sampler)
+    assert sampler.asked == [] and result.settings()["tasks"] == {"gsm8k": "1"}
+    assert {row["difference"] for row in compare(result, Result(tmp_path / "other"))} == {0.0}
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,10 @@ def compare(base: Result, other: Result) -> list[Record]:
     for task in dict.fromkeys(task for task, _ in shared):
         if old["tasks"].get(task) != new["tasks"].get(task):
             versions = old["tasks"].get(task), new["tasks"].get(task)
-            raise ValueError(f"{task}: version {versions[0]} and version {versions[1]} are different tasks")
+            raise ValueError(
+                f"{task}: version {versions[0]} and version {versions[1]} are different tasks; the command that made "
+                f"the older result grades its answers again"
+            )
         if alone := theirs[task].keys() ^ mine[task].keys():
             raise ValueError(f"{task}: {len(alone)} items are in one result only; evaluate both on the same items")
         if changed := changed_questions(theirs[task], mine[task]):

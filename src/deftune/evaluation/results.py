@@ -150,8 +150,21 @@ class Result:
             for content in (before, now):  # recorded, like deftune's own version; a newer version resumes the result
                 content["engine"].pop("version", None)
             self._check_url(before["engine"], now["engine"], change_endpoint)
+        notes = self._graded_again(before["tasks"], now["tasks"], recorded, tasks)
         EVALUATION.refuse_changes(self.folder, before, now)
-        return [] if tasks is None else self._check_questions(recorded, tasks)
+        return notes if tasks is None else notes + self._check_questions(recorded, tasks)
+
+    def _graded_again(self, before: Record, now: Record, recorded: Any, tasks: Tasks | None) -> list[str]:
+        """Accept another version of a task whose questions are the same: only the grades of the answers change."""
+        if tasks is None or recorded is None or before.keys() != now.keys():
+            return []
+        described, notes = describe_data(tasks), list[str]()
+        for name in now:
+            same = recorded.get(name, {}).get("hash") == described[name]["hash"]
+            if same and before[name] != now[name]:
+                notes.append(f"{self.folder}: {name}: graded again by version {now[name]}, was {before[name]}")
+                before[name] = now[name]
+        return notes
 
     def _check_url(self, before: Record, now: Record, change_endpoint: bool) -> None:
         """Compare the servers' URLs, which older results lack, and remove them from both settings."""
@@ -213,12 +226,14 @@ class Result:
         recorded = self.settings() if self._has_answers() else None
         if recorded is not None:  # it stays; what older versions did not record, and another server, is added
             engine: Record = now.get("engine", {})
-            now |= recorded
+            now |= {**recorded, "tasks": now["tasks"]}
             old: Record = recorded.get("engine", {})
             if "url" in engine and engine["url"] != old.get("url"):
                 earlier = [*old.get("earlier_urls", []), *([old["url"]] if "url" in old else [])]
                 now["engine"] = engine | ({"earlier_urls": earlier} if earlier else {})
         if now != recorded:
+            if recorded is not None and recorded["tasks"] != now["tasks"]:  # the grades are those of another version
+                self.graded.unlink(missing_ok=True)
             if tasks is not None:
                 write_atomic(self.questions, _question_lines(tasks))
             write_atomic(self.folder / "settings.json", json.dumps(now, indent=1))
