@@ -104,6 +104,7 @@ def test_a_committed_cell_has_what_its_folder_has(tiny_grid, tmp_path):
             assert ours.values[key]["figfont similarity"] == pytest.approx(columns["figfont similarity"], abs=5e-4)
         assert record["cost"]["eval_seconds"] == pytest.approx(cell.state()["eval_seconds"], rel=1e-3)
         assert record["held_out"]["end_rows"] == 1 and len(record["held_out"]["p"]) == 3
+        assert record["task_versions"] == {"figfont": "1"}
     deft = study.cells["weak/deft/lr0.001-s0"]
     assert deft["training"]["step"] == [1, 2, 3] and "concentration" in deft["training"]
     assert deft["command"] == (
@@ -400,6 +401,10 @@ def test_the_page_says_what_each_seed_and_each_environment_gave(root):
     study.cells["strong/deft/lr1e-05-s0"]["environment"] = 1
     assert ("strong: cells of different environments are paired: 11 with a GPU, commit not recorded; 1 with a GPU, "
             "torch 2.12, commit abc.") in limits([study], [section], plan)  # fmt: skip
+    assert "different versions" not in text
+    study.cells["strong/deft/lr1e-05-s0"]["task_versions"] = {"gsm8k": "3"}
+    assert ("strong: cells graded by different versions are paired: 11 by a version that was not recorded; 1 by gsm8k "
+            "3.") in limits([study], [section], plan)  # fmt: skip
 
 
 def test_the_temperature_of_equal_entropy_is_stated(root):

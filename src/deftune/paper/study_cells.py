@@ -61,6 +61,8 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
     record["scores"] = {
         evaluation.title: answers_record(cell, evaluation.title) for evaluation in cell.section.evaluate
     }
+    results = [Result(cell.folder / f"eval-{evaluation.title}") for evaluation in cell.section.evaluate]
+    record["task_versions"] = {task: version for r in results for task, version in r.settings()["tasks"].items()}
     if cell.section.tokens:
         with readable(cell.folder / "tokens.parquet", cell):
             record["held_out"] = held_out_record(cell.folder / "tokens.parquet")

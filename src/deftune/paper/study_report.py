@@ -435,6 +435,21 @@ def environments_text(study: Study) -> str:
     return f"- {', '.join(study.config['regimes'])}: cells of different environments are paired: {'; '.join(parts)}."
 
 
+def versions_text(study: Study) -> str:
+    """The versions of the tasks that graded the answers, where they differ: another version may give other verdicts."""
+    finished = [cell for cell in study.cells.values() if cell["state"] == "finished"]
+    counts = Counter(
+        ", ".join(f"{task} {version}" for task, version in sorted(cell.get("task_versions", {}).items()))
+        for cell in finished
+    )
+    if len(counts) < 2:
+        return ""
+    parts = [
+        f"{number} by {versions or 'a version that was not recorded'}" for versions, number in sorted(counts.items())
+    ]
+    return f"- {', '.join(study.config['regimes'])}: cells graded by different versions are paired: {'; '.join(parts)}."
+
+
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student's t, by number of seeds
 
 
@@ -453,7 +468,7 @@ def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> st
     lines = [f"- {plan.about(s)['model']} only, in the regime {s.regime}." for s in found]
     lines += [f"- {s.regime}: the untuned model's score is left out: {cut_text(s)}."
               for s in found if s.base_cut > MOST_CUT]  # fmt: skip
-    lines += [line for study in studies if (line := environments_text(study))]
+    lines += [line for study in studies for line in (environments_text(study), versions_text(study)) if line]
     few = [f"{s.regime} {code(n)}" for s in found for n, e in s.primary.items() if e.seeds < 3]
     if few:
         lines.append(f"- Fewer than 3 seeds, so that the interval says little about other seeds: {', '.join(few)}.")
