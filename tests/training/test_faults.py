@@ -257,7 +257,9 @@ def test_no_chat_template(tmp_path, make_config, tiny_model):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model, ignore=shutil.ignore_patterns("chat_template*"))
     config = write_config(make_config(tmp_path / "run", {"model.name": str(model)}))
-    check_refused(start(config), f"the tokenizer of {model} has no chat template; set data.template (--template) to one of chatml")
+    check_refused(
+        start(config), f"the tokenizer of {model} has no chat template; set data.template (--template) to one of chatml"
+    )
     assert not (tmp_path / "run").exists()
 
 
