@@ -202,7 +202,15 @@ def read_mixture(
     if len(read) == 1 and total is None:
         return read[0][0]
     places = mix_places(read, total=total, seed=config.train.seed)
-    return PackedRows.gather((read[index][0], place) for index, place in places)
+    mixed = PackedRows.gather((read[index][0], place) for index, place in places)
+    sizes = [len(rows) for rows, _ in read]
+    if total is None and len(mixed) < sum(sizes):
+        _, least = min(zip(read, sources), key=lambda pair: len(pair[0][0]) / pair[0][1])
+        notice(
+            f"WARNING: {len(mixed):,} of {sum(sizes):,} rows are used, as many as the weights and the rows of "
+            f"{least.place} allow; to use all, set the weights of the sources to {', '.join(map(str, sizes))}"
+        )
+    return mixed
 
 
 def _replaced(rows: PackedRows, changed: PackedRows, partners: Sequence[int]) -> PackedRows:
