@@ -408,6 +408,23 @@ def test_a_difference_over_columns_counts_each_once():
     assert found["items"] == 6
 
 
+@pytest.mark.parametrize("step", [0.0, 1.0])
+def test_items_that_all_agree_leave_an_interval(step):
+    """Two items that differ by nothing, or by everything, prove nothing about others: no interval of width 0."""
+    from deftune.comparison.summary import Shown, average_record
+    from deftune.evaluation.statistics import equal_differences_interval, wilson_interval
+
+    def shown(value):
+        items = {"a": dict.fromkeys("xy", value), "b": dict.fromkeys("uv", value)}
+        return Shown(items, (Option(0, None), Option(0, None)), (0,))
+
+    found = difference_record(shown(step), shown(0.0), ["a", "b"])
+    expected = equal_differences_interval(step, 2)
+    assert (found["low"], found["high"]) == (expected.low, expected.high) and found["low"] < 0
+    average, expected = average_record(shown(step), ["a", "b"]), wilson_interval(step, 2)
+    assert (average["low"], average["high"]) == (expected.low, expected.high)
+
+
 def test_what_counts_in_the_average():
     from deftune.comparison.grid import Evaluation
 

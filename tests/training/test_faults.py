@@ -122,8 +122,15 @@ def last_checkpoint_name(run: Path) -> int:
 # --- SIGTERM ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whom", ["process", pytest.param("group with data workers", marks=pytest.mark.long)])
-def test_sigterm_saves_and_stops(tmp_path, make_config, whom):
+@pytest.mark.parametrize(
+    ("whom", "number", "code"),
+    [
+        ("process", signal.SIGTERM, 143),
+        pytest.param("process", signal.SIGINT, 130, marks=pytest.mark.long),
+        pytest.param("group with data workers", signal.SIGTERM, 143, marks=pytest.mark.long),
+    ],
+)
+def test_sigterm_and_ctrl_c_save_and_stop(tmp_path, make_config, whom, number, code):
     steps = 60
     settings = {"train.max_steps": steps, "train.save_steps": 1000, "train.workers": 0 if whom == "process" else 2}
     run = tmp_path / "run"
@@ -133,8 +140,8 @@ def test_sigterm_saves_and_stops(tmp_path, make_config, whom):
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command, stderr=output, stdout=output, start_new_session=True, env=environment)
         wait_for(lambda: last_record(run) >= 3 or process.poll() is not None)
-        (os.kill if whom == "process" else os.killpg)(process.pid, signal.SIGTERM)
-        assert process.wait(HANG_SECONDS) == 143, (tmp_path / "output").read_text()
+        (os.kill if whom == "process" else os.killpg)(process.pid, number)
+        assert process.wait(HANG_SECONDS) == code, (tmp_path / "output").read_text()
     text = (tmp_path / "output").read_text()
     status = Run(run).status()
     step = status["step"]

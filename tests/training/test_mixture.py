@@ -1,4 +1,4 @@
-"""`data.total` is about the rows to train on; rows to measure are read whole."""
+"""`data.total` is about the rows to train on; rows that the weights leave out are counted."""
 
 from deftune.artifacts.config import RunConfig
 from deftune.data.rows import BadRows
@@ -18,15 +18,22 @@ def test_the_total_of_a_mixture_does_not_limit_rows_to_measure(tmp_path):
     assert len(read_mixture(config.data.eval, config, bad, lambda _: None)) == 3
 
 
-def test_rows_that_the_weights_leave_out_are_told(tmp_path):
-    """Equal weights, the default, take as many rows of a large source as the smallest one has."""
-    for name, number in (("a", 3000), ("b", 10)):
+def test_rows_that_the_weights_leave_out_are_counted(tmp_path):
+    for name, number in (("a", 30), ("b", 3)):
         lines = [f'{{"prompt": "{name} {n}", "completion": "{n}"}}\n' for n in range(number)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
-    left_out = f"20 rows by the weights of the sources: 10 of 3,000 of {a}, 10 of 10 of {b}"
-    for weight, told in ((1, [left_out]), (300, [])):
-        data = {"train": [{"path": a, "weight": weight}, {"path": b}]}
-        config, said = RunConfig.model_validate({"model": {"name": "x"}, "data": data}), []
-        rows = read_mixture(config.data.train, config, BadRows(), said.append)
-        assert said == [f"{a}: 3,000 rows", f"{b}: 10 rows", *told] and len(rows) == (20 if told else 3010)
+
+    def read(weights, total=None):
+        sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in weights.items()]
+        config = RunConfig.model_validate({"model": {"name": "x"}, "data": {"train": sources}})
+        said = []
+        rows = read_mixture(config.data.train, config, BadRows(), said.append, total=total)
+        return len(rows), [line for line in said if "WARNING" in line]
+
+    count, (warning,) = read({"a": 1, "b": 1})
+    assert count == 6 and warning == (
+        f"WARNING: 6 of 33 rows are used, as many as the weights and the rows of {tmp_path / 'b.jsonl'} allow; to use "
+        f"all, set the weights of the sources to 30, 3"
+    )
+    assert read({"a": 30, "b": 3}) == (33, [])
+    assert read({"a": 1, "b": 1}, total=4) == (4, [])  # asked for

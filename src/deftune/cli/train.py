@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def run_train(args: argparse.Namespace) -> int:
                 f"{args.config}: the run asks to execute the code of {config.model.name}; read that code, and pass "
                 f"--trust-remote-code if you trust it"
             )
-    from deftune.training.train import dry_run, leave_ranks, train_run
+    from deftune.training.train import StopSignal, dry_run, leave_ranks, train_run
 
     if args.dry_run:
         if args.restart:
@@ -175,7 +176,9 @@ def run_train(args: argparse.Namespace) -> int:
         score_tasks = task_scorer(config)
     outcome = train_run(config, score_tasks=score_tasks, restart=args.restart, profile=args.profile)
     leave_ranks()
-    return 0 if outcome.state == "finished" else 143
+    if outcome.state == "finished":
+        return 0
+    return 128 + (StopSignal.last.number if StopSignal.last is not None else signal.SIGTERM)
 
 
 def run_init(args: argparse.Namespace) -> int:

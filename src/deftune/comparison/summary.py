@@ -32,7 +32,17 @@ from deftune.comparison.tables import AVERAGE
 from deftune.data.mixing import is_exchanged
 from deftune.evaluation.clustered import mean_over_tokens
 from deftune.evaluation.evaluate import Result
-from deftune.evaluation.statistics import estimate, half_of, holm, macro_average, paired, score_interval
+from deftune.evaluation.statistics import (
+    Estimate,
+    Interval,
+    equal_differences_interval,
+    estimate,
+    half_of,
+    holm,
+    macro_average,
+    paired,
+    score_interval,
+)
 from deftune.evaluation.suites import task_named
 from deftune.tokens.conflict import is_confident_conflict
 from deftune.tokens.passes import entropy_column
@@ -145,9 +155,21 @@ def column_record(shown: Shown, column: str) -> Record:
     }  # fmt: skip
 
 
+def interval_of_mean(found: Estimate, intervals: Iterable[Interval]) -> tuple[float, float]:
+    """The normal interval of a mean over columns; where the items of each column agree, the mean of the columns' own.
+
+    Without a difference among its items the standard error is 0, which says nothing about other items.
+    """
+    if found.standard_error == 0:
+        own = list(intervals)
+        return math.fsum(each.low for each in own) / len(own), math.fsum(each.high for each in own) / len(own)
+    return found.mean - 1.96 * found.standard_error, found.mean + 1.96 * found.standard_error
+
+
 def average_record(shown: Shown, averaged: Sequence[str]) -> Record:
-    found = macro_average([estimate(list(shown.items[column].values())) for column in averaged])
-    low, high = (found.mean + sign * 1.96 * found.standard_error for sign in (-1, 1))
+    columns = [list(shown.items[column].values()) for column in averaged]
+    found = macro_average([estimate(values) for values in columns])
+    low, high = interval_of_mean(found, (score_interval([[value] for value in values]) for values in columns))
     return {
         "value": found.mean, "low": known(low), "high": known(high), "standard_error": known(found.standard_error),
         "items": None,
@@ -164,7 +186,7 @@ def difference_record(a: Shown, b: Shown, columns: Sequence[str]) -> Record:
     weighted = [[total * d / (len(part) * len(parts))] for part in parts for d in part]
     found = macro_average([estimate(part) for part in parts])
     p = paired(weighted, [[0.0]] * total, permutations=PERMUTATIONS, resamples=100).p_value
-    low, high = (found.mean + sign * 1.96 * found.standard_error for sign in (-1, 1))
+    low, high = interval_of_mean(found, (equal_differences_interval(part[0], len(part)) for part in parts))
     return {"difference": found.mean, "standard_error": known(found.standard_error), "low": known(low),
             "high": known(high), "p": p, "items": total}  # fmt: skip
 

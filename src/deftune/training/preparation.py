@@ -201,17 +201,15 @@ def read_mixture(
         read.append((rows, source.weight))
     if len(read) == 1 and total is None:
         return read[0][0]
-    taken = [0] * len(read)
-
-    def picked() -> Iterator[tuple[PackedRows, int]]:
-        for index, place in mix_places(read, total=total, seed=config.train.seed):
-            taken[index] += 1
-            yield read[index][0], place
-
-    mixed = PackedRows.gather(picked())
-    if len(mixed) < sum(len(rows) for rows, _ in read):
-        parts = [f"{n:,} of {len(rows):,} of {s.place}" for n, (rows, _), s in zip(taken, read, sources)]
-        notice(f"{len(mixed):,} rows by the weights of the sources: {', '.join(parts)}")
+    places = mix_places(read, total=total, seed=config.train.seed)
+    mixed = PackedRows.gather((read[index][0], place) for index, place in places)
+    sizes = [len(rows) for rows, _ in read]
+    if total is None and len(mixed) < sum(sizes):
+        _, least = min(zip(read, sources), key=lambda pair: len(pair[0][0]) / pair[0][1])
+        notice(
+            f"WARNING: {len(mixed):,} of {sum(sizes):,} rows are used, as many as the weights and the rows of "
+            f"{least.place} allow; to use all, set the weights of the sources to {', '.join(map(str, sizes))}"
+        )
     return mixed
 
 

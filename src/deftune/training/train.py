@@ -163,9 +163,10 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.heard = self.listens = False
+        self.number: int = signal.SIGTERM  # the signal, where one was heard
 
     def _hear(self, number: int, frame: Any) -> None:
-        self.heard = True
+        self.heard, self.number = True, number
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
 
     @contextmanager
