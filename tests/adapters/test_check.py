@@ -1,6 +1,7 @@
 """The check at the first micro-batch: what replaces the loss is an error, before the weights change."""
 
 import runpy
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,24 @@ def test_an_old_stack_is_an_error_before_its_trainer_is_loaded(module, package, 
     message = rf'{package} 0\.2\.9\.post1 is older than .*; pip install "{package}>={OLDEST[package]}"'
     with pytest.raises(ImportError, match=message):
         runpy.run_module(f"deftune.adapters.{module}", run_name="__main__")
+
+
+@pytest.mark.parametrize("words, code", [(["--help"], 0), (["train", "-h"], 0), ([], 2), (["train"], 2), (["chat"], 2)])
+def test_usage_of_llamafactory_needs_no_llamafactory(words, code, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "llamafactory", None)  # its import is an error
+    monkeypatch.setattr(sys, "argv", ["deftune-llamafactory", *words])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("deftune.adapters.llamafactory", run_name="__main__")
+    assert stopped.value.code == code
+    printed = capsys.readouterr()
+    assert (printed.err if code else printed.out).startswith("usage: deftune-llamafactory train FILE [key=value ...]")
+
+
+def test_a_missing_llamafactory_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llamafactory", None)
+    monkeypatch.setattr(sys, "argv", ["deftune-llamafactory", "train", "sft.yaml"])
+    with pytest.raises(SystemExit, match=r"LLaMA-Factory is not installed .*; pip install llamafactory==0\.9\.5"):
+        runpy.run_module("deftune.adapters.llamafactory", run_name="__main__")
 
 
 def test_versions_are_compared_as_numbers(monkeypatch):
