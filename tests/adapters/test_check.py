@@ -1,5 +1,8 @@
 """The check at the first micro-batch: what replaces the loss is an error, before the weights change."""
 
+import copy
+import itertools
+import re
 import runpy
 import sys
 from types import SimpleNamespace
@@ -11,8 +14,10 @@ import transformers
 from deftune.adapters import versions
 from deftune.adapters.check import TrainerLoss, check_trainer
 from deftune.adapters.versions import OLDEST
+from deftune.losses import token_loss
 from deftune.objectives import objective
 from deftune.selftest import tiny
+from deftune.tokens.head import shifted
 
 ROWS = [{"input_ids": [5, 6, 7, 8 + i, 1], "labels": [-100, -100, 7, 8 + i, 1]} for i in range(8)]
 
@@ -53,9 +58,16 @@ def make_trainer(folder, trainer=transformers.Trainer, model=transformers.Qwen2F
 def test_a_loss_in_force_passes_once(tmp_path, capsys):
     trainer = make_trainer(tmp_path)
     loss = TrainerLoss("stack", trainer, "deft", trainer.processing_class)
+    model = copy.deepcopy(trainer.model)
     trainer.train()
     assert loss.checked
-    assert capsys.readouterr().out.count("deftune: stack trains `deft`: loss ") == 1
+    (printed,) = re.findall(r"trains `deft`: loss (\S+) of the first micro-batch verified", capsys.readouterr().out)
+    means = []
+    for row in ROWS:  # each has three supervised tokens, and the order of the rows is the trainer's
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+        means.append(token_loss(model(ids).logits, shifted(labels), "deft").item())
+    pairs = [(a + b) / 2 for a, b in itertools.combinations(means, 2)]
+    assert min(abs(pair - float(printed)) for pair in pairs) < 1e-4
 
 
 @pytest.mark.parametrize(
