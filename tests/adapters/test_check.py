@@ -1,6 +1,10 @@
 """The check at the first micro-batch: what replaces the loss is an error, before the weights change."""
 
+import copy
+import itertools
+import re
 import runpy
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +14,10 @@ import transformers
 from deftune.adapters import versions
 from deftune.adapters.check import TrainerLoss, check_trainer
 from deftune.adapters.versions import OLDEST
+from deftune.losses import token_loss
 from deftune.objectives import objective
 from deftune.selftest import tiny
+from deftune.tokens.head import shifted
 
 ROWS = [{"input_ids": [5, 6, 7, 8 + i, 1], "labels": [-100, -100, 7, 8 + i, 1]} for i in range(8)]
 
@@ -52,9 +58,16 @@ def make_trainer(folder, trainer=transformers.Trainer, model=transformers.Qwen2F
 def test_a_loss_in_force_passes_once(tmp_path, capsys):
     trainer = make_trainer(tmp_path)
     loss = TrainerLoss("stack", trainer, "deft", trainer.processing_class)
+    model = copy.deepcopy(trainer.model)
     trainer.train()
     assert loss.checked
-    assert capsys.readouterr().out.count("deftune: stack trains `deft`: loss ") == 1
+    (printed,) = re.findall(r"trains `deft`: loss (\S+) of the first micro-batch verified", capsys.readouterr().out)
+    means = []
+    for row in ROWS:  # each has three supervised tokens, and the order of the rows is the trainer's
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+        means.append(token_loss(model(ids).logits, shifted(labels), "deft").item())
+    pairs = [(a + b) / 2 for a, b in itertools.combinations(means, 2)]
+    assert min(abs(pair - float(printed)) for pair in pairs) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -133,6 +146,24 @@ def test_an_old_stack_is_an_error_before_its_trainer_is_loaded(module, package, 
     message = rf'{package} 0\.2\.9\.post1 is older than .*; pip install "{package}>={OLDEST[package]}"'
     with pytest.raises(ImportError, match=message):
         runpy.run_module(f"deftune.adapters.{module}", run_name="__main__")
+
+
+@pytest.mark.parametrize("words, code", [(["--help"], 0), (["train", "-h"], 0), ([], 2), (["train"], 2), (["chat"], 2)])
+def test_usage_of_llamafactory_needs_no_llamafactory(words, code, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "llamafactory", None)  # its import is an error
+    monkeypatch.setattr(sys, "argv", ["deftune-llamafactory", *words])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("deftune.adapters.llamafactory", run_name="__main__")
+    assert stopped.value.code == code
+    printed = capsys.readouterr()
+    assert (printed.err if code else printed.out).startswith("usage: deftune-llamafactory train FILE [key=value ...]")
+
+
+def test_a_missing_llamafactory_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llamafactory", None)
+    monkeypatch.setattr(sys, "argv", ["deftune-llamafactory", "train", "sft.yaml"])
+    with pytest.raises(SystemExit, match=r"LLaMA-Factory is not installed .*; pip install llamafactory==0\.9\.5"):
+        runpy.run_module("deftune.adapters.llamafactory", run_name="__main__")
 
 
 def test_versions_are_compared_as_numbers(monkeypatch):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torchtitan.components.loss as titan
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torchtitan.config import ConfigManager
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.distributed.utils import set_spmd_backend
 
@@ -135,6 +136,17 @@ def test_chunked_gradients_are_those_of_token_loss(objective):
 def test_refusals(objective, message):
     with pytest.raises(ValueError, match=message):
         ObjectiveLoss.Config(objective=objective).build()
+
+
+def test_the_file_of_the_page_trains_the_objective(tmp_path, monkeypatch):
+    page = (HERE.parents[1] / "docs" / "stacks" / "torchtitan.md").read_text()
+    (tmp_path / "my_configs.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, option in (("deft", "--loss.loss_fn.objective"), ("deft_plain", "--loss.objective")):
+        for more, expected in (([], "deft | floor(0.2)"), ([f"{option}=cayley"], "cayley")):
+            loss = ConfigManager().parse_args(["--module", "my_configs", "--config", name, *more]).loss.build()
+            loss = loss if isinstance(loss, ObjectiveLoss) else loss.loss_fn
+            assert str(loss.objective) == expected
 
 
 def shard_losses(rank, folder):

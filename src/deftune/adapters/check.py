@@ -136,7 +136,7 @@ class TrainerLoss:
         check_trainer(self.stack, self.trainer, self.objective)
         num_items = kwargs.get("num_items_in_batch", args[0] if args else None)
         labels = inputs.get("labels")
-        supervised = labels is not None and bool((labels[..., 1:] != IGNORE_INDEX).any())
+        supervised = 0 if labels is None else int((labels[..., 1:] != IGNORE_INDEX).sum())
         loss = self._training_step(model, inputs, *args, **kwargs)
         if not self.called:
             raise self._bypassed("the trainer did not call the loss")
@@ -151,7 +151,11 @@ class TrainerLoss:
         if supervised:
             self.checked = True
             if self.trainer.is_world_process_zero():
-                print(f"deftune: {self.stack} trains `{self.objective}`: loss {used:.6g} verified from the logits")
+                mean = float(self.expected) / supervised  # `used` is divided by the tokens of the whole step
+                print(
+                    f"deftune: {self.stack} trains `{self.objective}`: loss {mean:.6g} of the first micro-batch "
+                    f"verified from the logits"
+                )
         return loss
 
     def _bypassed(self, what: str) -> ValueError:

@@ -8,9 +8,14 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from deftune.adapters.versions import need_version
+from deftune.adapters.versions import OLDEST, need_version
 
 STACK = "LLaMA-Factory"
+USAGE = """usage: deftune-llamafactory train FILE [key=value ...]
+
+llamafactory-cli train with one more key, deft_objective: "deft | floor(0.2)", or any other objective of
+`deftune objectives`. FILE is a YAML or JSON file of LLaMA-Factory; key=value overrides a key of it. For the other
+commands of LLaMA-Factory use llamafactory-cli."""
 
 
 def check_arguments(args: Any) -> None:
@@ -78,12 +83,21 @@ def install() -> None:
 def main() -> None:
     """``deftune-llamafactory train x.yaml [key=value ...]``: ``llamafactory-cli train`` with ``deft_objective``."""
     need_version("llamafactory")
-    from llamafactory import launcher
+    asked = not {"-h", "--help"}.isdisjoint(sys.argv)
+    if asked or sys.argv[1:2] != ["train"] or len(sys.argv) < 3:
+        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        raise SystemExit(0 if asked else 2)
+    try:
+        from llamafactory import launcher
+    except ModuleNotFoundError as error:
+        if error.name != "llamafactory":
+            raise
+        raise SystemExit(
+            f"{STACK} is not installed beside this deftune; pip install llamafactory=={OLDEST['llamafactory']}"
+        ) from None
     from llamafactory.extras.misc import is_env_enabled
     from llamafactory.train.tuner import run_exp
 
-    if sys.argv[1:2] != ["train"]:
-        raise SystemExit("usage: deftune-llamafactory train x.yaml [key=value ...]; for the rest use llamafactory-cli")
     for name in ("USE_V1", "USE_RAY", "USE_MCA"):
         if is_env_enabled(name):
             raise SystemExit(f"{STACK}: {name} runs another trainer, without the objective; unset it")
