@@ -64,6 +64,7 @@ HEAVY = {
         "in_training",
         "result_folder",
         "rules",
+        "vllm",
         "vllm_engine",
     ),
     "inspection": ("figures", "inspect_command", "inspect_page", "real", "style"),

@@ -1,4 +1,4 @@
-"""`deftune eval run --engine vllm`, against `vllm_stand_in`: no test here runs vLLM itself."""
+"""`deftune eval run --engine vllm`, against `vllm_stand_in`; `test_vllm.py` runs vLLM itself."""
 
 import json
 import sys

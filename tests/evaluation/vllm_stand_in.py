@@ -1,9 +1,9 @@
-"""A stand-in for vLLM, which needs a GPU: its interface over a transformers model, for the tests. It is not vLLM.
+"""A stand-in for vLLM, which the default tests do without: its interface over a transformers model. It is not vLLM.
 
 What `VllmSampler` relies on is here as vLLM 0.32 documents and does it: keyword arguments only, prompts in tokens that
 must leave room for one more, end tokens of the tokenizer and of the generation config added to those of the request,
 token ids with the end token, no text where none is asked for, errors that are no ValueError, temperatures below 0.01
-raised. Kernels, batches, memory and the draws of its sampler are not: those tests want the real one.
+raised. Kernels, batches, memory and the draws of its sampler are not: `test_vllm.py` runs the real one.
 """
 
 from dataclasses import dataclass, field
