@@ -366,5 +366,6 @@ def test_specs_nest_thirty_levels_and_no_more():
         return "nll | blend(" * levels + "deft" + ", 0.5)" * levels
 
     assert str(objective(nested(30))) == nested(30)
-    with pytest.raises(ValueError, match="nested deeper than 30 levels"):
-        objective(nested(31))
+    for spec in (nested(31), f"nll | floor(0.1) | blend({nested(30)}, 0.5)"):  # a closed bracket is no level
+        with pytest.raises(ValueError, match="nested deeper than 30 levels"):
+            objective(spec)
