@@ -354,3 +354,18 @@ def test_a_type_no_spec_can_express_is_named(registered):
     registered["tensors"] = tensors
     with pytest.raises(ValueError, match=r"tensors: x has the type .*Tensor.*build the objective in Python"):
         objective("tensors(3)")
+
+
+def test_the_table_has_the_rows_that_were_registered():
+    assert {"nll", "deft", "floor", "mean_one"} <= catalogue.ABOUT.keys()
+    assert all(isinstance(row, catalogue.About) for row in catalogue.ABOUT.values())
+
+
+def test_specs_nest_thirty_levels_and_no_more():
+    def nested(levels: int) -> str:
+        return "nll | blend(" * levels + "deft" + ", 0.5)" * levels
+
+    assert str(objective(nested(30))) == nested(30)
+    for spec in (nested(31), f"nll | floor(0.1) | blend({nested(30)}, 0.5)"):  # a closed bracket is no level
+        with pytest.raises(ValueError, match="nested deeper than 30 levels"):
+            objective(spec)
