@@ -1,4 +1,6 @@
-"""`data.total` is about the rows to train on; rows that the weights leave out are counted."""
+"""`data.total` is about the rows to train on; sources without weights are joined; rows left out are counted."""
+
+import pytest
 
 from deftune.artifacts.config import RunConfig
 from deftune.data.rows import BadRows
@@ -32,8 +34,11 @@ def test_rows_that_the_weights_leave_out_are_counted(tmp_path):
 
     count, (warning,) = read({"a": 1, "b": 1})
     assert count == 6 and warning == (
-        f"WARNING: 6 of 33 rows are used, as many as the weights and the rows of {tmp_path / 'b.jsonl'} allow; to use "
-        f"all, set the weights of the sources to 30, 3"
+        f"WARNING: 6 of 33 rows are used, as many as the weights and the rows of {tmp_path / 'b.jsonl'} allow; "
+        f"leave the weights out to use all"
     )
     assert read({"a": 30, "b": 3}) == (33, [])
     assert read({"a": 1, "b": 1}, total=4) == (4, [])  # asked for
+    assert read({"a": None, "b": None}) == (33, []) and read({"a": None, "b": None}, total=11) == (11, [])
+    with pytest.raises(ValueError, match=r"b.jsonl: has no weight, and other sources have one; give every source a w"):
+        read({"a": 1, "b": None})

@@ -68,7 +68,7 @@ def test_a_second_start_reads_no_row_and_reports_the_same(start, tmp_path, data,
         file.write("{oops\n" + json.dumps(refused) + "\n")
     other = tiny.save_conversations(tmp_path / "other.jsonl", 20)
     changes = {
-        "data.train": [{"path": str(data), "weight": 2.0}, {"path": str(other), "exchange": 0.5}],
+        "data.train": [{"path": str(data), "weight": 2.0}, {"path": str(other), "weight": 1.0, "exchange": 0.5}],
         "data.eval": [{"path": str(other), "limit": 5}],
         "data.skip_bad_rows": True,
         "data.packing": True,

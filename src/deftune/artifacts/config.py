@@ -82,7 +82,9 @@ class Source(Section):
         default_factory=dict[str, str],
         description="the format's field names and the names in your data: {prompt: q, completion: a}",
     )
-    weight: float = Field(1.0, gt=0, description="the source's weight in a mixture of several sources")
+    weight: float | None = Field(
+        None, gt=0, description="the source's share of a mixture, relative to the others (default: all of its rows)"
+    )
     exchange: Share = Field(
         0.0,
         description="label noise on purpose: the share of rows that get the last answer of another row; every seed "
@@ -131,7 +133,8 @@ class Data(Section):
         default_factory=list, description="tasks that the model answers at every evaluation"
     )
     total: Positive | None = Field(
-        None, description="the number of rows to draw from a mixture (default: as many as the weights allow)"
+        None,
+        description="the number of rows to draw from the sources (default: all, or as many as their weights allow)",
     )
     template: str | None = Field(
         None, description="chatml, plain, or a .jinja file (default: the chat template of the tokenizer)"

@@ -96,7 +96,7 @@ def hub_dataset(source: Source) -> str | None:
 def source_text(source: Source) -> str:
     name = f"generated: `{source.generate}`" if source.generate else f"`{shown_path(source.path or '')}`"
     details = [f"split {source.split}" if source.split else "", f"first {source.limit:,} rows" if source.limit else "",
-               f"weight {source.weight:g}" if source.weight != 1 else "",
+               f"weight {source.weight:g}" if source.weight is not None else "",
                f"{source.exchange:.0%} of the answers exchanged" if source.exchange else ""]  # fmt: skip
     return ", ".join([name, *filter(None, details)])
 

@@ -178,11 +178,16 @@ def read_mixture(
     sources: list[Source], config: RunConfig, bad: BadRows, notice: Callable[[str], None], *, total: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PackedRows:  # fmt: skip
-    """The rows of the sources, mixed by their weights; ``total`` of them, or as many as the weights allow.
+    """The rows of the sources in an order of the seed; ``total`` of them, or all, or as many as the weights allow.
 
     Their text is in one spool, on disk where there is much. ``progress`` gets the lines that tell how far the reading
     is; by default ``notice`` gets them too.
     """
+    without = [source.place for source in sources if source.weight is None]
+    if 0 < len(without) < len(sources):
+        raise ValueError(
+            f"{without[0]}: has no weight, and other sources have one; give every source a weight, or none"
+        )
     read: list[tuple[PackedRows, float]] = []
     spool = Spool()
     for source in sources:
@@ -198,7 +203,7 @@ def read_mixture(
             notice(f"{source.place}: {len(changed):,} of {len(rows):,} rows have the answer of another row")
             rows = changed if source.exchanged_only else _replaced(rows, changed, partners)
         notice(f"{source.place}: {len(rows):,} rows")
-        read.append((rows, source.weight))
+        read.append((rows, len(rows) if source.weight is None else source.weight))
     if len(read) == 1 and total is None:
         return read[0][0]
     places = mix_places(read, total=total, seed=config.train.seed)
@@ -208,7 +213,7 @@ def read_mixture(
         _, least = min(zip(read, sources), key=lambda pair: len(pair[0][0]) / pair[0][1])
         notice(
             f"WARNING: {len(mixed):,} of {sum(sizes):,} rows are used, as many as the weights and the rows of "
-            f"{least.place} allow; to use all, set the weights of the sources to {', '.join(map(str, sizes))}"
+            f"{least.place} allow; leave the weights out to use all"
         )
     return mixed
 
