@@ -369,3 +369,21 @@ def test_specs_nest_thirty_levels_and_no_more():
     for spec in (nested(31), f"nll | floor(0.1) | blend({nested(30)}, 0.5)"):  # a closed bracket is no level
         with pytest.raises(ValueError, match="nested deeper than 30 levels"):
             objective(spec)
+
+
+def test_a_changed_modifier_is_not_taken_from_the_cache(monkeypatch):
+    for g in (0.1, 0.2):
+        monkeypatch.setitem(MODIFIERS, "lift", partial(Floor, g=g))
+        assert objective("deft | lift") == Floor(Deft(), g)
+
+
+def test_a_name_without_its_value_at_the_end_is_named():
+    with pytest.raises(ValueError, match=r"column 9: expected a name, found the end"):
+        objective("alpha(a=")
+
+
+def test_a_spec_of_a_thousand_characters_is_read():
+    spec = f"alpha(0.{'0' * 991})"
+    assert len(spec) == 1000 and objective(f" {spec} ") == Alpha(0.0)
+    with pytest.raises(ValueError, match="objective spec of 1001 characters: at most 1000 are read"):
+        objective(spec.replace("0)", "00)"))
