@@ -40,9 +40,10 @@ def check_first_loss(
     whole = logits if shard is None else whole_rows(logits, shard)
     expected = float(objective.loss(token_stats(whole, targets), context).sum())
     if not math.isclose(float(loss), expected, rel_tol=TOLERANCE, abs_tol=1e-12) and math.isfinite(expected):
+        advice = "look for a second loss" if shard is None else "compare the order and sizes of the vocabulary's shards"
         raise ValueError(
-            f"{stack}: `{objective}` is not what is trained: the loss is {float(loss):.6g}, the objective of the "
-            f"gathered logits is {expected:.6g}. Look at the order and the sizes of the vocabulary's shards"
+            f"{stack}: `{objective}` is not what is trained: the loss is {float(loss):.6g}, the objective of the logits "
+            f"is {expected:.6g}; {advice}"
         )
     ranks = dist.is_available() and dist.is_initialized()
     if not ranks or dist.get_rank() == 0:
