@@ -42,8 +42,8 @@ def check_first_loss(
     if not math.isclose(float(loss), expected, rel_tol=TOLERANCE, abs_tol=1e-12) and math.isfinite(expected):
         advice = "look for a second loss" if shard is None else "compare the order and sizes of the vocabulary's shards"
         raise ValueError(
-            f"{stack}: `{objective}` is not what is trained: the loss is {float(loss):.6g}, the objective of the logits "
-            f"is {expected:.6g}; {advice}"
+            f"{stack}: `{objective}` is not what is trained: the loss is {float(loss):.6g}, the objective of the "
+            f"logits is {expected:.6g}; {advice}"
         )
     ranks = dist.is_available() and dist.is_initialized()
     if not ranks or dist.get_rank() == 0:
