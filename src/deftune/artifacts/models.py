@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import io
 import json
-import logging
 import math
 import os
 import re
@@ -313,8 +312,6 @@ def load_model(
         import transformers
 
         check_bitsandbytes("model.quantization")
-        # its import warns about a missing package of CPU kernels for inference, which deftune does not use
-        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         more["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=getattr(torch, dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import signal
@@ -63,8 +64,13 @@ class Outcome:
 
 
 def leave_ranks() -> None:
-    """Leave the process group before exit: a process that exits inside its group has threads left and may abort."""
+    """Leave the process group and end its threads before exit.
+
+    A thread of gloo that still holds a tensor while Python exits may abort the process. The threads end with the last
+    reference to the group, and the trainer's model, which is part of a cycle, has one.
+    """
     if dist.is_available() and dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 

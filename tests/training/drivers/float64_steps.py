@@ -19,6 +19,7 @@ from small import Gradients, make_arguments, make_model, make_tokenizer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from deftune.training.train import leave_ranks
 from deftune.training.trainer import DeftSFTTrainer
 
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
@@ -71,4 +72,4 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         torch.save(found, Path(folder) / "found.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    leave_ranks()
