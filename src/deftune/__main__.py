@@ -1,10 +1,13 @@
 """`python -m deftune`, and the command `deftune`."""
 
+import logging
 import sys
 
 
 def main() -> int:
     """The command line; Ctrl-C while it is being imported is no traceback either."""
+    # where bitsandbytes is installed PEFT imports it, and it asks for kernels that deftune does not use
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from deftune.cli import main as run
 

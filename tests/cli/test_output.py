@@ -127,3 +127,13 @@ def test_an_interrupt_while_importing_is_no_traceback(tmp_path, module):
         env={**os.environ, "PYTHONPATH": search},
     )  # fmt: skip
     assert done.returncode == 130 and done.stderr == "deftune: interrupted\n", done.stderr
+
+
+def test_bitsandbytes_does_not_ask_for_kernels():
+    """It is imported by PEFT, in every command that trains, and says so before the first line of ours."""
+    pytest.importorskip("bitsandbytes")
+    code = (
+        "import sys; sys.argv = ['deftune', 'doctor']; from deftune.__main__ import main; main(); import bitsandbytes"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "kernels" not in done.stderr, done.stderr

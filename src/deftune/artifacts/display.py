@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from logging import ERROR, getLogger
 from typing import Protocol
 
 
@@ -33,20 +32,15 @@ QUIET: Display = _Quiet()  # shows nothing
 def quiet() -> Generator[None]:
     """Turn off progress bars and notes of transformers and datasets, which would break up a progress line.
 
-    Their FutureWarnings are turned off too: they announce that names will go which TRL uses, not the user. So is the
-    advice of bitsandbytes, which PEFT imports, to install kernels that deftune does not use. Afterwards the libraries
-    show what they showed before.
+    Their FutureWarnings are turned off too: they announce that names will go which TRL uses, not the user. Afterwards
+    the libraries show what they showed before.
     """
     import datasets
     from transformers.utils import logging
 
-    kernels = getLogger("bitsandbytes.backends.cpu.ops")
-    kernels_level = kernels.level
-
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     dataset_bars = not datasets.are_progress_bars_disabled()
     logging.set_verbosity_error()
-    kernels.setLevel(ERROR)
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
     try:
@@ -55,7 +49,6 @@ def quiet() -> Generator[None]:
             yield
     finally:
         logging.set_verbosity(level)
-        kernels.setLevel(kernels_level)
         if bars:
             logging.enable_progress_bar()
         if dataset_bars:
