@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,8 +62,11 @@ def launch_training(how: str, config: Path) -> None:
 
 
 def count_gloo_threads() -> int:
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum("gloo" in name for name in names)
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            found += "gloo" in (task / "comm").read_text()
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of threads are in /proc")
@@ -74,6 +78,7 @@ def test_a_run_leaves_its_process_group(monkeypatch):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = SimpleNamespace(group=dist.group.WORLD)
         model.itself = model  # as DistributedDataParallel is, so that only a collection frees it
+        dist.barrier()  # a thread has its name once it works
         assert count_gloo_threads() > before
         return Outcome("finished", 1, None)
 
@@ -82,7 +87,12 @@ def test_a_run_leaves_its_process_group(monkeypatch):
     monkeypatch.setattr(cli_train, "read_config", lambda *_: SimpleNamespace(model=model, data=data))
     flags = dict.fromkeys(("skip_bad_rows", "no_cache", "dry_run", "trust_remote_code", "restart", "profile"), False)
     assert cli_train.run_train(argparse.Namespace(set=[], config=None, **flags)) == 0
-    assert not dist.is_initialized() and count_gloo_threads() == before
+    assert not dist.is_initialized()
+    for _ in range(100):  # the kernel may show a thread for a moment after its end
+        if count_gloo_threads() <= before:
+            return
+        time.sleep(0.1)
+    pytest.fail("threads of gloo are left")
     train.leave_ranks()  # alone: nothing to leave
 
 
