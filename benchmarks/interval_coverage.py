@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from deftune.evaluation.crossed import crossed
 from deftune.evaluation.statistics import Samples, best_temperature, holm, paired, score_interval
 from deftune.paper.study_effects import effect_of
 
@@ -62,31 +63,39 @@ def differences(runs: int) -> Iterator[Row]:
             yield f"difference {name}, {items} items: p <= 0.05", per_cent(rejected)
 
 
-def seeds(runs: int, items: int = 1_319) -> Iterator[Row]:
+def seeds(runs: int) -> Iterator[Row]:
     """A difference of 0 over items and seeds, of which a quarter of the items change in each seed.
 
-    The study's `effect_of` resamples items and seeds; `paired`, as in `deftune compare`, items with their seeds' means.
+    `deftune compare` uses `crossed`, an analysis of variance; the study's `effect_of` resamples items and seeds;
+    `paired` resamples items with their seeds' means.
     """
-    for number in (1, 2, 3, 5):
-        for spread in (0.0, 0.01, 0.03):
-            held: list[bool] = []
-            rejected: list[bool] = []
-            items_only: list[bool] = []
-            for run in range(runs):
-                means = 0.15 * torch.randn(items) + spread * torch.randn(number, 1)
-                drawn = torch.rand(number, items)
-                won, lost = ((0.25 + means) / 2).clamp(0, 1), ((0.25 - means) / 2).clamp(0, 1)
-                changes = (drawn < won).double() - ((drawn >= won) & (drawn < won + lost)).double()
-                found = effect_of([changes])
-                over_seeds = changes.mean(0)[:, None].tolist()
-                over_items = paired(over_seeds, [[0.0]] * items, resamples=1_000, permutations=100, seed=run)
-                items_only.append(over_items.interval.low <= 0 <= over_items.interval.high)
-                held.append(found.low <= 0 <= found.high)
-                rejected.append(found.p <= 0.05)
-            label = f"{number} seeds that differ by {100 * spread:g} points (sd), {items} items"
-            yield f"{label}, items and seeds resampled: coverage", per_cent(held)
-            yield f"{label}, items and seeds resampled: p <= 0.05", per_cent(rejected)
-            yield f"{label}, items resampled: coverage", per_cent(items_only)
+    for items in (100, 1_319):
+        for number in (1, 2, 3, 5):
+            for spread in (0.0, 0.01, 0.03):
+                held: dict[str, list[bool]] = {}
+                rejected: dict[str, list[bool]] = {}
+                width: dict[str, float] = {}
+                for run in range(runs):
+                    means = 0.15 * torch.randn(items) + spread * torch.randn(number, 1)
+                    drawn = torch.rand(number, items)
+                    won, lost = ((0.25 + means) / 2).clamp(0, 1), ((0.25 - means) / 2).clamp(0, 1)
+                    changes = (drawn < won).double() - ((drawn >= won) & (drawn < won + lost)).double()
+                    over_seeds = changes.mean(0)[:, None].tolist()
+                    only = paired(over_seeds, [[0.0]] * items, resamples=1_000, permutations=1_000, seed=run)
+                    both, variance = effect_of([changes]), crossed([changes])
+                    for name, low, high, p in (
+                        ("items resampled", only.interval.low, only.interval.high, only.p_value),
+                        ("items and seeds resampled", both.low, both.high, both.p),
+                        ("analysis of variance", variance.interval.low, variance.interval.high, variance.p_value),
+                    ):
+                        held.setdefault(name, []).append(low <= 0 <= high)
+                        rejected.setdefault(name, []).append(p <= 0.05)
+                        width[name] = width.get(name, 0.0) + 100 * (high - low) / runs
+                label = f"{number} seeds that differ by {100 * spread:g} points (sd), {items} items"
+                for name in held:
+                    yield f"{label}, {name}: coverage", per_cent(held[name])
+                    yield f"{label}, {name}: p <= 0.05", per_cent(rejected[name])
+                    yield f"{label}, {name}: points to either side, mean", f"{width[name] / 2:.1f}"
 
 
 def choices(runs: int, items: int = 200) -> Iterator[Row]:

@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from deftune.artifacts.config import ConfigError
@@ -22,13 +24,15 @@ from deftune.comparison.summary import (
     BEST,
     Option,
     Scores,
+    Shown,
     averaged_columns,
     difference_record,
+    score_record,
     show,
     summarize_comparison,
 )
 from deftune.comparison.tables import render_markdown
-from deftune.evaluation.statistics import half_of
+from deftune.evaluation.statistics import equal_differences_interval, half_of, wilson_interval
 from deftune.paper.beside import paper_model, tables_beside_paper
 from deftune.paper.board import ComparisonBoard
 from serial import run_here
@@ -365,16 +369,16 @@ def test_an_item_is_never_scored_at_what_it_helped_to_choose():
     first = {item: float(half_of(item) == 0) for item in ITEMS}
     second = {item: float(half_of(item) == 1) for item in ITEMS}
     shown = show(scores(t0_lr1e1=first, t0_lr2e1=second), ["task"], 0.0, [0])
-    assert set(shown.items["task"].values()) == {0.0}
+    assert shown.columns["task"].unique().tolist() == [0.0]
     assert [option.learning_rate for option in shown.chosen] == [20.0, 10.0]
 
 
 def test_one_temperature_chooses_the_rate_only():
     low, high = dict.fromkeys(ITEMS, 0.2), dict.fromkeys(ITEMS, 0.9)
     found = scores(t0_lr1e1=low, t0_lr2e1=dict.fromkeys(ITEMS, 0.5), t1_lr1e1=high)
-    assert set(show(found, ["task"], 0.0, [0]).items["task"].values()) == {0.5}
+    assert show(found, ["task"], 0.0, [0]).columns["task"].unique().tolist() == [0.5]
     best = show(found, ["task"], None, [0])
-    assert set(best.items["task"].values()) == {0.9}
+    assert best.columns["task"].unique().tolist() == [0.9]
     assert best.chosen == (Option(1.0, 10.0), Option(1.0, 10.0))
 
 
@@ -388,41 +392,68 @@ def test_an_option_that_a_seed_lacks_is_not_offered():
     found.values[1, Option(0.0, 10.0)] = {"task": dict.fromkeys(ITEMS, 0.3)}
     both = show(found, ["task"], 0.0, [0, 1])
     assert both.chosen == (Option(0.0, 10.0), Option(0.0, 10.0))
-    assert set(both.items["task"].values()) == {0.2}
+    assert both.columns["task"].shape == (2, len(ITEMS)) and both.items["task"] == sorted(ITEMS)
+    assert both.columns["task"].unique(dim=1).tolist() == [[0.1], [0.3]]
+
+
+def shown(**columns):
+    """What `show` finds: for each column one list of item scores, or one for each seed."""
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
+    tensors = {name: values if values.dim() == 2 else values[None] for name, values in tensors.items()}
+    items = {name: [str(place) for place in range(values.shape[1])] for name, values in tensors.items()}
+    seeds = tuple(range(len(next(iter(tensors.values())))))
+    return Shown(tensors, items, (Option(0, None), Option(0, None)), seeds)
 
 
 def test_a_difference_over_columns_counts_each_once():
     """Two columns of 4 and 2 items: the mean of their means, and sign flips over weighted items."""
-    zero = {"a": dict.fromkeys("wxyz", 0.0), "b": dict.fromkeys("uv", 0.0)}
-    some = {"a": {"w": 1.0, "x": 1.0, "y": 0.0, "z": 0.0}, "b": {"u": 1.0, "v": 0.0}}
-
-    def shown(items):
-        from deftune.comparison.summary import Shown
-
-        return Shown(items, (Option(0, None), Option(0, None)), (0,))
-
-    found = difference_record(shown(some), shown(zero), ["a", "b"])
+    found = difference_record(shown(a=[1, 1, 0, 0], b=[1, 0]), shown(a=[0, 0, 0, 0], b=[0, 0]), ["a", "b"])
     assert found["difference"] == pytest.approx((0.5 + 0.5) / 2)
     assert found["standard_error"] == pytest.approx(math.hypot(math.sqrt(1 / 12), 0.5) / 2)
     assert found["p"] == 0.25  # weights 1/8, 1/8, 1/4: of eight sign patterns two reach the sum
-    assert found["items"] == 6
+    assert found["items"] == 6 and found["seeds"] == 1
+
+
+def test_seeds_that_disagree_widen_the_interval_of_a_difference():
+    """The same item means in three seeds that agree, and in three seeds that are far apart."""
+    base = shown(a=[[0.0] * 40])
+    agree = shown(a=[[0.29, 0.3, 0.31, 0.3] * 10] * 3)
+    apart = shown(a=[[x + shift for x in [0.29, 0.3, 0.31, 0.3] * 10] for shift in (-0.2, 0.0, 0.2)])
+    one, other = difference_record(agree, base, ["a"]), difference_record(apart, base, ["a"])
+    assert one["difference"] == pytest.approx(other["difference"]) == pytest.approx(0.3)
+    assert one["high"] - one["low"] < 0.05 and one["p"] < 1e-6
+    half = 4.303 * 0.2 / math.sqrt(3)  # Student's t with two degrees of freedom: the seeds' part is nearly all
+    assert (other["high"] - other["low"]) / 2 == pytest.approx(half, rel=0.01)
+    assert 0.1 < other["p"] < 0.15 and other["seeds"] == 3
+
+
+def test_a_score_over_seeds_stays_between_0_and_1():
+    found = score_record([torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)])
+    assert found["low"] == 0 and found["value"] == 0.125 and 0.125 < found["high"] <= 1 and found["items"] == 4
+
+
+def test_results_of_different_items_are_not_paired():
+    with pytest.raises(ValueError, match="a: the two results are of different items"):
+        shown(a=[1, 0]).minus(replace(shown(a=[1, 0]), items={"a": ["0", "2"]}), ["a"])
 
 
 @pytest.mark.parametrize("step", [0.0, 1.0])
-def test_items_that_all_agree_leave_an_interval(step):
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_items_that_all_agree_leave_an_interval(step, seeds):
     """Two items that differ by nothing, or by everything, prove nothing about others: no interval of width 0."""
-    from deftune.comparison.summary import Shown, average_record
-    from deftune.evaluation.statistics import equal_differences_interval, wilson_interval
-
-    def shown(value):
-        items = {"a": dict.fromkeys("xy", value), "b": dict.fromkeys("uv", value)}
-        return Shown(items, (Option(0, None), Option(0, None)), (0,))
-
-    found = difference_record(shown(step), shown(0.0), ["a", "b"])
+    mine, zero = (shown(a=[[value] * 2] * seeds, b=[[value] * 2] * seeds) for value in (step, 0.0))
+    found = difference_record(mine, zero, ["a", "b"])
     expected = equal_differences_interval(step, 2)
     assert (found["low"], found["high"]) == (expected.low, expected.high) and found["low"] < 0
-    average, expected = average_record(shown(step), ["a", "b"]), wilson_interval(step, 2)
+    average, expected = score_record(list(mine.columns.values())), wilson_interval(step, 2)
     assert (average["low"], average["high"]) == (expected.low, expected.high)
+    assert found["p"] == (1.0 if step == 0 else 0.125)  # four items, whose signs agree in two of sixteen patterns
+
+
+def test_a_single_item_has_no_error():
+    found = difference_record(shown(a=[[1.0], [0.5]]), shown(a=[[0.0], [0.0]]), ["a"])
+    assert found["difference"] == 0.75 and found["low"] is found["high"] is found["standard_error"] is None
+    assert found["p"] == 1.0
 
 
 def test_what_counts_in_the_average():

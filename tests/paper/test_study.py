@@ -12,6 +12,7 @@ from deftune.comparison.evidence import Evidence
 from deftune.comparison.grid import Cell, Comparison, load_comparison
 from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import Option, Scores
+from deftune.evaluation.crossed import crossed
 from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective
 from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
@@ -28,7 +29,6 @@ from deftune.paper.study_report import (
     points,
     primary_table,
     results_page,
-    t_interval,
     wall_seconds,
 )
 from serial import run_here
@@ -204,7 +204,7 @@ def test_two_objectives_are_compared_on_the_cells_that_both_have():
         del study.cells[name]
     section = Section(study, "strong", "tasks")
     mine, nll = section.pair("deft", 1.0)
-    assert mine.seeds == nll.seeds == (0, 1) and {o.learning_rate for o in (*mine.options, *nll.options)} == {1e-5}
+    assert mine.seeds == nll.seeds == (0, 1) and {o.learning_rate for o in (*mine.chosen, *nll.chosen)} == {1e-5}
     alone = section.chosen("nll", 1.0)
     assert alone.seeds == (0, 1, 2)
     values = section.scores["deft"].values
@@ -395,7 +395,9 @@ def test_the_page_says_what_each_seed_and_each_environment_gave(root):
     assert len(values) == 3 and sum(values) / 3 == pytest.approx(section.primary["deft"].value)
     assert ", ".join(f"{100 * value:+.1f}" for value in values) in primary_table(section)
     text = limits([study], [section], plan)
-    assert "strong `deft`: over its 3 seeds alone" in text and t_interval(values) in text
+    mine, nll = section.pair("deft", None)
+    interval = crossed([mine.columns["gsm8k"] - nll.columns["gsm8k"]]).interval
+    assert f"strong `deft` [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}] (3 seeds)" in text
     assert "different environments" not in text
     study.environments.append({"gpus": ["a GPU"], "versions": {"torch": "2.12"}, "git": {"commit": "abc"}})
     study.cells["strong/deft/lr1e-05-s0"]["environment"] = 1

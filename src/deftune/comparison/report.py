@@ -81,10 +81,14 @@ def cautions(summary: Record) -> list[str]:
     if left_out:
         lines.append(f"Token tables lack {'; '.join(left_out)}.")
     seeds = len(summary["config"]["seeds"])
-    if seeds < FEW_SEEDS:
+    if seeds == 1:
         lines.append(
-            f"{seeds} seed{'s' * (seeds > 1)}: intervals and p-values are over items, for these seeds; another seed "
-            f"may move a score by more."
+            "1 seed: intervals and p-values are over items, for this seed; another seed may move a score by more."
+        )
+    elif seeds < FEW_SEEDS:
+        lines.append(
+            f"{seeds} seeds: intervals and p-values are for other items and seeds, and {seeds} seeds say little about "
+            f"others, so intervals may be wide; {FEW_SEEDS} seeds narrow them most."
         )
     small: list[str] = []
     for regime, about in summary["regimes"].items():

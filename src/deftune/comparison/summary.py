@@ -5,9 +5,9 @@
 scored at it, and the other way round. No item is scored at a setting that it helped to choose. Every objective chooses
 from the same settings.
 
-**What the unit is.** An item's score is its mean over samples and seeds. Intervals and p-values are over items, for the
-seeds that were run; how much seeds matter is shown beside them, seed by seed. Differences are paired by item and use
-the seeds that both have. p-values are Holm's, over all pairs of objectives for one column of one view.
+**Intervals.** With several seeds, intervals and p-values are for other items and other seeds
+(`deftune.evaluation.crossed`). With one seed they are for other items alone. Differences are paired by item and seed,
+on the seeds that both objectives have. p-values are Holm's, over all pairs of objectives for one column of one view.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
@@ -31,15 +32,13 @@ from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation
 from deftune.comparison.tables import AVERAGE
 from deftune.data.mixing import is_exchanged
 from deftune.evaluation.clustered import mean_over_tokens
+from deftune.evaluation.crossed import crossed
 from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import (
-    Estimate,
     Interval,
     equal_differences_interval,
-    estimate,
     half_of,
     holm,
-    macro_average,
     paired,
     score_interval,
 )
@@ -52,6 +51,7 @@ Record = dict[str, Any]
 Items = dict[str, float]
 BEST = "best"
 PERMUTATIONS = 10_000
+REVISION = 2  # of the numbers: raise it with a change of how they are computed, so that stored summaries are made anew
 TOKEN_COLUMNS = ("nll", "p", "concentration", "entropy")
 
 
@@ -97,22 +97,31 @@ class Scores:
             key=lambda option: (option.temperature, option.learning_rate or 0.0),
         )
 
-    def items(self, seeds: Sequence[int | None], option: Option) -> dict[str, Items]:
-        """Column -> item -> mean over seeds."""
-        parts = [self.values[seed, option] for seed in seeds]
-        return {
-            column: {item: math.fsum(part[column][item] for part in parts) / len(parts) for item in items}
-            for column, items in parts[0].items()
-        }
+    def at(self, seeds: Sequence[int | None], chosen: tuple[Option, Option]) -> Shown:
+        """The scores of some seeds, each half of the items at its option of ``chosen``."""
+        items = {column: sorted(values) for column, values in self.values[seeds[0], chosen[0]].items()}
+        columns: dict[str, Tensor] = {}
+        for column, names in items.items():
+            rows = [[self.values[seed, chosen[half_of(item)]][column][item] for item in names] for seed in seeds]
+            columns[column] = torch.tensor(rows, dtype=torch.float64)
+        return Shown(columns, items, chosen, tuple(seeds))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """An objective in a view: its items' scores, and what each half's items were scored at."""
+    """An objective in a view."""
 
-    items: dict[str, Items]
-    chosen: tuple[Option, Option]
+    columns: dict[str, Tensor]  # ``[seeds, items]`` each
+    items: dict[str, list[str]]  # the names of a column's items, in order
+    chosen: tuple[Option, Option]  # of the two halves of the items
     seeds: tuple[int | None, ...]
+
+    def minus(self, other: Shown, columns: Sequence[str]) -> list[Tensor]:
+        """The differences of some columns, paired by item and seed; the untuned model has one seed for all."""
+        for column in columns:
+            if self.items[column] != other.items[column]:
+                raise ValueError(f"{column}: the two results are of different items, so they cannot be compared")
+        return [self.columns[column] - other.columns[column] for column in columns]
 
 
 def show(scores: Scores, averaged: Sequence[str], temperature: float | None, seeds: Sequence[int | None]) -> Shown:
@@ -120,25 +129,22 @@ def show(scores: Scores, averaged: Sequence[str], temperature: float | None, see
     options = scores.options(seeds, temperature)
     if not options:
         raise ValueError(f"no option that seeds {list(seeds)} all have")
-    found = {option: scores.items(seeds, option) for option in options}
-    columns = found[options[0]]
-    if len(options) == 1:
-        return Shown(columns, (options[0], options[0]), tuple(seeds))
 
     def merit(option: Option, half: int) -> float:
         means: list[float] = []
         for column in averaged:
-            values = [value for item, value in found[option][column].items() if half_of(item) == half]
+            values = [
+                value for seed in seeds for item, value in scores.values[seed, option][column].items()
+                if half_of(item) == half
+            ]  # fmt: skip
             means += [math.fsum(values) / len(values)] if values else []
         return math.fsum(means) / len(means) if means else 0.0
 
-    best = tuple(max(options, key=lambda option: merit(option, half)) for half in (0, 1))  # the lowest of equals
-    chosen = best[1], best[0]
-    items = {
-        column: {item: found[chosen[half_of(item)]][column][item] for item in values}
-        for column, values in columns.items()
-    }
-    return Shown(items, chosen, tuple(seeds))
+    if len(options) == 1:
+        chosen = options[0], options[0]
+    else:  # the lowest of equals
+        chosen = (max(options, key=lambda o: merit(o, half=1)), max(options, key=lambda o: merit(o, half=0)))
+    return scores.at(seeds, chosen)
 
 
 def known(value: float) -> float | None:
@@ -146,49 +152,46 @@ def known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def column_record(shown: Shown, column: str) -> Record:
-    values = list(shown.items[column].values())
-    interval, found = score_interval([[value] for value in values]), estimate(values)
-    return {
-        "value": found.mean, "low": interval.low, "high": interval.high,
-        "standard_error": known(found.standard_error), "items": len(values),
-    }  # fmt: skip
+def score_record(columns: Sequence[Tensor]) -> Record:
+    """The mean of the columns' scores with its 95% interval.
 
-
-def interval_of_mean(found: Estimate, intervals: Iterable[Interval]) -> tuple[float, float]:
-    """The normal interval of a mean over columns; where the items of each column agree, the mean of the columns' own.
-
-    Without a difference among its items the standard error is 0, which says nothing about other items.
+    One column of one seed has the interval of an evaluation, and so has each column whose scores are all the same.
     """
-    if found.standard_error == 0:
-        own = list(intervals)
-        return math.fsum(each.low for each in own) / len(own), math.fsum(each.high for each in own) / len(own)
-    return found.mean - 1.96 * found.standard_error, found.mean + 1.96 * found.standard_error
-
-
-def average_record(shown: Shown, averaged: Sequence[str]) -> Record:
-    columns = [list(shown.items[column].values()) for column in averaged]
-    found = macro_average([estimate(values) for values in columns])
-    low, high = interval_of_mean(found, (score_interval([[value] for value in values]) for values in columns))
+    found = crossed(columns)
+    if (len(columns) == 1 and len(columns[0]) == 1) or found.standard_error == 0:
+        own = [score_interval(column.mean(0)[:, None].tolist()) for column in columns]
+        low, high = mean_of(own)
+    else:
+        low, high = max(found.interval.low, 0.0), min(found.interval.high, 1.0)  # NaN stays NaN
     return {
         "value": found.mean, "low": known(low), "high": known(high), "standard_error": known(found.standard_error),
-        "items": None,
+        "items": columns[0].shape[1] if len(columns) == 1 else None,
     }  # fmt: skip
+
+
+def mean_of(intervals: Sequence[Interval]) -> tuple[float, float]:
+    return (
+        math.fsum(each.low for each in intervals) / len(intervals),
+        math.fsum(each.high for each in intervals) / len(intervals),
+    )
 
 
 def difference_record(a: Shown, b: Shown, columns: Sequence[str]) -> Record:
     """a - b over some columns, each counting once: the mean of their paired differences.
 
-    Its p-value is the sign-flip test's on the items' differences, weighted so that they add up to it.
+    With several seeds the p-value is Student's (`crossed`). With one seed, or differences that are all the same, it is
+    the sign-flip test's on the items' differences, weighted so that they add up to the mean.
     """
-    parts = [[a.items[c][item] - b.items[c][item] for item in a.items[c]] for c in columns]
-    total = sum(len(part) for part in parts)
-    weighted = [[total * d / (len(part) * len(parts))] for part in parts for d in part]
-    found = macro_average([estimate(part) for part in parts])
-    p = paired(weighted, [[0.0]] * total, permutations=PERMUTATIONS, resamples=100).p_value
-    low, high = interval_of_mean(found, (equal_differences_interval(part[0], len(part)) for part in parts))
+    parts = a.minus(b, columns)
+    total, found = sum(part.shape[1] for part in parts), crossed(parts)
+    low, high, p = max(found.interval.low, -1.0), min(found.interval.high, 1.0), found.p_value
+    if found.standard_error == 0:
+        low, high = mean_of([equal_differences_interval(float(part.mean()), part.shape[1]) for part in parts])
+    if len(parts[0]) == 1 or not found.standard_error > 0:
+        weighted = [[total * d / (part.shape[1] * len(parts))] for part in parts for d in part.mean(0).tolist()]
+        p = paired(weighted, [[0.0]] * total, permutations=PERMUTATIONS, resamples=100).p_value
     return {"difference": found.mean, "standard_error": known(found.standard_error), "low": known(low),
-            "high": known(high), "p": p, "items": total}  # fmt: skip
+            "high": known(high), "p": p, "items": total, "seeds": len(parts[0])}  # fmt: skip
 
 
 def averaged_columns(evaluation: Evaluation, columns: Sequence[str]) -> list[str]:
@@ -257,14 +260,14 @@ def view_record(
     shown = {objective: show(scores[objective], averaged, temperature, scores[objective].seeds) for objective in order}
     rows: dict[str, Record] = {}
     for objective, mine in shown.items():
-        cells = {column: column_record(mine, column) for column in columns}
+        cells = {column: score_record([mine.columns[column]]) for column in columns}
         if averaged:
-            cells[AVERAGE] = average_record(mine, averaged)
+            cells[AVERAGE] = score_record([mine.columns[column] for column in averaged])
         by_seed: dict[str, float] = {}
         if averaged and len(mine.seeds) > 1:
             for seed in mine.seeds:
                 alone = show(scores[objective], averaged, temperature, [seed])
-                by_seed[str(seed)] = average_record(alone, averaged)["value"]
+                by_seed[str(seed)] = crossed([alone.columns[column] for column in averaged]).mean
         rows[objective] = {
             "columns": cells, "seeds": len(mine.seeds), "by_seed": by_seed,
             "chosen": [[option.temperature, option.learning_rate] for option in mine.chosen],
@@ -305,7 +308,7 @@ def token_record(cells: Sequence[Cell]) -> Record:
         for cell in cells
     ]
 
-    def column(table: Any, name: str) -> torch.Tensor:
+    def column(table: Any, name: str) -> Tensor:
         return torch.from_numpy(table[name].to_numpy().copy())  # Arrow's own memory is read-only
 
     rows = column(tables[0], "row")
@@ -325,9 +328,7 @@ def token_record(cells: Sequence[Cell]) -> Record:
     return record
 
 
-def exchanged_record(
-    path: Path, rows: torch.Tensor, columns: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, Record]:
+def exchanged_record(path: Path, rows: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Record]:
     """Which tokens of a table are of rows with another row's answer (`exchange` of a source), and their numbers.
 
     The numbers stand under ``exchanged`` and all others leave these tokens out. Where no row was exchanged, or every
@@ -476,8 +477,8 @@ def summarize_comparison(comparison: Comparison) -> Record:
 
 
 def digest_of(summary: Record) -> str:
-    """Of a summary and of the version that made it: another version may compute other numbers."""
-    return hashlib.sha256(f"{__version__} {json.dumps(summary, sort_keys=True)}".encode()).hexdigest()
+    """Of a summary and of the code that made it: other code may compute other numbers."""
+    return hashlib.sha256(f"{__version__} {REVISION} {json.dumps(summary, sort_keys=True)}".encode()).hexdigest()
 
 
 def read_summary(path: Path) -> Record | None:

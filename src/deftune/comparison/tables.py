@@ -79,7 +79,8 @@ class ResultTable:
         base = "the untuned model is ranked too" if self.rank_base else "the untuned model is not ranked"
         lines = [f"Best bold, second underlined, ties alike; {base}."]
         if any(score.interval for row in self.rows.values() for score in row.values()):
-            lines.append("In brackets: 95% interval over items.")
+            seeds = any(score.seeds > 1 for row in self.rows.values() for score in row.values())
+            lines.append(f"In brackets: 95% interval over items{' and seeds' * seeds}.")
         if self.paper:
             lines.append("In italics: the paper's printed number.")
         differing = dict.fromkeys(

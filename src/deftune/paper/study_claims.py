@@ -14,7 +14,7 @@ from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL
 from deftune.paper.board import Board, Difference, PaperBoard
 from deftune.paper.claims import CLAIMS
-from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, common, effect_of, subtract
+from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, common, effect_of
 from deftune.paper.study_plan import Plan
 
 PAPERS = {
@@ -109,16 +109,14 @@ class StudyBoard:
 
 
 def difference_of(section: Section, a: str, b: str, temperature: float | None) -> Effect | None:
-    """a minus b on the cells that both have (None: each at its best temperature); the untuned model has no seeds."""
+    """a minus b on the cells that both have (None: each at its best temperature); the untuned model has one for all."""
     if BASE in (a, b):
         one, two = section.chosen(a, temperature), section.chosen(b, temperature)
-        if one is None or two is None:
-            return None
-        return effect_of([one.columns[k].mean(0, True) - two.columns[k].mean(0, True) for k in one.columns])
-    mine, theirs = section.scores[a], section.scores[b]
-    one = choose(common(mine, theirs), section.averaged, temperature)
-    two = choose(common(theirs, mine), section.averaged, temperature)
-    return effect_of(subtract(one, two)) if one and two else None
+    else:
+        mine, theirs = section.scores[a], section.scores[b]
+        one = choose(common(mine, theirs), section.averaged, temperature)
+        two = choose(common(theirs, mine), section.averaged, temperature)
+    return effect_of(one.minus(two, section.averaged)) if one and two else None
 
 
 def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from deftune.comparison.grid import BASE
-from deftune.comparison.summary import Option, Scores, averaged_columns, show
-from deftune.evaluation.statistics import drawn_counts, half_of, holm, interval_of
+from deftune.comparison.summary import Option, Scores, Shown, averaged_columns, show
+from deftune.evaluation.statistics import drawn_counts, holm, interval_of
 from deftune.paper.study_cells import Study
 
 REFERENCE = "nll"
@@ -70,15 +70,6 @@ def effect_of(columns: Sequence[Tensor]) -> Effect:
     return Effect(value, interval.low, interval.high, round(p, 6), seeds, sum(c.shape[1] for c in columns))
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """An objective's scores at the settings that were chosen for it: a ``[seeds, items]`` tensor for each column."""
-
-    columns: dict[str, Tensor]
-    options: tuple[Option, Option]  # of the two halves of the items
-    seeds: tuple[int | None, ...]
-
-
 def common(scores: Scores, *others: Scores, rate: float | None = None) -> Scores:
     """The scores of the cells that all have (at one rate), and of the seeds that then have the most rates.
 
@@ -98,25 +89,12 @@ def common(scores: Scores, *others: Scores, rate: float | None = None) -> Scores
     return found
 
 
-def choose(scores: Scores, averaged: Sequence[str], temperature: float | None) -> Chosen | None:
-    """The scores at the best setting of the other half; None where no cell is left."""
+def choose(scores: Scores, averaged: Sequence[str], temperature: float | None) -> Shown | None:
+    """The averaged columns at the best setting of the other half; None where no cell is left."""
     seeds = sorted(scores.seeds, key=str)
     if not seeds or not scores.options(seeds, temperature):
         return None
-    options = show(scores, averaged, temperature, seeds).chosen
-    columns: dict[str, Tensor] = {}
-    for column in averaged:
-        items = sorted(scores.values[seeds[0], options[0]][column])
-        columns[column] = torch.tensor(
-            [[scores.values[seed, options[half_of(item)]][column][item] for item in items] for seed in seeds],
-            dtype=torch.float64,
-        )
-    return Chosen(columns, options, tuple(seeds))
-
-
-def subtract(a: Chosen, b: Chosen) -> list[Tensor]:
-    """a - b, paired by item and seed."""
-    return [a.columns[name] - b.columns[name] for name in a.columns]
+    return show(scores, averaged, temperature, seeds)
 
 
 MOST_CUT = 0.1  # of the untuned model's answers
@@ -187,7 +165,7 @@ class Section:
         key = lambda rate: (found.count(rate), -abs(self.rates.index(rate) - middle))  # noqa: E731
         return max(self.rates, key=key, default=None)
 
-    def chosen(self, objective: str, temperature: float | None, rate: float | None = None) -> Chosen | None:
+    def chosen(self, objective: str, temperature: float | None, rate: float | None = None) -> Shown | None:
         return choose(common(self.scores[objective], rate=rate), self.averaged, temperature)
 
     def accuracy(self, objective: str, temperature: float | None, rate: float | None = None) -> Effect | None:
@@ -195,12 +173,10 @@ class Section:
         key = "score", objective, temperature, rate
         if key not in self.effects:
             found = self.chosen(objective, temperature, rate)
-            self.effects[key] = found and effect_of(list(found.columns.values()))
+            self.effects[key] = found and effect_of([found.columns[column] for column in self.averaged])
         return self.effects[key]
 
-    def pair(
-        self, objective: str, temperature: float | None, rate: float | None = None
-    ) -> tuple[Chosen, Chosen] | None:
+    def pair(self, objective: str, temperature: float | None, rate: float | None = None) -> tuple[Shown, Shown] | None:
         """An objective and NLL on the cells that both have."""
         if REFERENCE not in self.scores or objective == REFERENCE:
             return None
@@ -214,18 +190,20 @@ class Section:
         key = "difference", objective, temperature, rate
         if key not in self.effects:
             found = self.pair(objective, temperature, rate)
-            self.effects[key] = found and effect_of(subtract(*found))
+            self.effects[key] = found and effect_of(found[0].minus(found[1], self.averaged))
         return self.effects[key]
 
     def by_seed(self, objective: str) -> list[float]:
         """An objective minus NLL at the chosen temperature and rate, for each seed of its own."""
         found = self.pair(objective, None)
-        return torch.stack([column.mean(1) for column in subtract(*found)]).mean(0).tolist() if found else []
+        if not found:
+            return []
+        return torch.stack([column.mean(1) for column in found[0].minus(found[1], self.averaged)]).mean(0).tolist()
 
     def fall(self, objective: str) -> Effect | None:
         """The score at the chosen temperature minus the score at T = 1, each at its chosen rate."""
         best, hot = self.chosen(objective, None), self.chosen(objective, 1.0)
-        return effect_of(subtract(best, hot)) if best and hot and best.seeds == hot.seeds else None
+        return effect_of(best.minus(hot, self.averaged)) if best and hot and best.seeds == hot.seeds else None
 
     @cached_property
     def primary(self) -> dict[str, Effect]:

@@ -16,9 +16,10 @@ from typing import Any
 
 from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL, escape_markdown
+from deftune.evaluation.crossed import crossed
 from deftune.paper.board import REGIMES, TUNED, PaperBoard
 from deftune.paper.study_cells import Record, Study
-from deftune.paper.study_effects import MOST_CUT, ORDER, REFERENCE, Effect, Section, effect_of, subtract
+from deftune.paper.study_effects import MOST_CUT, ORDER, REFERENCE, Effect, Section, effect_of
 from deftune.paper.study_figures import figure_names
 from deftune.paper.study_plan import HEADLINE, Plan, rate_text, rates_text, wanted_text
 
@@ -177,7 +178,7 @@ def primary_table(section: Section) -> str:
             continue
         options = dict.fromkeys(
             f"T={o.temperature:g}" + ("" if o.learning_rate is None else f", {o.learning_rate:g}")
-            for o in chosen.options
+            for o in chosen.chosen
         )
         rates = {option.learning_rate for _, option in section.scores[name].values} - {None}
         effect = section.primary.get(name)
@@ -347,7 +348,7 @@ def rerun_table(found: Sequence[Section]) -> str:
                         rows.append([
                             escape_markdown(name), f"{temperature:g}",
                             *(points(twin.accuracy(cell["objective"], temperature), sign=False) for twin in twins),
-                            points(effect_of(subtract(second, first))),
+                            points(effect_of(second.minus(first, section.averaged))),
                         ])  # fmt: skip
     return table(["cell", "T", "first", "again", "difference"], rows) if rows else ""
 
@@ -450,18 +451,16 @@ def versions_text(study: Study) -> str:
     return f"- {', '.join(study.config['regimes'])}: cells graded by different versions are paired: {'; '.join(parts)}."
 
 
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student's t, by number of seeds
-
-
-def t_interval(values: Sequence[float]) -> str:
-    """The 95% interval of the mean of a few numbers, in points.
-
-    >>> t_interval([0.01, 0.02, 0.03])
-    '[-0.5, +4.5]'
-    """
-    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    low, high = (round(100 * (statistics.mean(values) + side), 1) + 0.0 for side in (-half, half))
-    return f"[{low:+.1f}, {high:+.1f}]"
+def variance_intervals(found: Sequence[Section]) -> list[str]:
+    """The interval of each primary difference of several seeds by the analysis of variance, in points."""
+    lines: list[str] = []
+    for section in found:
+        for name, effect in section.primary.items():
+            if effect.seeds > 1 and (pair := section.pair(name, None)):
+                interval = crossed(pair[0].minus(pair[1], section.averaged)).interval
+                low, high = (round(100 * end, 1) + 0.0 for end in (interval.low, interval.high))
+                lines.append(f"{section.regime} {code(name)} [{low:+.1f}, {high:+.1f}] ({effect.seeds} seeds)")
+    return lines
 
 
 def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> str:
@@ -479,9 +478,9 @@ def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> st
             lines.append(f"- Tier {tier['name']}, cells missing: {escape_markdown(str(total))}.")
     lines.append("- The intervals hold for the seeds that were drawn more than for others: with S seeds the bootstrap "
                  "counts (S - 1) / S of their variance, so a third is missing with 3 and half with 2.")  # fmt: skip
-    lines += [f"- {s.regime} {code(n)}: over its {e.seeds} seeds alone, each one number, the 95% t-interval of the "
-              f"difference at the best temperature is {t_interval(s.by_seed(n))}."
-              for s in found for n, e in s.primary.items() if e.seeds in STUDENT]  # fmt: skip
+    if intervals := variance_intervals(found):
+        lines.append("- An analysis of variance, as in `deftune compare`, counts all of the variance of seeds. With it "
+                     f"the differences at the best temperature are in {'; '.join(intervals)}.")  # fmt: skip
     lines.append("- The choice of temperature and rate is not drawn again in a resample.")
     return "\n".join(lines)
 
@@ -600,7 +599,7 @@ def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) ->
                 if effect is None or found_pair is None:
                     continue
                 value, low, high = (round(point, 1) + 0.0 for point in effect.points)
-                rates = sorted({o.learning_rate for o in found_pair[0].options if o.learning_rate is not None})
+                rates = sorted({o.learning_rate for o in found_pair[0].chosen if o.learning_rate is not None})
                 rows.append({
                     "regime": about["kind"], "model": about["model"], "data": about["data"],
                     "task": ", ".join(section.averaged), "base_p": base and round(base["p"][0], 2),
