@@ -135,7 +135,7 @@ def main() -> None:
         torch.manual_seed(0)
         for label, figure in PARTS[part](arguments.runs):
             lines.append(f"| {label} | {figure} |")
-            print(f"{label:95}{figure}", flush=True)
+            print(f"{label:110}{figure}", flush=True)
     if arguments.out:
         arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
