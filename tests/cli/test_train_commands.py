@@ -119,7 +119,7 @@ def test_an_option_means_the_same_in_every_command():
         "--rows": {"read the first N rows only"},
         "--show": {"how many rows to show", "how many answers or rows"},
         "--limit": {"ask a sample of N items of each task"},
-        "--top": {"rows to list, and at most to export"},
+        "--top": {"most rows to list and to export"},
     }
 
 

@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
         epilog="examples:\n  deftune advise MODEL DATA --rows 100            one pass over the rows, no training\n"
         "  deftune advise MODEL DATA --rows 100 --probe    also train three objectives for some steps and compare them",
     )
-    parser.add_argument("model", help="a run's folder, RUN:STEP, or what `train` takes as a model")
+    parser.add_argument("model", help="a run's folder, RUN:STEP, or any model that `train` takes")
     parser.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
     parser.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
     add_data_options(parser)
@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--steps", type=int, help="with --probe: optimizer steps of each run (default: 20)")
     parser.add_argument("--seeds", metavar="A,B", help="with --probe: seeds of the runs (default: 0)")
     parser.add_argument(
-        "--learning-rate", type=float, help="with --probe: default: the lowest rate that the advice names"
+        "--learning-rate", type=float, help="with --probe: learning rate (default: the lowest one of the advice)"
     )
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
     parser.set_defaults(run=run_advise)

@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
     tokens = actions.add_parser(
         "tokens", help="a table of every supervised token: p, entropy, rank, and each objective's gate"
     )
-    tokens.add_argument("model", help="a run's folder, RUN:STEP, or what `train` takes as a model")
+    tokens.add_argument("model", help="a run's folder, RUN:STEP, or any model that `train` takes")
     tokens.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
     tokens.add_argument("--out", type=Path, default=Path("tokens.parquet"), help="default: tokens.parquet")
     tokens.add_argument(
@@ -62,9 +62,9 @@ def add_to(commands: Any) -> None:
 
     gradients = figure(
         actions, "gradients", "gradient norms over p and entropy, a panel per objective", "REGIME=TABLE", "TABLE",
-        "token tables, a row of panels each; REGIME= may be left out of a single one",
+        "token tables, a row of panels each; REGIME= is optional for one table",
     )  # fmt: skip
-    gradients.add_argument("--objectives", metavar="A,B", help="panels for these (default: all of the tables)")
+    gradients.add_argument("--objectives", metavar="A,B", help="objectives to draw (default: all in the tables)")
     gradients.set_defaults(run=run_gradients)
 
     histograms = figure(
@@ -91,7 +91,7 @@ def add_to(commands: Any) -> None:
     continuum.add_argument(
         "--base", action="append", default=[], metavar="REGIME=TABLE", help="the base model's token table of a regime"
     )
-    continuum.add_argument("--temperature", type=float, help="where the results have several")
+    continuum.add_argument("--temperature", type=float, help="the temperature to draw, if the results have several")
     entropy = figure(actions, "entropy", "scores against the tuned model's mean entropy", results, "RESULT", RESULTS)
     entropy.add_argument(
         "--tokens",

@@ -33,17 +33,19 @@ def add_to(commands: Any) -> None:
     run.add_argument("config", type=Path, help="a YAML file (`deftune compare init` writes one), or its folder")
     run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the file")
     run.add_argument("--dry-run", action="store_true", help="list the cells and what they would take")
-    run.add_argument("--cell", metavar="NAME", help="run this cell only, in this process: for an array of jobs")
+    run.add_argument("--cell", metavar="NAME", help="run only this cell, in this process (for job arrays)")
     run.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by `schedule.Children`
     run.add_argument(
         "--jobs",
         type=int,
         metavar="N",
-        help="cells at a time, on the same device (default 1); their times then say little",
+        help="cells at a time, on the same device (default: 1); with more, measured times are longer",
     )
     add_trust(run)
     run.add_argument(
-        "--keep-going", action="store_true", help="start every cell, also where objectives fail alike and none succeeds"
+        "--keep-going",
+        action="store_true",
+        help="start every cell even if two objectives fail with the same error and none succeeds",
     )
     run.set_defaults(run=run_run)
 

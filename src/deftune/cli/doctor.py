@@ -11,7 +11,7 @@ from deftune.cli.output import say
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
-        "doctor", help="packages, GPU, disk, which attention kernels and loss backend work here, and what a run takes"
+        "doctor", help="check packages, GPU, disk, attention kernels and loss backends, and print what a run would use"
     )
     parser.set_defaults(run=run)
 

@@ -24,24 +24,32 @@ def add_to(commands: Any) -> None:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     run = verbs.add_parser("run", help="ask a model the questions of suites and tasks, and grade the answers")
-    run.add_argument("model", metavar="MODEL", help="a model, a run, RUN:STEP, or with --endpoint the server's name")
+    run.add_argument(
+        "model", metavar="MODEL", help="a model, a run, RUN:STEP, or with --endpoint the model's name there"
+    )
     add_questions(run)
     how = run.add_argument_group("sampling and grading")
     how.add_argument("--samples", type=int, metavar="N", help="answers per item where T > 0 (default: the suite's)")
-    add_list(how, "--temperature", "temperatures", "T", "0 is greedy (default: the suite's; of single tasks 0)", float)
+    add_list(
+        how, "--temperature", "temperatures", "T", "0 is greedy (default: the suite's, or 0 for single tasks)", float
+    )
     how.add_argument("--top-p", type=float, help="nucleus sampling (default: 1, all tokens)")
     how.add_argument("--seed", type=int, help="seed of the sampling (default: 0)")
     how.add_argument("--max-new-tokens", type=int, metavar="N", help="token limit of an answer (default: the task's)")
     how.add_argument("--rule", choices=["strict", "lenient"], help="multiple-choice extraction (default: strict)")
     how.add_argument("--workers", type=int, metavar="N", default=2, help="grading processes (default: 2)")
     add_model(run)
-    engine = run.add_argument_group("engine", "What generates the answers; at T > 0 another engine draws others.")
+    engine = run.add_argument_group(
+        "engine", "Which engine generates the answers; at T > 0 engines sample different answers."
+    )
     engine.add_argument(
         "--engine", choices=["transformers", "vllm"], help="default: transformers; vllm must be installed"
     )
     engine.add_argument("--endpoint", dest="url", metavar="URL", help="an OpenAI-compatible server: http://host:8000")
     engine.add_argument("--batch-size", type=int, metavar="N", help="transformers: default 16, on a GPU up to 2048")
-    engine.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="vllm: default as transformers")
+    engine.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="vllm: default bfloat16 on a GPU, else float32"
+    )
     engine.add_argument("--max-model-len", type=int, metavar="N", help="vllm: tokens of prompt and answer together")
     engine.add_argument(
         "--gpu-memory-utilization", type=float, metavar="SHARE", help="vllm: a share above 0, at most 1"
@@ -70,7 +78,9 @@ def add_to(commands: Any) -> None:
     heldout.add_argument(
         "--skip-bad-rows", action="store_true", help="write rows that cannot be read to bad_rows.jsonl and go on"
     )
-    heldout.add_argument("--batch-size", type=int, metavar="N", help="rows at a time (default: by 8192 tokens)")
+    heldout.add_argument(
+        "--batch-size", type=int, metavar="N", help="most rows of a batch (default: batches of 8192 tokens)"
+    )
     add_model(heldout)
     add_output(heldout, "results/MODEL-heldout")
     heldout.set_defaults(run=run_heldout)
@@ -120,7 +130,9 @@ def add_list(parser: Any, flag: str, name: str, metavar: str, about: str, kind: 
 def add_model(parser: Any) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
-    group.add_argument("--like", type=Path, metavar="RUN", help="encode prompts as this run does: for its base model")
+    group.add_argument(
+        "--like", type=Path, metavar="RUN", help="encode prompts as this run does, to evaluate its base model"
+    )
     add_trust(group)
 
 

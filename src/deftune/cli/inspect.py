@@ -19,21 +19,21 @@ TABLE_OPTIONS = ("rows", "format", "fields", "template", "mask", "max_length", "
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
-        help="show where your data contradicts your model, suspicious rows, and what each objective does there",
+        help="find tokens that contradict the model, likely label errors, and each objective's gradient there",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
         "  deftune inspect MODEL DATA --html page.html     write a page for the browser\n"
         "  deftune inspect MODEL DATA --export flagged.jsonl --keep rest.jsonl\n"
         "  deftune inspect --tokens tokens.parquet         read a token table again",
     )
-    parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or what `train` takes as a model")
+    parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or any model that `train` takes")
     parser.add_argument("data", nargs="?", help="a file, a folder, a hub id, or generated:NAME")
     parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
     parser.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
     parser.add_argument(
         "--by", metavar="SCORE", help="the score that ranks the rows: answer, conflict, noise, mean_nll, ..."
     )
-    parser.add_argument("--top", type=int, metavar="N", default=50, help="rows to list, and at most to export (50)")
+    parser.add_argument("--top", type=int, metavar="N", default=50, help="most rows to list and to export (50)")
     parser.add_argument(
         "--min-score", type=float, metavar="X", help="only rows with at least this score (of mean_p: at most)"
     )

@@ -19,7 +19,7 @@ COLUMNS = {
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser("objectives", help="the catalogue of objectives: table, details, gate curves")
+    parser = commands.add_parser("objectives", help="list the objectives, show one in full, or plot gate curves")
     parser.set_defaults(run=run_table)
     actions = parser.add_subparsers(metavar="ACTION")
     show = actions.add_parser("show", help="one objective in full, with its gate at some tokens")

@@ -26,7 +26,10 @@ def add_to(commands: Any) -> None:
 
     claims = actions.add_parser("claims", help="the paper's sentences about results, checked against its tables")
     claims.add_argument(
-        "config", type=Path, nargs="?", help="a comparison: its verdicts beside the paper's (default: the study's)"
+        "config",
+        type=Path,
+        nargs="?",
+        help="show the verdicts of this comparison beside the paper's (default: the study's)",
     )
     claims.add_argument("--json", action="store_true", help="print the claims as JSON")
     claims.set_defaults(run=run_claims)

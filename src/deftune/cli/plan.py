@@ -14,7 +14,9 @@ from deftune.cli.train import need_training
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser("plan", help="memory, speed and strategy of a run on some GPUs, before it is started")
+    parser = commands.add_parser(
+        "plan", help="count a run's memory on given GPUs, estimate its speed and choose a strategy"
+    )
     parser.add_argument(
         "run_or_model", nargs="?", metavar="RUN|MODEL", help="a YAML file, a run's folder, a recipe, or a model"
     )

@@ -16,11 +16,11 @@ def add_to(commands: Any) -> None:
         "quickstart", help="tune SmolLM2 with NLL and with DEFT on this machine, in a few minutes"
     )
     quick.add_argument("--out", type=Path, default=Path("quickstart"), help="folder (default: quickstart/)")
-    quick.add_argument("--clean", action="store_true", help="remove what an earlier call wrote there, and do no more")
+    quick.add_argument("--clean", action="store_true", help="only remove what an earlier call wrote there")
     quick.set_defaults(run=run_quickstart)
 
     chat = commands.add_parser("chat", help="talk to a run, or to a model")
-    chat.add_argument("run_or_model", help="a run's folder, or what `train` takes as a model")
+    chat.add_argument("run_or_model", help="a run's folder, or any model that `train` takes")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
     chat.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default)")
@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
     add_trust(chat)
     chat.set_defaults(run=run_chat)
 
-    merge = commands.add_parser("merge", help="add a LoRA run's adapter into a plain model folder")
+    merge = commands.add_parser("merge", help="write the model of a LoRA run as a plain model folder")
     merge.add_argument("folder", type=Path, metavar="RUN", help="the folder of a LoRA run")
     merge.add_argument("--out", type=Path, help="the new folder (default: RUN/merged)")
     add_trust(merge)

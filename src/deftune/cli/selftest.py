@@ -11,7 +11,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "selftest",
         help="measure what must hold on this machine: losses, resuming, kills, hostile files and answers",
-        description="Small sizes, a few minutes, no network. Exit code 1 when a promise is not kept.",
+        description="Measure the promises of docs/reliability.md on this machine, at small sizes: a few minutes, no "
+        "network. Exit code 1 if a promise is not kept.",
     )
     parser.add_argument("--row", action="append", type=int, metavar="N", help="only this row of the table; repeatable")
     parser.add_argument("--full", action="store_true", help="the full sizes: an hour")

@@ -42,14 +42,20 @@ def add_to(commands: Any) -> None:
 
     init = commands.add_parser("init", help="write a config to start from")
     init.add_argument("file", type=Path, nargs="?", default=Path("run.yaml"), help="default: run.yaml")
-    init.add_argument("--recipe", help="a cell of the paper's tables: `deftune paper recipes` lists them")
+    init.add_argument("--recipe", help="a training run of the paper: `deftune paper recipes` lists them")
     init.set_defaults(run=run_init)
 
-    config = commands.add_parser("config", help="all keys of a config, a config with its defaults, the JSON schema")
+    config = commands.add_parser(
+        "config", help="list the keys of a config, show a config with its defaults, print the JSON schema"
+    )
     actions = config.add_subparsers(metavar="ACTION", required=True)
     keys = actions.add_parser("keys", help="every key with type, default and meaning")
     keys.add_argument("prefix", nargs="?", help="only keys that begin with this: train, or data.train")
-    keys.add_argument("--markdown", action="store_true", help="the page docs/config_keys.md: files of every kind")
+    keys.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print docs/config_keys.md, which also has the keys of comparisons and task files",
+    )
     keys.set_defaults(run=run_keys)
     show = actions.add_parser("show", help="a config with every default")
     show.add_argument("config", type=Path, help="a YAML file, or the folder of a run")
@@ -101,7 +107,7 @@ def add_to(commands: Any) -> None:
 
 def add_fields(parser: Any) -> None:
     parser.add_argument(
-        "--fields", metavar="A=B,C=D", help="the names in your data of the format's fields: prompt=q,completion=a"
+        "--fields", metavar="A=B,C=D", help="the format's fields and their names in your data: prompt=q,completion=a"
     )
 
 

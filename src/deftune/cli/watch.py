@@ -17,10 +17,10 @@ SECONDS = 5.0  # between two looks at the records
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser("watch", help="the curves of a run in the terminal, until it ends")
+    parser = commands.add_parser("watch", help="draw the curves of a run in the terminal, until it ends")
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument(
-        "--once", action="store_true", help="print the curves once and end (default where stdout is no terminal)"
+        "--once", action="store_true", help="print the curves once and exit (default if stdout is no terminal)"
     )
     parser.set_defaults(run=run_watch)
 

@@ -107,7 +107,7 @@ def compare(
         config: a comparison's YAML file (`deftune compare init` writes one), or its folder.
         overrides: values of the file to replace, as ``"a.b=c"``.
         jobs: cells at a time, in as many processes.
-        keep_going: start every cell, also where objectives fail alike and none succeeds.
+        keep_going: start every cell even if two objectives fail with the same error and none succeeds.
         say: called with each message.
 
     Returns:

@@ -120,9 +120,9 @@ def score_interval(samples: Samples, *, confidence: float = 0.95, resamples: int
     """The interval of `mean_over_items` for scores from 0 to 1.
 
     Where each item is right or wrong (one sample, or samples that all agree) the score is a proportion of items, and
-    the interval is `wilson_interval`. Otherwise it is `bootstrap_interval`, unless all items have the same mean: every
-    resample is then the same, which says nothing about other items, and the interval is Wilson's over the items. The
-    number of items, not of samples, counts: how much the samples of an item agree cannot be seen there.
+    the interval is `wilson_interval`. Otherwise it is `bootstrap_interval`, unless all items have the same mean: the
+    bootstrap would then have the width 0, so the interval is Wilson's, with n the number of items. Samples of an item
+    are not counted as further items, because such scores do not show how far they agree.
 
     >>> score_interval([[0.0]] * 10) == wilson_interval(0.0, 10)
     True

@@ -168,7 +168,7 @@ def inspect_rows(
 
 
 def inspect_table(path: str | Path, objectives: Sequence[str] | None = None) -> Inspection:
-    """The inspection of a token table that `deftune analyze tokens` wrote; ``objectives`` are some of its own."""
+    """Inspect a token table that `deftune analyze tokens` wrote; ``objectives`` selects among those of the table."""
     table, rows = read_token_table(path), read_rows_table(path)
     have = table_objectives(table)
     if missing := [name for name in objectives or () if name not in have]:

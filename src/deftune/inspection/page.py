@@ -31,7 +31,7 @@ ORANGE, GREEN, BLUE, PURPLE, GREY = "#d55e00", "#009e73", "#0072b2", "#aa4499", 
 
 
 def write_page(inspection: Inspection, path: str | Path) -> Path:
-    """The page at ``path``, whole or not at all."""
+    """Write the inspection as one HTML file at ``path``; the file appears complete or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, render_page(inspection))

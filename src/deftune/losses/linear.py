@@ -83,10 +83,10 @@ def linear_loss(
         z = softcap(logit_scale (h W^T + bias)),  d loss / d z_i = gate (P_i - [i = y])
 
     The value and the gradients are those of `token_loss` on float32 logits. Beyond the gradients, memory does not grow
-    with the number of tokens. The forward pass makes the gradients of those inputs that require one (a frozen head
-    costs no dW), and the backward multiplies them by the upstream gradient. For ``reduction="none"`` the backward
-    recomputes them, for any upstream vector. Under autocast hidden and weight take its dtype, as in a linear layer; the
-    head's gradient is accumulated in float32 in any case.
+    with the number of tokens. The forward pass computes the gradients of the inputs that require one (a frozen head
+    costs no dW), and the backward pass multiplies them by the upstream gradient. For ``reduction="none"`` the backward
+    pass recomputes them, for any upstream vector. Under autocast hidden and weight are cast to its dtype, as in a
+    linear layer; the gradient of the weight is always accumulated in float32.
 
     Args:
         hidden: ``[..., D]``, the input of the head.
@@ -100,16 +100,16 @@ def linear_loss(
         num_items: the divisor of the mean: the supervised tokens of the whole optimizer step (default: of this call).
         weights: ``[...]``, constant factors of the tokens' losses.
         context: what the objective needs beyond the tokens (progress, special ids, step statistics).
-        backend: ``graphs``, ``triton``, ``torch``, or several in order of preference: ``"triton,torch"``. ``auto`` is
-            all three; `deftune doctor` prints which one it takes. ``graphs`` keeps a chunk's buffers allocated from
-            call to call; name the others to do without.
-        chunk_rows: the most tokens to work on at a time (default: a quarter of them, from 1,024 to 4,096, and 4,096
-            where that takes less than 0.5 GiB; more are faster, fewer take less memory; ``graphs`` rounds up to a
-            multiple of 128).
+        backend: ``graphs``, ``triton``, ``torch``, or several in order of preference: ``"triton,torch"``. ``auto``
+            tries all three in this order; `deftune doctor` prints which one it takes. ``graphs`` keeps the buffers of a
+            chunk allocated between calls; ``"triton,torch"`` does not.
+        chunk_rows: the most tokens of a chunk: larger chunks are faster, smaller chunks take less memory. Default:
+            4,096 if such a chunk takes less than 0.5 GiB, else a quarter of the tokens, at least 1,024 and at most
+            4,096. ``graphs`` rounds up to a multiple of 128.
         sparse: the opt-in approximation of the gradients, `Sparse`.
-        shard: weight and bias are those of this rank's classes, of a vocabulary that ranks share; the loss is that of
-            the whole vocabulary (`VocabShard`). Where hidden and weight are DTensors, their placements say so.
-        return_stats: also return the statistics of the supervised tokens, which the same pass has measured.
+        shard: the classes of this rank, if ranks share the vocabulary (`VocabShard`): weight and bias have only these
+            classes, the loss is that of the whole vocabulary. Not needed if hidden and weight are DTensors.
+        return_stats: also return the statistics of the supervised tokens, from the same pass.
 
     Returns:
         The loss, float32 (float64 for float64 inputs); with ``return_stats`` (loss, detached `TokenStats`).

@@ -62,8 +62,8 @@ def token_loss(
             and ranks, never times the number of ranks. Default: those of this call.
         weights: ``[...]``, constant factors of the tokens' losses.
         context: what the objective needs beyond the tokens (progress, special ids, step statistics).
-        shard: the logits are those of this rank's classes, of a vocabulary that ranks share; the loss is that of the
-            whole vocabulary (`VocabShard`). A DTensor that is sharded on its last dimension says so itself.
+        shard: the classes of this rank, if ranks share the vocabulary (`VocabShard`): the logits have only these
+            classes, the loss is that of the whole vocabulary. Not needed for a DTensor sharded on its last dimension.
 
     Returns:
         The loss, float32 (float64 for float64 logits).

@@ -64,10 +64,13 @@ def answer(note: Note, flag: int) -> None:
 
 
 def raise_pending(*, wait: bool = True) -> None:
-    """Raise the error of an earlier call on a GPU: a token whose logits are NaN, named by its flat index.
+    """Raise the error of an earlier loss on a GPU whose logits were NaN; the message has the flat index of the token.
 
-    Every loss of deftune does this for the earlier work of its stream (``wait=False``) where it counts its tokens,
-    which synchronises anyway. A trainer calls it before the optimizer steps, so that no NaN reaches the weights.
+    A loss on a GPU does not wait for the device, so a NaN becomes known later. Call this function before the optimizer
+    steps, so that no NaN reaches the weights. Every loss of deftune also checks the earlier calls of its stream.
+
+    Args:
+        wait: wait for the streams of all earlier calls; False: check only the calls of the current stream.
 
     Raises:
         ValueError: an earlier call had a NaN.

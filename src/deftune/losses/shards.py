@@ -15,22 +15,22 @@ from torch import Tensor
 class VocabShard:
     """The classes ``first``, ``first + 1``, ... of a vocabulary that the ranks of a process group share.
 
-    Every rank of the group calls the loss with the same rows and targets (ids of the whole vocabulary) and its own
-    classes: of the head's weight in `linear_loss`, of the logits in `token_loss`. All ranks get the loss of the whole
+    Every rank of the group calls the loss with the same rows and targets (ids of the whole vocabulary). A rank passes
+    the weight of its own classes to `linear_loss`, or their logits to `token_loss`, and gets the loss of the whole
     vocabulary. A pass over rows takes one MAX reduction of three numbers a row and one SUM reduction of four;
     objectives that read the k likeliest tokens gather k numbers a row from each rank. The gradients of weight, bias and
     logits belong to the rank's own classes and are not reduced.
 
-    Shards may have different sizes, in any order of the ranks. At its first use a shard asks all ranks for their
-    classes, and refuses a gap or an overlap; keep the object, so that this happens once.
+    Shards may have different sizes, in any order of the ranks. At its first use a shard gathers the classes of all
+    ranks and refuses a gap or an overlap. Keep the object, so that this happens only once.
 
     Args:
         first: the id of the rank's first class.
         vocab_size: the classes of all ranks together.
         group: the process group; None: all ranks.
-        reduce_hidden: True: the gradient of the hidden states is summed over the ranks, as replicated hidden states
-            need it. False: each rank keeps its part of the sum, because the caller sums it: under sequence parallelism
-            the backward of the all-gather before the head is a reduce-scatter, which does. Has no meaning for logits.
+        reduce_hidden: True (for replicated hidden states): sum the gradient of the hidden states over the ranks.
+            False: leave each rank its part of the sum, because a later operation sums the parts, such as the
+            reduce-scatter in the backward of sequence parallelism's all-gather. `token_loss` ignores this option.
 
     >>> shard = VocabShard(first=50, vocab_size=101)
     >>> shard.columns(torch.tensor([3, 50, 99]), 51)

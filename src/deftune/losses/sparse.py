@@ -27,12 +27,14 @@ MOST_MEANS = 32  # chunks whose means are collected before they are added: each 
 
 
 class SparseReport(NamedTuple):
-    """The error of a call.
+    """The error of one call of `linear_loss` with `Sparse`.
 
-    ``dropped`` is the share of the gradient's mass, sum v E, that was replaced by its mean. The errors are relative,
-    ||g - exact|| / ||exact||: of d hidden on rows of every fourth chunk, of d weight on classes that the first chunk
-    left out, over all chunks. They are NaN if there is nothing to measure: no such gradient was asked for, or every
-    gate of the sample is 0.
+    - ``dropped``: the share of the gradient's mass, sum v E, on classes that were approximated by their mean
+    - ``error_hidden``: ||g - exact|| / ||exact|| of the gradient of hidden, on a sample of rows of every fourth chunk
+    - ``error_weight``: the same for the gradient of weight, over all chunks, on a sample of the classes that the first
+      chunk left out
+
+    An error is NaN if there is nothing to measure: the gradient was not asked for, or all gates of the sample are 0.
     """
 
     dropped: float
@@ -42,11 +44,11 @@ class SparseReport(NamedTuple):
 
 @dataclass
 class Sparse:
-    """Two of the three matrix products over ``share`` of the classes only, chosen anew for every chunk.
+    """An approximation of `linear_loss`: the two gradient products use only a ``share`` of the classes of each chunk.
 
-    Pass it to `linear_loss`; ``report`` then gives the error of the last call. On a trained language model the error at
-    a share of 0.15 is within bfloat16's rounding of the gradients (docs/linear_loss.md). An untrained model finds every
-    class likely: the error is large, and the report says so.
+    Pass a `Sparse` to `linear_loss`; its ``report`` then returns the error of the last call. With a trained language
+    model and a share of 0.15 the error is within bfloat16's rounding of the gradients (docs/benchmarks.md). With an
+    untrained model every class is likely, so the error is large, and the report shows it.
 
     >>> import deftune
     >>> sparse, hidden = Sparse(share=0.5), torch.eye(2, requires_grad=True)

@@ -276,9 +276,9 @@ def token_stats(logits: Tensor, targets: Tensor, *, shard: VocabShard | None = N
     Args:
         logits: ``[..., V]``.
         targets: ``[...]`` token ids, already shifted; IGNORE_INDEX (-100) is skipped.
-        shard: the logits are those of this rank's classes (`VocabShard`; a DTensor that is sharded on its last
-            dimension says so itself). Every rank gets the statistics of whole rows. All ranks have to ask for
-            `TokenStats.top_log_p`, or none.
+        shard: the classes of this rank, if ranks share the vocabulary (`VocabShard`); not needed for a DTensor sharded
+            on its last dimension. Every rank gets the statistics of the whole vocabulary. If one rank calls
+            `TokenStats.top_log_p`, all ranks must call it.
 
     Returns:
         One entry for each supervised token, in the order of the targets.

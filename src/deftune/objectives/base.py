@@ -20,7 +20,12 @@ Kind = Literal["local", "mass", "step"]
 
 
 class StepStatistic(NamedTuple):
-    """One number about the whole optimizer step that an objective needs, as a reduction of a per-token column."""
+    """A number about the whole optimizer step that an objective needs: the mean or median of a column of the tokens.
+
+    - ``key``: its name in `StepStats.values`, such as ``median nll``
+    - ``column``: the function that computes the column from `TokenStats` and `Context`
+    - ``reduce``: ``mean`` or ``median``
+    """
 
     key: str
     column: Callable[[TokenStats, Context], Tensor]
@@ -70,13 +75,14 @@ def weighted_nll(log_p: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """A token-level objective. Subclass `Focus` or `Weight` rather than this, unless the value has a form of its own.
+    """The base class of all objectives. Most objectives extend `Focus` or `Weight`; extend this class for other losses.
 
-    ``name`` is how specs and tables call it; ``kind`` says what a gate depends on:
+    A subclass defines ``gate`` and ``loss``, such that d loss / d log_p = -gate. ``name`` is its name in specs and
+    tables. ``kind`` says what the gate of a token depends on:
 
     - ``local``: the token's own statistics
-    - ``mass``: step loss = sum of loss / sum of mass
-    - ``step``: a statistic of the whole optimizer step
+    - ``mass``: also the sum of masses of the optimizer step; step loss = sum of losses / sum of masses
+    - ``step``: also another statistic of the whole optimizer step, such as a median
     """
 
     name: ClassVar[str] = ""
@@ -86,7 +92,7 @@ class Objective:
         raise NotImplementedError
 
     def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        """The gate s per token: exactly what multiplies the error P - onehot."""
+        """The gate s per token: the factor of the error P - onehot in the gradient."""
         raise NotImplementedError
 
     def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
@@ -94,7 +100,7 @@ class Objective:
         raise NotImplementedError
 
     def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
-        """(gate, loss), for those who need both; subclasses may share the work."""
+        """(gate, loss); subclasses may compute both together."""
         return self.gate(stats, context), self.loss(stats, context)
 
     def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:

@@ -56,7 +56,7 @@ def register(name: str, about: About | None = None) -> Callable[[T], T]:
         modifier, everything else an objective.
 
     Raises:
-        ValueError: a spec could not spell the name, the catalogue has it, or the class has another ``name``.
+        ValueError: the name cannot be written in a spec or is taken, or the class has another ``name``.
     """
     if not re.fullmatch(r"[A-Za-z][\w-]*", name):
         raise ValueError(f"register: {name!r} is no name; use letters, digits, _ and -, beginning with a letter")

@@ -202,7 +202,12 @@ def _build(terms: list[_Term]) -> Objective:
 
 
 def objective(spec: str | Objective) -> Objective:
-    """The objective that a spec names; an `Objective` is returned as it is. ``str()`` of the result is a spec again.
+    """The objective that a spec names, with its parameters and modifiers; an `Objective` is returned unchanged.
+
+    ``str()`` of the result is a canonical spec, which parses back to the same objective.
+
+    Raises:
+        ValueError: the spec is wrong; the message names the position and, for an unknown name, the nearest known one.
 
     >>> str(objective("cayley(kappa=1)")), str(objective("deft|eos( nll )|mean_one"))
     ('cayley', 'deft | eos(nll) | mean_one')

@@ -19,7 +19,7 @@ STATISTICS = ("log_p", "entropy", "log_collision")
 
 @dataclass(frozen=True)
 class TokenStats:
-    """The statistics of the supervised tokens, flat: all that an objective may see.
+    """The statistics of the supervised tokens, as flat vectors. An objective reads these and nothing else of a token.
 
     With P = softmax(z), p = P[target], one entry per supervised token:
 
@@ -29,8 +29,8 @@ class TokenStats:
     - ``targets``: the target ids
     - ``vocab_size``: V
 
-    The three vectors are float64 where the device has it (log p = -11.93 has no float32 within 2e-7).
-    What costs more, the likeliest tokens, is computed when ``top_log_p`` asks for it.
+    The first three are float64 where the device has it, because float32 would round log p = -11.93 by more than 2e-7.
+    The likeliest tokens cost more and are computed only when ``top_log_p`` is called.
     """
 
     log_p: Tensor
@@ -188,7 +188,10 @@ def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of one whole optimizer step, over every micro-batch and rank: what `step_stats` returns."""
+    """Statistics of one whole optimizer step, over all micro-batches and ranks; `step_stats` returns them.
+
+    ``values`` maps the key of each `StepStatistic` to its number; ``num_items`` is the number of supervised tokens.
+    """
 
     values: Mapping[str, Tensor]
     num_items: int
@@ -204,7 +207,7 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Context:
-    """What an objective may need beside the statistics of a token; most objectives need nothing.
+    """Inputs that some objectives need beside the statistics of a token; most objectives need none.
 
     - ``progress``: the share of training done, 0 to 1 (for ``| warmup``)
     - ``special_ids``: ids of end tokens (for ``| eos(...)``)

@@ -185,11 +185,14 @@ def write_token_table(
 ) -> Written:  # fmt: skip
     """Write the token table of ``rows`` to ``path`` (Parquet), and the rows' texts beside it.
 
-    ``encoder``: how rows become tokens (default: the tokenizer's template, answers supervised, 2048 tokens).
-    ``temperatures``: also measure the entropy at these sampling temperatures, which are above 0.
-    ``bad``: what to do with rows whose mask cannot be verified; by default the first one raises. ``facts`` are stored
-    in the schema's metadata, where `table_facts` reads them. ``progress`` is called with 1 after each row.
     Both files appear complete or not at all.
+
+    Args:
+        encoder: turns rows into tokens (default: the tokenizer's chat template, answers supervised, 2048 tokens).
+        temperatures: also measure the entropy at these sampling temperatures, which are above 0.
+        bad: handles rows whose mask cannot be verified; by default the first one raises.
+        facts: stored in the schema's metadata, where `table_facts` reads them.
+        progress: called with 1 after each row.
     """
     path = Path(path)
     chosen = parse_objectives(objectives)

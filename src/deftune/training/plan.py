@@ -340,18 +340,18 @@ def plan(
     shape: Shape, work: Workload, *, gpu: str = "h200", gpus: int = 1, lora_rank: int = 0,
     base: Base = "bfloat16",
 ) -> tuple[Plan, list[Plan]]:  # fmt: skip
-    """The fastest strategy that fits into the GPUs, and all that were tried.
+    """The fastest strategy that fits into the GPUs, and all strategies that were tried.
 
     Args:
-        shape: of `find_shape`.
-        work: of one GPU.
-        gpu: a name of `GPUS`.
-        gpus: how many.
-        lora_rank: of a run with adapters; 0 is full fine-tuning, with LoRA as the last resort.
-        base: the frozen weights under LoRA.
+        shape: the model's sizes, from `find_shape`.
+        work: the rows of one GPU and their length.
+        gpu: the kind of GPU, a name of `GPUS`.
+        gpus: the number of GPUs.
+        lora_rank: the rank of a LoRA run; 0 is full fine-tuning, with LoRA only if nothing else fits.
+        base: the dtype of the frozen weights under LoRA.
 
     Returns:
-        (the plan, all plans). Where nothing fits, the plan is the one that needs least memory.
+        (the plan, all plans). If nothing fits, the plan is the one that needs the least memory.
 
     Raises:
         ValueError: an unknown GPU, or no GPU.

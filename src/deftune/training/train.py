@@ -212,9 +212,9 @@ def train_run(
     restart: bool = False, save: bool = True, reuse: Reuse | None = None, profile: bool = False,
     alike: Sequence[Run] = (),
 ) -> Outcome:  # fmt: skip
-    """Train a run to its end, from the newest checkpoint that verifies if there is one.
+    """Train a run to its end. An existing run is resumed from its newest valid checkpoint.
 
-    Every rank of a distributed launch calls it. Returns early, with a checkpoint, on SIGTERM.
+    Every rank of a distributed launch calls this function. On SIGTERM it saves a checkpoint and returns early.
 
     Args:
         config: the run.
@@ -222,14 +222,14 @@ def train_run(
         title: the name in front of the progress bar.
         score_tasks: ``score_tasks(model, tokenizer)`` is {task: score} for the tasks of ``data.tasks``;
             `deftune.evaluation.in_training.task_scorer` makes one.
-        restart: begin at step 0 whatever is there; the checkpoints are renamed, not removed.
-        save: False writes neither the last step's checkpoint nor the model's folder; the outcome has the tuned
-            ``model`` and ``tokenizer`` instead, as `load_result` would load them, but on the device of the training.
-            A run whose model is in its folder already has an outcome without them.
-        reuse: keeps the data and the untrained model for the next run of this process; one rank only.
+        restart: train from step 0; existing checkpoints are renamed, not removed.
+        save: False: write neither the last checkpoint nor the model folder. The outcome then has the tuned ``model``
+            and ``tokenizer``, on the device of the training, unless the run's folder already has a model.
+        reuse: keeps the data and the untrained model for the next run in this process; one rank only.
         profile: print where the time of a step goes (`deftune.training.profiling`), and write profile.json into the
             run's folder; the training does not change.
-        alike: runs, begun or not, that must have the same tokens and masks, because they will be compared.
+        alike: other runs that must have the same tokens and masks, because they will be compared; a run that has not
+            started yet is skipped.
 
     Raises:
         ValueError: the data is not that of a run in ``alike``; ``save=False`` together with `train.best`,

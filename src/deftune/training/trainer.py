@@ -96,10 +96,11 @@ class DeftSFTTrainer(CheckpointingTrainer):
             softcap.
         score_tasks: ``score_tasks(model)`` is {task: score}, measured at every evaluation and logged as
             ``eval_<task>``.
-        stop_after: end the training after so many evaluations in a row without a new best ``metric_for_best_model``.
+        stop_after: end the training after this many evaluations in a row without a new best
+            ``metric_for_best_model``.
         checkpoint_root: write verified checkpoints there.
-        keep: how many of the newest checkpoints to keep there (None: all); the best one stays besides.
-        pinned: steps whose checkpoints stay, too.
+        keep: how many of the newest checkpoints to keep there (None: all); the best one is kept in addition.
+        pinned: steps whose checkpoints are kept in addition.
         distributed_checkpoints: write the weights and the optimizer's state with torch.distributed.checkpoint, each
             rank its shards; such a checkpoint resumes on any number of ranks.
     """
