@@ -546,6 +546,17 @@ def test_a_second_derivative_is_refused():
             (inputs[0].sum() + grad.square().sum()).backward()
 
 
+def test_a_second_derivative_of_the_compiled_operator_is_refused():
+    """`aot_eager` cannot differentiate twice itself; with `eager` autograd sees the operator."""
+    hidden, weight, targets = masked(dtype=torch.float32)
+    inputs = leaves(hidden, weight, None)
+    torch._dynamo.reset()
+    loss = torch.compile(lambda x, w: linear_loss(x, w, targets, "deft"), backend="eager")(*inputs)
+    (grad,) = torch.autograd.grad(loss, inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivative only"):
+        grad.square().sum().backward()
+
+
 def test_a_change_of_the_inputs_before_the_backward_is_noticed():
     """The gradients are those of the forward's values; autograd's own check says so where they changed."""
     hidden, weight, targets = masked()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from deftune.objectives.stats import IGNORE_INDEX
 
@@ -122,3 +125,23 @@ def second_derivative_error() -> RuntimeError:
         "deftune: the loss has a first derivative only (the focus is a stop-gradient quantity); "
         "no second one is defined, so do not use create_graph=True through it"
     )
+
+
+def first_only(inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of the inputs as they are; under create_graph=True their own derivative is an error.
+
+    Without this a second derivative would be lost silently.
+    """
+    return _FirstOnly.apply(len(inputs), *inputs, *grads) if torch.is_grad_enabled() else grads  # pyright: ignore
+
+
+class _FirstOnly(Function):
+    """Gradients as they are, whose own derivative is refused; the first tensors are the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[inputs:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # pyright: ignore
+        raise second_derivative_error()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from deftune.losses.backends import choose
-from deftune.losses.checks import second_derivative_error
+from deftune.losses.checks import first_only
 from deftune.losses.chunks import Backend, scaled_gradients
 from deftune.losses.dtensors import is_dtensor, local_head
 from deftune.losses.eager import eager
@@ -321,19 +321,4 @@ def _finished(
 ) -> tuple[Tensor | None, ...]:
     """factor * gradients in the dtypes of (hidden, weight, bias); their own derivative is refused."""
     done = scaled_gradients(backend, gradients, factor, [None if x is None else x.dtype for x in tensors])
-    # under create_graph=True: a second derivative must not be lost silently
-    return _FirstOnly.apply(*tensors, *done) if torch.is_grad_enabled() else done  # pyright: ignore
-
-
-class _FirstOnly(Function):
-    """Gradients as they are, whose own derivative is refused."""
-
-    @staticmethod
-    def forward(  # pyright: ignore
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:  # pyright: ignore
-        raise second_derivative_error()
+    return tuple(first_only(tensors, done))

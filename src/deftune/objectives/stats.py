@@ -155,7 +155,7 @@ def from_columns(
         top_log_p: the k largest log-probabilities, ``[tokens, k]``, for objectives with ``top_k``.
 
     Raises:
-        ValueError: the columns are not flat or not equally long.
+        ValueError: the columns are not flat, or not all equally long.
     """
 
     def column(values: Tensor | list[float]) -> Tensor:
@@ -166,13 +166,13 @@ def from_columns(
         raise ValueError(
             f"from_columns: the columns must be flat and equally long, got shapes {[tuple(c.shape) for c in columns]}"
         )
-    if targets is None:
-        targets = torch.zeros(columns[0].shape, dtype=torch.long, device=columns[0].device)
-    source: Callable[[int], Tensor] | None = None
-    if top_log_p is not None:
-        source = columns_of(top_log_p, vocab_size)
     log_p, entropy, log_collision = columns
-    return TokenStats(log_p, entropy, log_collision, torch.as_tensor(targets), vocab_size, source)
+    ids = torch.zeros_like(log_p, dtype=torch.long) if targets is None else torch.as_tensor(targets)
+    for name, given in (("targets", ids), ("top_log_p", top_log_p)):
+        if given is not None and given.shape[:1] != log_p.shape:
+            raise ValueError(f"from_columns: {name} has {len(given)} rows for {len(log_p)} tokens; one for each token")
+    source = None if top_log_p is None else columns_of(top_log_p, vocab_size)
+    return TokenStats(log_p, entropy, log_collision, ids, vocab_size, source)
 
 
 def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:
