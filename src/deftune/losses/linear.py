@@ -224,7 +224,7 @@ def _operator(
 
     # the operator looks at a count that is in a tensor
     on_host = None if isinstance(num_items, Tensor) and reduction == "mean" else num_items
-    check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights)
+    check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights, context)
     if num_items is not None and not isinstance(num_items, Tensor):
         num_items = torch.tensor(float(num_items), dtype=torch.float64)
     moment, special_ids = (None, None) if context is None else (context.progress, context.special_ids)

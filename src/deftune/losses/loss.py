@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from deftune.losses.checks import (
+    check_context,
     check_logits,
     check_reduction,
     check_weight_values,
@@ -81,7 +82,8 @@ def token_loss(
     logits, targets, weights, shard = local_logits(logits, targets, weights, shard)
     check_logits(logits, targets, shard is not None)
     check_reduction(reduction, num_items)
-    check_weights(weights, targets.shape)
+    check_context(context)
+    check_weights(weights, targets)
     check_weight_values(weights, targets)
     if shard is not None:
         shard = shard.checked(logits.shape[-1], logits.device, "logits")
