@@ -14,6 +14,9 @@ from deftune.objectives.catalogue import About, register
 from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
 
+MOST_POWER = 100  # of an entropy, up to ln V: a larger power leaves the range of float64
+
+
 def require(holds: bool, name: str, what: str, got: object, remedy: str) -> None:
     if not holds:
         raise ValueError(f"{name}: {what}, got {got}; {remedy}")
@@ -247,7 +250,7 @@ class Eaft(Weight):
     def __post_init__(self) -> None:
         require(self.k >= 2, "eaft", "k must be at least 2 (one token has no entropy)", self.k, "the default is k=20")
         require(
-            math.isfinite(self.power) and self.power > 0, "eaft", "power must be > 0", self.power, "the default is 1"
+            0 < self.power <= MOST_POWER, "eaft", f"power must be > 0 and <= {MOST_POWER}", self.power, "the default is 1"
         )
         object.__setattr__(self, "norm", str(self.norm))  # norm=3 in Python means what it means in a spec
         norms = ("lnk", "3", "none", "full")
@@ -358,7 +361,8 @@ class Mile(Weight):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        require(math.isfinite(self.gamma), "mile", "gamma must be finite", self.gamma, "the default is 1")
+        most = f"gamma must be from -{MOST_POWER} to {MOST_POWER}"
+        require(abs(self.gamma) <= MOST_POWER, "mile", most, self.gamma, "the default is 1")
 
     @property
     def kind(self) -> Kind:
