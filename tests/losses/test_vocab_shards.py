@@ -370,6 +370,17 @@ def check_dtensors(bounds: tuple[int, ...]) -> None:
     logits = distribute_tensor(z, mesh, [Shard(-1)])
     expect("drop one of them", lambda: token_loss(logits, targets, "deft", shard=shard))
     expect("targets: are a DTensor, the logits are not", lambda: token_loss(z, labels, "deft"))
+    labels = distribute_tensor(targets, mesh, [Shard(0)])
+    logits, replicated = distribute_tensor(z, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [Replicate()])
+    for name, loss in (
+        ("logits", lambda *given, **options: token_loss(logits, labels, *given, **options)),
+        ("hidden", lambda *given, **options: linear_loss(rows, replicated, labels, *given, **options)),
+    ):
+        expect(f"the rows of {name} are divided over mesh dimension 0", lambda loss=loss: loss("deft"))
+        expect(f"{name}: `mile` depends on the whole", lambda loss=loss: loss("mile", reduction="sum"))
+        summed = loss("deft", reduction="sum").detach()
+        dist.all_reduce(summed)
+        assert error(summed, token_loss(z if name == "logits" else z - bias, targets, "deft", reduction="sum")) <= EXACT
     if dist.get_world_size() == 4:
         check_two_dimensions(hidden, weight, targets)
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from deftune.losses.backends import choose
 from deftune.losses.checks import first_only
 from deftune.losses.chunks import Backend, scaled_gradients
-from deftune.losses.dtensors import is_dtensor, local_head
+from deftune.losses.dtensors import check_divided_rows, is_dtensor, local_head
 from deftune.losses.eager import eager
 from deftune.losses.head import Head
 from deftune.losses.request import (
@@ -143,8 +143,10 @@ def linear_loss(
 def _loss_and_stats(
     hidden: Tensor, head: Head, targets: Tensor, objective: str | Objective, backend: str, **options: Any
 ) -> tuple[Tensor, TokenStats]:
+    objective, given = parse_objective(objective), hidden
     hidden, head, targets, options["weights"] = _on_this_rank(hidden, head, targets, options["weights"])
-    result = fused_loss(make_request(hidden, head, targets, parse_objective(objective), **options), backend)
+    check_divided_rows("hidden", given, objective, options["reduction"], options["num_items"], options["context"])
+    result = fused_loss(make_request(hidden, head, targets, objective, **options), backend)
     assert result.loss is not None
     return result.loss.view(targets.shape) if options["reduction"] == "none" else result.loss, result.stats
 

@@ -16,7 +16,7 @@ from deftune.losses.checks import (
     check_weights,
     second_derivative_error,
 )
-from deftune.losses.dtensors import local_logits
+from deftune.losses.dtensors import check_divided_rows, local_logits
 from deftune.losses.eager import eager
 from deftune.losses.reduction import check_step, reduce_losses
 from deftune.losses.shards import VocabShard
@@ -79,7 +79,9 @@ def token_loss(
     tensor([[ 0.0964, -0.1012,  0.0048]])
     """
     objective = parse_objective(objective)
+    given = logits
     logits, targets, weights, shard = local_logits(logits, targets, weights, shard)
+    check_divided_rows("logits", given, objective, reduction, num_items, context)
     check_logits(logits, targets, shard is not None)
     check_reduction(reduction, num_items)
     check_context(context)
