@@ -619,7 +619,9 @@ def test_oracle_by_hand():
         assert answer.gradient.tolist()[0] == pytest.approx([-0.25 * numbers[1], 0.25 * numbers[1]], rel=1e-14)
 
 
-@pytest.mark.parametrize("spec", ["mile(100)", "mile(-100)", "eaft(norm=none, power=100)", "eaft(norm=full, power=100)"])
+@pytest.mark.parametrize(
+    "spec", ["mile(100)", "mile(-100)", "eaft(norm=none, power=100)", "eaft(norm=full, power=100)"]
+)
 def test_the_largest_powers_of_an_entropy_stay_in_range(spec):
     """Rows from a single class to a flat vocabulary of 151,936."""
     entropy = torch.tensor([0.0, 1e-9, 0.7, math.log(151_936)], dtype=torch.float64)

@@ -153,8 +153,8 @@ def make_request(
     """
     if torch._C._are_functorch_transforms_active():  # pyright: ignore
         raise ValueError(
-            "hidden: torch.func (vmap, grad, jvp, ...) cannot transform the fused loss, whose gradients are made in its "
-            "forward pass; use torch.autograd, or deftune.token_loss on the logits"
+            "hidden: torch.func (vmap, grad, jvp, ...) cannot transform the fused loss, whose gradients are made in "
+            "its forward pass; use torch.autograd, or deftune.token_loss on the logits"
         )
     check_request(hidden, head, targets, reduction, num_items, weights, context)
     check_count_option("top_k", top_k, 0)

@@ -13,7 +13,6 @@ from deftune.objectives.base import Focus, Kind, Objective, StepStatistic, Weigh
 from deftune.objectives.catalogue import About, register
 from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
-
 MOST_POWER = 100  # of an entropy, up to ln V: a larger power leaves the range of float64
 
 
@@ -249,9 +248,8 @@ class Eaft(Weight):
 
     def __post_init__(self) -> None:
         require(self.k >= 2, "eaft", "k must be at least 2 (one token has no entropy)", self.k, "the default is k=20")
-        require(
-            0 < self.power <= MOST_POWER, "eaft", f"power must be > 0 and <= {MOST_POWER}", self.power, "the default is 1"
-        )
+        bounds = f"power must be > 0 and <= {MOST_POWER}"
+        require(0 < self.power <= MOST_POWER, "eaft", bounds, self.power, "the default is 1")
         object.__setattr__(self, "norm", str(self.norm))  # norm=3 in Python means what it means in a spec
         norms = ("lnk", "3", "none", "full")
         require(self.norm in norms, "eaft", f"norm must be one of {', '.join(norms)}", self.norm, "the default is lnk")
@@ -361,8 +359,8 @@ class Mile(Weight):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        most = f"gamma must be from -{MOST_POWER} to {MOST_POWER}"
-        require(abs(self.gamma) <= MOST_POWER, "mile", most, self.gamma, "the default is 1")
+        bounds = f"gamma must be from -{MOST_POWER} to {MOST_POWER}"
+        require(abs(self.gamma) <= MOST_POWER, "mile", bounds, self.gamma, "the default is 1")
 
     @property
     def kind(self) -> Kind:
