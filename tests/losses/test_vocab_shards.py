@@ -369,7 +369,12 @@ def check_dtensors(bounds: tuple[int, ...]) -> None:
     shard = VocabShard.chunked(V)
     logits = distribute_tensor(z, mesh, [Shard(-1)])
     expect("drop one of them", lambda: token_loss(logits, targets, "deft", shard=shard))
-    expect("targets: are a DTensor, the logits are not", lambda: token_loss(z, labels, "deft"))
+    expect("targets: is a DTensor, the logits are not", lambda: token_loss(z, labels, "deft"))
+    expect("targets: is a DTensor, hidden and weight are not", lambda: linear_loss(hidden, weight, labels, "deft"))
+    factors = distribute_tensor(torch.ones(N), mesh, [Replicate()])
+    expect("weights: is a DTensor, the logits are not", lambda: token_loss(z, targets, "deft", weights=factors))
+    alone = distribute_tensor(bias, mesh, [Shard(0)])
+    expect("bias: is a DTensor, hidden and weight", lambda: linear_loss(hidden, weight, targets, "deft", bias=alone))
     labels = distribute_tensor(targets, mesh, [Shard(0)])
     logits, replicated = distribute_tensor(z, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [Replicate()])
     for name, loss in (

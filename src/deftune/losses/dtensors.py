@@ -61,8 +61,7 @@ def local_logits(
         ValueError: the logits' placements are not those of whole rows or of one vocabulary shard.
     """
     if not is_dtensor(logits):
-        if is_dtensor(targets):
-            raise ValueError("targets: are a DTensor, the logits are not; pass targets.to_local()")
+        _refuse_dtensors("the logits are not", targets=targets, weights=weights)
         return logits, targets, weights, shard
     if shard is not None:
         raise ValueError("shard: the logits are a DTensor, which has its shard in its placements; drop one of them")
@@ -85,6 +84,7 @@ def local_head(
         ValueError: it is not plain that the ranks share the vocabulary, and the rows are the same on each of them.
     """
     if not (is_dtensor(weight) or is_dtensor(hidden)):
+        _refuse_dtensors("hidden and weight are not", bias=bias, targets=targets, weights=weights)
         return hidden, weight, bias, targets, weights, shard
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -124,6 +124,15 @@ def local_head(
         hidden.to_local(grad_placements=states), weight.to_local(grad_placements=summed),
         None if bias is None else bias.to_local(grad_placements=summed), *given, shard,
     )  # fmt: skip
+
+
+def _refuse_dtensors(others: str, **given: Any) -> None:
+    for name, tensor in given.items():
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"{name}: is a DTensor, {others}; pass {name}.to_local() of the same rows and classes, or call the "
+                f"loss inside the forward of the module that FSDP wraps, where parameters are gathered"
+            )
 
 
 def _sharded_dim(name: str, tensor: DTensor, dim: int) -> tuple[int | None, tuple[Any, ...]]:

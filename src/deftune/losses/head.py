@@ -94,12 +94,6 @@ def check_head(hidden: object, head: Head) -> None:
     check_float(hidden, "hidden")
     check_float(weight, "weight")
     assert isinstance(hidden, Tensor)
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"{name}: is a DTensor, of which this process holds a shard only. Call the loss inside the forward of "
-                f"the module that FSDP wraps, where the parameter is gathered and its gradient will be reduced"
-            )
     if head.shard is not None and not isinstance(head.shard, VocabShard):  # pyright: ignore
         raise ValueError(
             f"shard: expected a deftune.VocabShard(first, vocab_size, group), got {type(head.shard).__name__}"

@@ -126,7 +126,7 @@ def linear_loss(
             [-0.0704,  0.0704]]))
     """
     head = Head(weight, bias, logit_scale, softcap, shard)
-    sharded = shard is not None or is_dtensor(weight) or is_dtensor(hidden)
+    sharded = shard is not None or any(is_dtensor(tensor) for tensor in (hidden, weight, bias, targets, weights))
     whole = not (return_stats or sharded or reduction == "none")
     if torch.compiler.is_compiling() and whole and isinstance(objective, str):
         # all that the signature of an operator can hold; the rest is a graph break

@@ -69,6 +69,9 @@ def raise_pending(*, wait: bool = True) -> None:
     Every loss of deftune does this for the earlier work of its stream (``wait=False``) where it counts its tokens,
     which synchronises anyway. A trainer calls it before the optimizer steps, so that no NaN reaches the weights.
 
+    Args:
+        wait: True: wait for the earlier calls of all streams. False: look at the calls on the current stream only.
+
     Raises:
         ValueError: an earlier call had a NaN.
 

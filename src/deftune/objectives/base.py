@@ -20,7 +20,12 @@ Kind = Literal["local", "mass", "step"]
 
 
 class StepStatistic(NamedTuple):
-    """One number about the whole optimizer step that an objective needs, as a reduction of a per-token column."""
+    """One number about the whole optimizer step that an objective needs, as a reduction of a per-token column.
+
+    - ``key``: its name in `StepStats.values`
+    - ``column``: a function of (statistics, context) that returns ``[tokens]``
+    - ``reduce``: ``"mean"`` or ``"median"`` over all tokens of the step
+    """
 
     key: str
     column: Callable[[TokenStats, Context], Tensor]
@@ -103,6 +108,7 @@ class Objective:
 
     @property
     def kind(self) -> Kind:
+        """``local``, ``mass`` or ``step``: what a gate depends on."""
         return "step" if self.step_statistics else "local"
 
     @property
@@ -187,6 +193,7 @@ class Weight(Objective):
     """
 
     def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        """The weight w per token, at least 0."""
         raise NotImplementedError
 
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
@@ -208,6 +215,17 @@ class Modifier(Objective):
     """An objective that wraps another one, ``inner``, as ``floor(0.2)`` does in ``deft | floor(0.2)``.
 
     Subclasses define ``gate`` and ``loss``, so that d loss / d log_p = -gate; the focus is that of ``inner``.
+
+    >>> @dataclass(frozen=True)
+    ... class Half(Modifier):
+    ...     name: ClassVar[str] = "half"
+    ...     def gate(self, stats, context=NO_CONTEXT):
+    ...         return self.inner.gate(stats, context) / 2
+    ...     def loss(self, stats, context=NO_CONTEXT):
+    ...         return self.inner.loss(stats, context) / 2
+    >>> from deftune import objective
+    >>> str(Half(objective("deft")))
+    'deft | half'
     """
 
     must_be_last: ClassVar[bool] = False

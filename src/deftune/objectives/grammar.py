@@ -202,7 +202,17 @@ def _build(terms: list[_Term]) -> Objective:
 
 
 def objective(spec: str | Objective) -> Objective:
-    """The objective that a spec names; an `Objective` is returned as it is. ``str()`` of the result is a spec again.
+    """The objective that a spec names.
+
+    Args:
+        spec: a name with its parameters, and modifiers after bars: ``"deft"``, ``"alpha(0.3)"``,
+            ``"deft | eos(nll) | mean_one"``. An `Objective` is returned as it is.
+
+    Returns:
+        The objective; ``str()`` of it is a spec again.
+
+    Raises:
+        ValueError: the spec has a mistake (the text names the column), or a name or a value is not known.
 
     >>> str(objective("cayley(kappa=1)")), str(objective("deft|eos( nll )|mean_one"))
     ('cayley', 'deft | eos(nll) | mean_one')

@@ -31,6 +31,11 @@ class TokenStats:
 
     The three vectors are float64 where the device has it (log p = -11.93 has no float32 within 2e-7).
     What costs more, the likeliest tokens, is computed when ``top_log_p`` asks for it.
+    `token_stats` and `linear_token_stats` make them from a model, `from_columns` from numbers of another source.
+
+    >>> stats = from_columns(log_p=[-0.1, -3.0], entropy=[0.4, 2.0], log_collision=[-0.2, -1.5], vocab_size=100)
+    >>> len(stats), stats.nll, stats.concentration
+    (2, tensor([0.1000, 3.0000], dtype=torch.float64), tensor([0.8187, 0.2231], dtype=torch.float64))
     """
 
     log_p: Tensor
@@ -154,6 +159,9 @@ def from_columns(
         targets: token ids, ``[tokens]``, for modifiers that read them; default: all 0.
         top_log_p: the k largest log-probabilities, ``[tokens, k]``, for objectives with ``top_k``.
 
+    Returns:
+        The statistics, for the methods of an `Objective`; lists become float64.
+
     Raises:
         ValueError: the columns are not flat, or not all equally long.
     """
@@ -188,12 +196,17 @@ def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of one whole optimizer step, over every micro-batch and rank: what `step_stats` returns."""
+    """Statistics of one whole optimizer step, over every micro-batch and rank: what `step_stats` returns.
+
+    - ``values``: the numbers by their keys, such as ``"median nll"``
+    - ``num_items``: the supervised tokens of the step
+    """
 
     values: Mapping[str, Tensor]
     num_items: int
 
     def get(self, key: str, asker: object) -> Tensor:
+        """The number of that key; an error that names the objective that asks where there is none."""
         if key not in self.values:
             raise ValueError(
                 f"the context's step statistics lack {key!r}, which `{asker}` needs (they hold "
@@ -211,6 +224,14 @@ class Context:
     - ``step``: statistics of the whole optimizer step from `step_stats` (for `clip`, `cayley-released`). Or
       ``"deferred"``, for mass objectives (`mile`, ``| mean_one``): the losses are not divided by the mean of the step,
       and the caller multiplies the accumulated gradients once by num_items / mass
+
+    Raises:
+        ValueError: a field has a value that cannot be meant.
+
+    >>> from deftune import objective
+    >>> stats = from_columns([-1.0, -1.0], [0.5, 0.5], [-0.5, -0.5], vocab_size=9, targets=[2, 3])
+    >>> objective("linear | eos(nll)").gate(stats, Context(special_ids=(2,)))
+    tensor([1.0000, 0.3679], dtype=torch.float64)
     """
 
     progress: float | None = None
@@ -228,11 +249,13 @@ class Context:
             raise ValueError(f"Context: step is what deftune.step_stats returns, or 'deferred', got {self.step!r}")
 
     def need_progress(self, asker: object) -> float:
+        """The progress; an error that names the objective that asks where there is none."""
         if self.progress is None:
             raise ValueError(f"`{asker}` needs the training progress: pass context=Context(progress=step / num_steps)")
         return self.progress
 
     def need_special_ids(self, asker: object) -> tuple[int, ...]:
+        """The special ids; an error that names the objective that asks where there are none."""
         if not self.special_ids:
             raise ValueError(
                 f"`{asker}` needs the ids of the end and format tokens: pass "
