@@ -100,9 +100,12 @@ def columns_read(objective: str | Objective) -> frozenset[str]:
 
 def _read_by(objective: Objective) -> frozenset[str]:
     """The columns of `TokenStats` that the objective reads beside ``log_p``: it is tried on two tokens."""
-    half = torch.full((2, 2), 0.5, dtype=torch.float64).log()
+    half = torch.full((2, 2), 0.5, dtype=torch.float64, device="cpu").log()
     stats = _Watched(
-        **dict.fromkeys(STATISTICS, half[0]), targets=torch.arange(2), vocab_size=2, _top_source=lambda k: half
+        **dict.fromkeys(STATISTICS, half[0]),
+        targets=torch.arange(2, device="cpu"),
+        vocab_size=2,
+        _top_source=lambda k: half,
     )
     objective.evaluate(stats, Context(progress=1.0, special_ids=(0,)))
     return frozenset(stats.__dict__.get("read", ()))

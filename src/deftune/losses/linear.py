@@ -228,10 +228,10 @@ def _operator(
     on_host = None if isinstance(num_items, Tensor) and reduction == "mean" else num_items
     check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights, context)
     if num_items is not None and not isinstance(num_items, Tensor):
-        num_items = torch.tensor(float(num_items), dtype=torch.float64)
+        num_items = torch.tensor(float(num_items), dtype=torch.float64, device="cpu")
     moment, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
     # as a tensor: a number in the operator's signature would be compiled in, again at every step
-    progress = None if moment is None else torch.tensor(moment, dtype=torch.float64)
+    progress = None if moment is None else torch.tensor(moment, dtype=torch.float64, device="cpu")
     return linear_loss_op(
         hidden, head.weight, targets, head.bias, weights, num_items, spec, reduction, head.softcap, head.scale,
         progress, None if special_ids is None else list(special_ids), backend, gemm_dtype(hidden),
