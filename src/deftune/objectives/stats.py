@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -125,14 +126,11 @@ class TokenStats:
         sizes = {part.vocab_size for part in parts}
         if len(sizes) > 1:
             raise ValueError(f"TokenStats.cat: the records have different vocabularies, {sorted(sizes)}")
-
-        def top(k: int) -> Tensor:
-            return torch.cat([part.top_log_p(k) for part in parts])
-
+        sources = [part._top_source for part in parts if part._top_source is not None]
         return TokenStats(
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in (*STATISTICS, "targets")},
             vocab_size=sizes.pop(),
-            _top_source=top if all(part._top_source is not None for part in parts) else None,
+            _top_source=functools.partial(_take_from_all, sources) if len(sources) == len(parts) else None,
             _top_entropy=None,
         )
 
@@ -184,14 +182,18 @@ def from_columns(
 
 
 def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:
-    """A source of the likeliest tokens out of ones already taken, refusing more than there are."""
+    """A source of the likeliest tokens out of ones already taken, refusing more than there are; it can be pickled."""
+    return functools.partial(_take_columns, top, vocab_size)
 
-    def take(k: int) -> Tensor:
-        if min(k, vocab_size) > top.shape[-1]:
-            raise ValueError(f"the top {k} were asked for, but these statistics were made with top_k={top.shape[-1]}")
-        return top[:, : min(k, vocab_size)]
 
-    return take
+def _take_columns(top: Tensor, vocab_size: int, k: int) -> Tensor:
+    if min(k, vocab_size) > top.shape[-1]:
+        raise ValueError(f"the top {k} were asked for, but these statistics were made with top_k={top.shape[-1]}")
+    return top[:, : min(k, vocab_size)]
+
+
+def _take_from_all(sources: Iterable[Callable[[int], Tensor]], k: int) -> Tensor:
+    return torch.cat([source(k) for source in sources])
 
 
 @dataclass(frozen=True)
