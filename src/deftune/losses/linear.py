@@ -104,8 +104,8 @@ def linear_loss(
             all three; `deftune doctor` prints which one it takes. ``graphs`` keeps a chunk's buffers allocated from
             call to call; name the others to do without.
         chunk_rows: the most tokens to work on at a time (default: a quarter of them, from 1,024 to 4,096, and 4,096
-            where that takes less than 0.5 GiB; more are faster, fewer take less memory; ``graphs`` rounds up to a
-            multiple of 128).
+            where that takes less than 0.5 GiB; twice as many on a GPU with a shard; more are faster, fewer take less
+            memory; ``graphs`` rounds up to a multiple of 128).
         sparse: the opt-in approximation of the gradients, `Sparse`.
         shard: weight and bias are those of this rank's classes, of a vocabulary that ranks share; the loss is that of
             the whole vocabulary (`VocabShard`). Where hidden and weight are DTensors, their placements say so.

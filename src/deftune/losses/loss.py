@@ -21,7 +21,7 @@ from deftune.losses.eager import eager
 from deftune.losses.reduction import check_step, reduce_losses
 from deftune.losses.shards import VocabShard
 from deftune.losses.statistics import (
-    Rows,
+    RowBlocks,
     block_rows,
     compute_dtype,
     logits_stats,
@@ -176,7 +176,7 @@ class _GateTimesError(Function):
         e = torch.empty(size, flat.shape[-1], dtype=dtype, device=logits.device)
         inverse_sum = torch.exp(-log_sum)
         with plain(logits.device):
-            for part, z in Rows(logits, index, size).blocks():
+            for part, z in RowBlocks(logits, index, size):
                 rows = index[part]
                 dense = len(index) == targets.numel()
                 block = flat[part] if dense and flat.dtype == dtype else e[: len(z)]

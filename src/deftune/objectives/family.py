@@ -65,17 +65,14 @@ def linear() -> Objective:
     ),
 )
 @dataclass(frozen=True)
-class Dft(Objective):
+class Dft(Weight):
     """Dynamic fine-tuning: L = -sg[p] log p, gate p; the gradient is `linear`'s, only the value differs."""
 
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return torch.ones_like(stats.log_p)
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return stats.p.detach()
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return weighted_nll(stats.log_p, stats.p.detach())
+    def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return stats.p
 
 
 @register(
