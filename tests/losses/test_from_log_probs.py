@@ -65,7 +65,45 @@ def test_errors_say_what_is_missing():
         loss_from_log_probs(log_p, "eaft", vocab_size=4)
     with pytest.raises(ValueError, match=r"log_p: must be float32 or float64, got torch\.bfloat16"):
         loss_from_log_probs(log_p.bfloat16(), "nll", vocab_size=4)
+    with pytest.raises(ValueError, match=r"log_p: expected a tensor, got list"):
+        loss_from_log_probs([-1.0], "nll", vocab_size=4)  # pyright: ignore
     with pytest.raises(ValueError, match="needs the training progress"):
         loss_from_log_probs(log_p, "nll | warmup(0.1)", vocab_size=4, context=Context())
     empty = torch.zeros(0, requires_grad=True)
     assert loss_from_log_probs(empty, "nll", vocab_size=4).sum().requires_grad
+
+
+def test_an_objective_that_reads_the_targets_needs_them():
+    given = dict(vocab_size=4, context=Context(special_ids=(0,)))
+    with pytest.raises(ValueError, match=r"`linear \| eos\(nll\)` reads targets, which this call lacks; pass targets="):
+        loss_from_log_probs(torch.tensor([-1.0, -2.0]), "linear | eos(nll)", **given)
+    with pytest.raises(ValueError, match=r"targets has 1 rows for 2 tokens; one for each token"):
+        loss_from_log_probs(torch.tensor([-1.0, -2.0]), "linear | eos(nll)", targets=torch.tensor([0]), **given)
+
+
+def test_a_column_that_is_nan_is_not_trained_as_nll():
+    log_p = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    collision = torch.tensor([torch.nan, -1.0, -0.5])
+    loss = loss_from_log_probs(log_p, "deft", vocab_size=4, log_collision=collision)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == log_p.grad.isnan().tolist() == [True, False, False]
+    unread = loss_from_log_probs(log_p, "linear", vocab_size=4, entropy=collision, log_collision=collision)
+    assert unread.isfinite().all()
+
+
+@pytest.mark.parametrize("spec", ["nll", "cayley", "deft", "alpha(0.5)", "top(1)"])
+def test_a_log_p_that_rounding_left_above_zero_is_a_certain_token(spec):
+    log_p = torch.tensor([4e-6], requires_grad=True)
+    loss = loss_from_log_probs(log_p, spec, vocab_size=4, log_collision=torch.tensor([1e-6]))
+    loss.sum().backward()
+    assert loss.item() == 0 and log_p.grad.item() == -1
+
+
+def test_a_second_derivative_is_refused():
+    logits, targets = sample_logits(15, 8)
+    leaf = logits.clone().requires_grad_()
+    log_p, _, log_collision = columns(leaf, targets)
+    loss = loss_from_log_probs(log_p, "deft", vocab_size=8, log_collision=log_collision).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="the loss has a first derivative only"):
+        gradient.square().sum().backward()

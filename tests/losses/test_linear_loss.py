@@ -546,6 +546,36 @@ def test_a_second_derivative_is_refused():
             (inputs[0].sum() + grad.square().sum()).backward()
 
 
+def test_a_second_derivative_of_the_compiled_operator_is_refused():
+    """`aot_eager` cannot differentiate twice itself; with `eager` autograd sees the operator."""
+    hidden, weight, targets = masked(dtype=torch.float32)
+    inputs = leaves(hidden, weight, None)
+    torch._dynamo.reset()
+    loss = torch.compile(lambda x, w: linear_loss(x, w, targets, "deft"), backend="eager")(*inputs)
+    (grad,) = torch.autograd.grad(loss, inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivative only"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))]
+)
+def test_transforms_of_torch_func_are_refused(transform):
+    hidden, weight, targets = sample(5)
+
+    def loss(x):
+        return linear_loss(x.view(-1, x.shape[-1]), weight, targets[: x.numel() // x.shape[-1]])
+
+    with pytest.raises(ValueError, match=r"torch\.func .* cannot transform the fused loss.*deftune\.token_loss"):
+        transform(loss)(hidden)
+
+
+@pytest.mark.parametrize("top_k", [-1, 2.0])
+def test_a_number_of_likeliest_tokens_is_a_count(top_k):
+    with pytest.raises(ValueError, match=rf"top_k: a whole number, at least 0, got {top_k}"):
+        linear_token_stats(**GOOD, top_k=top_k)
+
+
 def test_a_change_of_the_inputs_before_the_backward_is_noticed():
     """The gradients are those of the forward's values; autograd's own check says so where they changed."""
     hidden, weight, targets = masked()
@@ -944,6 +974,13 @@ GOOD = {"hidden": torch.zeros(2, 3, 4), "weight": torch.ones(5, 4), "targets": t
         ({"logit_scale": 0.0}, r"logit_scale: must be finite and not 0, got 0\.0"),
         ({"logit_scale": math.inf}, r"logit_scale: must be finite and not 0, got inf"),
         ({"logit_scale": math.nan}, r"logit_scale: must be finite and not 0, got nan"),
+        (
+            {"logit_scale": nn.Parameter(torch.ones(()))},
+            r"logit_scale: is a constant number and gets no gradient, got Parameter; pass float\(logit_scale\)",
+        ),
+        ({"softcap": torch.tensor(3.0)}, r"softcap: is a constant number .*got Tensor; pass float\(softcap\)"),
+        ({"chunk_rows": 2.5}, r"chunk_rows: a whole number, at least 1, got 2\.5"),
+        ({"weight": torch.ones(5, 4).to(torch.float8_e4m3fn)}, r"weight: torch.float8_e4m3fn has no arithmetic of its"),
         ({"targets": torch.full((2, 3), 5)}, r"targets: token 0 .* label 5; .*below the vocabulary size 5"),
         ({"targets": torch.full((2, 3), -1)}, r"targets: token 0 .* label -1; only -100"),
         ({"targets": torch.full((2, 3), -101)}, r"targets: token 0 .* label -101; only -100"),
@@ -977,6 +1014,8 @@ def test_bad_input_is_named(monkeypatch, function, bad, text):
         ({"reduction": "none", "num_items": 6}, r"num_items: .*no place with reduction='none'"),
         ({"num_items": 0}, r"num_items: the optimizer step has 0 supervised tokens.*skip it"),
         ({"num_items": 5}, r"num_items: 5 is fewer than this call's 6 supervised tokens.*whole optimizer step"),
+        ({"weights": torch.ones(2, 3, device="meta")}, r"targets is on cpu and weights on meta; move them together"),
+        ({"context": {"progress": 0.5}}, r"context: expected a deftune\.Context\(\.\.\.\), got dict"),
         ({"objective": "defft"}, r"unknown objective 'defft'\. Did you mean 'deft'\?"),
         ({"objective": "deft | warmup(0.1)"}, r"needs the training progress"),
         ({"objective": "deft | eos(nll)"}, r"needs the ids of the end and format tokens"),
@@ -1130,7 +1169,7 @@ def test_chunk_rows_bounds_the_work_and_changes_nothing(rows, monkeypatch):
 
 
 def test_chunk_rows_below_one_is_refused():
-    with pytest.raises(ValueError, match="chunk_rows: at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_rows: a whole number, at least 1, got 0"):
         linear_loss(torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([0, 1]), chunk_rows=0)
 
 

@@ -574,6 +574,12 @@ GOOD = {"logits": torch.zeros(2, 3, 4), "targets": torch.ones(2, 3, dtype=torch.
         ({"weights": torch.ones(2, 3).requires_grad_()}, r"weights: are constants.*pass weights\.detach\(\)"),
         ({"weights": torch.ones(2, 3, dtype=torch.long)}, r"weights: must be floating point, got torch.int64"),
         ({"weights": [1.0]}, r"weights: expected a tensor, got list"),
+        (
+            {"targets": torch.ones(2, 3, dtype=torch.long, device="meta")},
+            r"logits is on cpu and targets on meta; move them",
+        ),
+        ({"logits": torch.zeros(2, 3, 4).to(torch.float8_e5m2)}, r"logits: torch.float8_e5m2 has no arithmetic of its"),
+        ({"context": {"progress": 0.5}}, r"context: expected a deftune\.Context\(\.\.\.\), got dict"),
         ({"reduction": "avg"}, r"reduction: one of mean, sum, none, got 'avg'"),
         ({"reduction": "none", "num_items": 6}, r"num_items: .*no place with reduction='none'"),
         ({"reduction": "sum", "num_items": 6}, r"num_items: .*no place with reduction='sum'"),

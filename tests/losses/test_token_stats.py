@@ -1,6 +1,7 @@
 """`token_stats`: log p, entropy and log sum P^2 of supervised rows, whatever the logits' size, layout and dtype."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import oracle as exact
 from battery import sample_logits
-from deftune import IGNORE_INDEX, token_loss, token_stats
+from deftune import IGNORE_INDEX, TokenStats, linear_token_stats, token_loss, token_stats
 from tolerances import assert_close, assert_near
 
 properties = settings(deadline=None, derandomize=True, max_examples=50, database=None)
@@ -376,3 +377,12 @@ def test_bad_input_is_named(logits, targets, text):
     for function in (token_stats, token_loss):
         with pytest.raises(ValueError, match=text):
             function(logits, targets)
+
+
+def test_statistics_with_their_likeliest_tokens_can_be_pickled():
+    """But not those that keep a reference to the logits for them: `map` takes the tokens out."""
+    logits, targets = torch.randn(5, 9), torch.arange(5)
+    stats = linear_token_stats(logits, torch.eye(9), targets, top_k=3)
+    for made in (stats, TokenStats.cat([stats, stats]), token_stats(logits, targets).map(torch.clone, 3)):
+        again = pickle.loads(pickle.dumps(made))
+        assert torch.equal(again.top_log_p(3), made.top_log_p(3)) and torch.equal(again.log_p, made.log_p)

@@ -369,7 +369,23 @@ def check_dtensors(bounds: tuple[int, ...]) -> None:
     shard = VocabShard.chunked(V)
     logits = distribute_tensor(z, mesh, [Shard(-1)])
     expect("drop one of them", lambda: token_loss(logits, targets, "deft", shard=shard))
-    expect("targets: are a DTensor, the logits are not", lambda: token_loss(z, labels, "deft"))
+    expect("targets: is a DTensor, the logits are not", lambda: token_loss(z, labels, "deft"))
+    expect("targets: is a DTensor, hidden and weight are not", lambda: linear_loss(hidden, weight, labels, "deft"))
+    factors = distribute_tensor(torch.ones(N), mesh, [Replicate()])
+    expect("weights: is a DTensor, the logits are not", lambda: token_loss(z, targets, "deft", weights=factors))
+    alone = distribute_tensor(bias, mesh, [Shard(0)])
+    expect("bias: is a DTensor, hidden and weight", lambda: linear_loss(hidden, weight, targets, "deft", bias=alone))
+    labels = distribute_tensor(targets, mesh, [Shard(0)])
+    logits, replicated = distribute_tensor(z, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [Replicate()])
+    for name, loss in (
+        ("logits", lambda *given, **options: token_loss(logits, labels, *given, **options)),
+        ("hidden", lambda *given, **options: linear_loss(rows, replicated, labels, *given, **options)),
+    ):
+        expect(f"the rows of {name} are divided over mesh dimension 0", lambda loss=loss: loss("deft"))
+        expect(f"{name}: `mile` depends on the whole", lambda loss=loss: loss("mile", reduction="sum"))
+        summed = loss("deft", reduction="sum").detach()
+        dist.all_reduce(summed)
+        assert error(summed, token_loss(z if name == "logits" else z - bias, targets, "deft", reduction="sum")) <= EXACT
     if dist.get_world_size() == 4:
         check_two_dimensions(hidden, weight, targets)
 

@@ -617,3 +617,23 @@ def test_oracle_by_hand():
         answer = exact.answer(oracle, step, SETTING)
         assert [answer.focus.item(), answer.gate.item(), answer.value.item()] == pytest.approx(numbers, rel=1e-14)
         assert answer.gradient.tolist()[0] == pytest.approx([-0.25 * numbers[1], 0.25 * numbers[1]], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "spec", ["mile(100)", "mile(-100)", "eaft(norm=none, power=100)", "eaft(norm=full, power=100)"]
+)
+def test_the_largest_powers_of_an_entropy_stay_in_range(spec):
+    """Rows from a single class to a flat vocabulary of 151,936."""
+    entropy = torch.tensor([0.0, 1e-9, 0.7, math.log(151_936)], dtype=torch.float64)
+    top = torch.full((4, 20), -math.log(20), dtype=torch.float64)
+    stats = from_columns(-entropy, entropy, -entropy, vocab_size=151_936, top_log_p=top)
+    gate, value = deftune.objective(spec).evaluate(stats)
+    assert gate.isfinite().all() and value.isfinite().all()
+
+
+def test_columns_of_another_length_are_refused():
+    one = [-1.0, -2.0], [0.5, 0.5], [-0.5, -0.5]
+    with pytest.raises(ValueError, match="targets has 3 rows for 2 tokens"):
+        from_columns(*one, vocab_size=4, targets=[0, 1, 2])
+    with pytest.raises(ValueError, match="top_log_p has 1 rows for 2 tokens"):
+        from_columns(*one, vocab_size=4, top_log_p=torch.zeros(1, 4))

@@ -25,12 +25,13 @@ from deftune.inspection.inspect import inspect_table
 from deftune.inspection.page import page_arrays
 from deftune.objectives import Context
 from deftune.tokens.conflict import CONFIDENT, is_confident_conflict
-from deftune.tokens.head import shifted
+from deftune.tokens.head import HeadOptions, StatisticsCall, shifted
 from deftune.tokens.passes import Measurement, token_context, token_passes
 from deftune.tokens.table import read_token_table, write_token_table
 from deftune.training.recording import StepRecord
 from deftune.training.trainer import DeftSFTTrainer
 from tiny_chat import make_model, make_row
+from tolerances import assert_near
 
 QWEN = os.environ.get("DEFTUNE_QWEN", "")
 CHATS = [
@@ -39,6 +40,28 @@ CHATS = [
     make_row("What is the capital of France?", "The capital of France is Rome.", where="rows:3"),
     make_row("Count to five.", "1, 2, 3, 4, 5", where="rows:4"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_table_measures_what_training_measures_in_every_dtype(dtype):
+    """Logits of 40 and more, which bfloat16 would round by 0.125: both take them in float32 or better."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(16, 300, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(3 * torch.randn(300, 16, generator=generator))
+    hidden, targets = torch.randn(2, 15, 16, generator=generator).to(dtype), torch.arange(30).view(2, 15)
+    options = HeadOptions(1.5, None)
+    table = Measurement(["deft"], Context())(head, hidden, targets, options)
+    training = StatisticsCall()(head, hidden, targets, options)
+    z = 1.5 * torch.nn.functional.linear(hidden.double(), head.weight.double(), head.bias.double()).detach()
+    exact = deftune.token_stats(z, targets)
+    assert z.abs().max() > 40
+    for stats in (table.stats, training.stats):
+        for name in ("log_p", "entropy", "log_collision"):
+            found, expected = getattr(stats, name), getattr(exact, name)
+            assert_near(found, expected, "float32 entropy", condition=2 + 2 * float(z.abs().max()), what=name)
+    assert table.columns is not None
+    assert torch.equal(table.columns["rank"], (z > z.gather(-1, targets[..., None])).sum(-1).flatten())
 
 
 @pytest.fixture(

@@ -96,6 +96,17 @@ def test_the_loss_is_that_of_the_models_own_logits(name, spec):
     assert only.loss is None and torch.equal(only.stats.log_p, output.stats.log_p)
 
 
+@pytest.mark.parametrize("spec", ["deft", "clip", "mile", "linear | mean_one"])
+def test_the_gates_are_those_of_the_objective(spec):
+    """Also where the call is the whole step, whose mass is known after the last chunk only."""
+    model, batch = make_model(), make_batch()
+    attach_objective(model)
+    output = objective_of(model, batch, spec)
+    gate, value = deftune.objective(spec).evaluate(output.stats)
+    assert_close(output.gated.gate, gate, "float64 column")
+    assert_close(output.gated.value, value, "float64 column")
+
+
 def test_without_targets_the_model_is_its_own(tmp_path):
     model = make_model(dtype=torch.float32).eval()
     prompt = torch.tensor([[5, 6, 7]])

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from deftune.objectives.stats import IGNORE_INDEX
+from deftune.objectives.stats import IGNORE_INDEX, Context
 
 REDUCTIONS = ("mean", "sum", "none")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_targets(targets: object, leading: torch.Size, name: str) -> None:
-    """``targets`` are integer ids, one per row of ``name``."""
+def check_targets(targets: object, rows: Tensor, name: str) -> None:
+    """``targets`` are integer ids, one per row of ``rows``, which the caller calls ``name``."""
     if not isinstance(targets, Tensor):
         raise ValueError(f"targets: expected a tensor of token ids, got {type(targets).__name__}")
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets: token ids must be int64 or int32, got {targets.dtype}; use targets.long()")
+    leading = rows.shape[:-1]
     if targets.shape != leading:
         raise ValueError(
             f"targets: shape {tuple(targets.shape)} does not match {name}'s leading shape {tuple(leading)}; "
             f"targets are already shifted and have one id per row"
         )
+    check_device("targets", targets, name, rows)
+
+
+def check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Both are on one device: a kernel would read another device's memory."""
+    if tensor.device != other.device:
+        raise ValueError(f"{other_name} is on {other.device} and {name} on {tensor.device}; move them together")
 
 
 def check_float(value: object, name: str) -> None:
@@ -31,6 +43,27 @@ def check_float(value: object, name: str) -> None:
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
     if not value.is_floating_point():
         raise ValueError(f"{name}: must be floating point, got {value.dtype}; use {name}.float()")
+    if value.dtype not in FLOATS:
+        raise ValueError(f"{name}: {value.dtype} has no arithmetic of its own; use {name}.bfloat16() or {name}.float()")
+
+
+def check_count_option(name: str, value: object, least: int) -> None:
+    """An option that is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
+        raise ValueError(f"{name}: a whole number, at least {least}, got {value!r}")
+
+
+def check_number(name: str, value: object) -> None:
+    """An option that is a number of Python, a constant of the loss."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(
+            f"{name}: is a constant number and gets no gradient, got {type(value).__name__}; pass float({name})"
+        )
+
+
+def check_context(context: object) -> None:
+    if not (context is None or isinstance(context, Context)):
+        raise ValueError(f"context: expected a deftune.Context(...), got {type(context).__name__}")
 
 
 def check_logits(logits: object, targets: object, sharded: bool = False) -> None:
@@ -38,7 +71,7 @@ def check_logits(logits: object, targets: object, sharded: bool = False) -> None
     assert isinstance(logits, Tensor)
     if logits.dim() < 1 or (logits.shape[-1] < 1 and not sharded):
         raise ValueError(f"logits: need a last dimension of V >= 1 classes, got shape {tuple(logits.shape)}")
-    check_targets(targets, logits.shape[:-1], "logits")
+    check_targets(targets, logits, "logits")
 
 
 def check_weight_values(weights: Tensor | None, targets: Tensor) -> None:
@@ -54,15 +87,17 @@ def check_weight_values(weights: Tensor | None, targets: Tensor) -> None:
         )
 
 
-def check_weights(weights: object, leading: torch.Size) -> None:
+def check_weights(weights: object, targets: Tensor) -> None:
     if weights is None:
         return
     check_float(weights, "weights")
     assert isinstance(weights, Tensor)
-    if weights.shape != leading:
+    if weights.shape != targets.shape:
         raise ValueError(
-            f"weights: shape {tuple(weights.shape)} does not match the targets' {tuple(leading)}; one weight per token"
+            f"weights: shape {tuple(weights.shape)} does not match the targets' {tuple(targets.shape)}; one weight per "
+            f"token"
         )
+    check_device("weights", weights, "targets", targets)
     if weights.requires_grad:
         raise ValueError("weights: are constants of the loss and get no gradient; pass weights.detach()")
 
@@ -122,3 +157,23 @@ def second_derivative_error() -> RuntimeError:
         "deftune: the loss has a first derivative only (the focus is a stop-gradient quantity); "
         "no second one is defined, so do not use create_graph=True through it"
     )
+
+
+def first_only(inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of the inputs as they are; under create_graph=True their own derivative is an error.
+
+    Without this a second derivative would be lost silently.
+    """
+    return _FirstOnly.apply(len(inputs), *inputs, *grads) if torch.is_grad_enabled() else grads  # pyright: ignore
+
+
+class _FirstOnly(Function):
+    """Gradients as they are, whose own derivative is refused; the first tensors are the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return tuple(None if grad is None else grad.view_as(grad) for grad in tensors[inputs:])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:  # pyright: ignore
+        raise second_derivative_error()

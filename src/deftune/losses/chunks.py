@@ -184,7 +184,8 @@ class Backend(ABC):
             if masses:
                 mass = torch.stack(masses).sum()
                 into.factor = torch.where(mass == 0, 0.0, count / mass)
-                loss = loss * into.factor
+                loss, values = loss * into.factor, values * into.factor
+                gates = [gate * into.factor for gate in gates]
             check_nan(columns[LOG_P], request)
             return Result(
                 loss.to(compute_dtype(request.dtype)), into, request_stats(request, columns, largest), request,

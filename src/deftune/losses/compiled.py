@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deftune.losses.backends import choose
+from deftune.losses.checks import first_only
 from deftune.losses.chunks import scaled_gradients
 from deftune.losses.head import Head
 from deftune.losses.request import make_request
@@ -79,11 +80,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    done = tuple(
+    done = [
         (saved * grad).to(dtype) if needed and dtype is not None else None
         for saved, needed, dtype in zip(ctx.saved_tensors, (ctx.needs_input_grad[i] for i in (0, 1, 3)), ctx.dtypes)
-    )
-    return done[0], done[1], None, done[2], *(None,) * 11
+    ]
+    dx, dw, db = first_only(ctx.saved_tensors, done)
+    return dx, dw, None, db, *(None,) * 11
 
 
 linear_loss_op.register_autograd(_backward, setup_context=_setup)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deftune.losses.shards import VocabShard, chunks_of
+from deftune.objectives import Context, Objective
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -22,6 +23,33 @@ if TYPE_CHECKING:
 def is_dtensor(value: object) -> bool:
     """Whether the value is a DTensor; torch.distributed.tensor is not imported for it."""
     return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def check_divided_rows(
+    name: str, rows: Any, objective: Objective, reduction: str, num_items: object, context: Context | None
+) -> None:
+    """Refuse a loss of all rows where a DTensor gives each rank some of them, and the call names no count of all.
+
+    Raises:
+        ValueError: a mean over one rank's rows, or an objective of the whole step from these rows alone, is asked for.
+    """
+    if not is_dtensor(rows):
+        return
+    divided = [
+        number
+        for number, placement in enumerate(rows.placements)
+        if placement.is_shard() and placement.dim % rows.dim() != rows.dim() - 1 and rows.device_mesh.size(number) > 1
+    ]
+    if divided and reduction == "mean" and num_items is None:
+        raise ValueError(
+            f"num_items: the rows of {name} are divided over mesh dimension {divided[0]}, and the mean over one rank's "
+            f"rows is not that over all; pass num_items=the supervised tokens of all ranks, or reduction='sum'"
+        )
+    if divided and objective.kind != "local" and (context is None or context.step is None):
+        raise ValueError(
+            f"{name}: `{objective}` depends on the whole optimizer step, and mesh dimension {divided[0]} divides its "
+            f"rows among ranks; pass context=Context(step=deftune.step_stats(...)), or redistribute {name}"
+        )
 
 
 def local_logits(
@@ -33,8 +61,7 @@ def local_logits(
         ValueError: the logits' placements are not those of whole rows or of one vocabulary shard.
     """
     if not is_dtensor(logits):
-        if is_dtensor(targets):
-            raise ValueError("targets: are a DTensor, the logits are not; pass targets.to_local()")
+        _refuse_dtensors("the logits are not", targets=targets, weights=weights)
         return logits, targets, weights, shard
     if shard is not None:
         raise ValueError("shard: the logits are a DTensor, which has its shard in its placements; drop one of them")
@@ -57,6 +84,7 @@ def local_head(
         ValueError: it is not plain that the ranks share the vocabulary, and the rows are the same on each of them.
     """
     if not (is_dtensor(weight) or is_dtensor(hidden)):
+        _refuse_dtensors("hidden and weight are not", bias=bias, targets=targets, weights=weights)
         return hidden, weight, bias, targets, weights, shard
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -96,6 +124,15 @@ def local_head(
         hidden.to_local(grad_placements=states), weight.to_local(grad_placements=summed),
         None if bias is None else bias.to_local(grad_placements=summed), *given, shard,
     )  # fmt: skip
+
+
+def _refuse_dtensors(others: str, **given: Any) -> None:
+    for name, tensor in given.items():
+        if is_dtensor(tensor):
+            raise ValueError(
+                f"{name}: is a DTensor, {others}; pass {name}.to_local() of the same rows and classes, or call the "
+                f"loss inside the forward of the module that FSDP wraps, where parameters are gathered"
+            )
 
 
 def _sharded_dim(name: str, tensor: DTensor, dim: int) -> tuple[int | None, tuple[Any, ...]]:

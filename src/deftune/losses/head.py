@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deftune.losses.checks import check_float
+from deftune.losses.checks import check_device, check_float, check_number
 from deftune.losses.shards import VocabShard
 
 
@@ -94,12 +94,6 @@ def check_head(hidden: object, head: Head) -> None:
     check_float(hidden, "hidden")
     check_float(weight, "weight")
     assert isinstance(hidden, Tensor)
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if hasattr(tensor, "full_tensor"):
-            raise ValueError(
-                f"{name}: is a DTensor, of which this process holds a shard only. Call the loss inside the forward of "
-                f"the module that FSDP wraps, where the parameter is gathered and its gradient will be reduced"
-            )
     if head.shard is not None and not isinstance(head.shard, VocabShard):  # pyright: ignore
         raise ValueError(
             f"shard: expected a deftune.VocabShard(first, vocab_size, group), got {type(head.shard).__name__}"
@@ -111,15 +105,16 @@ def check_head(hidden: object, head: Head) -> None:
         raise ValueError(
             f"hidden: last dimension of shape {tuple(hidden.shape)} does not match the weight's width {weight.shape[1]}"
         )
-    if hidden.device != weight.device:
-        raise ValueError(f"hidden is on {hidden.device} and weight on {weight.device}; move them together")
+    check_device("weight", weight, "hidden", hidden)
     if bias is not None:
         check_float(bias, "bias")
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: shape {tuple(bias.shape)} does not match the vocabulary of {weight.shape[0]}")
-        if bias.device != weight.device:
-            raise ValueError(f"bias is on {bias.device} and weight on {weight.device}; move them together")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"softcap: must be > 0 and finite, got {softcap}; None is no cap")
+        check_device("weight", weight, "bias", bias)
+    if softcap is not None:
+        check_number("softcap", softcap)
+        if not 0 < softcap < float("inf"):
+            raise ValueError(f"softcap: must be > 0 and finite, got {softcap}; None is no cap")
+    check_number("logit_scale", logit_scale)
     if not (logit_scale != 0 and abs(logit_scale) < float("inf")):
         raise ValueError(f"logit_scale: must be finite and not 0, got {logit_scale}")

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from deftune.losses.backends import choose
-from deftune.losses.checks import second_derivative_error
+from deftune.losses.checks import first_only
 from deftune.losses.chunks import Backend, scaled_gradients
-from deftune.losses.dtensors import is_dtensor, local_head
+from deftune.losses.dtensors import check_divided_rows, is_dtensor, local_head
 from deftune.losses.eager import eager
 from deftune.losses.head import Head
 from deftune.losses.request import (
@@ -105,7 +105,7 @@ def linear_loss(
             chunk allocated between calls; ``"triton,torch"`` does not.
         chunk_rows: the most tokens of a chunk: larger chunks are faster, smaller chunks take less memory. Default:
             4,096 if such a chunk takes less than 0.5 GiB, else a quarter of the tokens, at least 1,024 and at most
-            4,096. ``graphs`` rounds up to a multiple of 128.
+            4,096; twice as many on a GPU with a shard. ``graphs`` rounds up to a multiple of 128.
         sparse: the opt-in approximation of the gradients, `Sparse`.
         shard: the classes of this rank, if ranks share the vocabulary (`VocabShard`): weight and bias have only these
             classes, the loss is that of the whole vocabulary. Not needed if hidden and weight are DTensors.
@@ -126,7 +126,7 @@ def linear_loss(
             [-0.0704,  0.0704]]))
     """
     head = Head(weight, bias, logit_scale, softcap, shard)
-    sharded = shard is not None or is_dtensor(weight) or is_dtensor(hidden)
+    sharded = shard is not None or any(is_dtensor(tensor) for tensor in (hidden, weight, bias, targets, weights))
     whole = not (return_stats or sharded or reduction == "none")
     if torch.compiler.is_compiling() and whole and isinstance(objective, str):
         # all that the signature of an operator can hold; the rest is a graph break
@@ -143,8 +143,10 @@ def linear_loss(
 def _loss_and_stats(
     hidden: Tensor, head: Head, targets: Tensor, objective: str | Objective, backend: str, **options: Any
 ) -> tuple[Tensor, TokenStats]:
+    objective, given = parse_objective(objective), hidden
     hidden, head, targets, options["weights"] = _on_this_rank(hidden, head, targets, options["weights"])
-    result = fused_loss(make_request(hidden, head, targets, parse_objective(objective), **options), backend)
+    check_divided_rows("hidden", given, objective, options["reduction"], options["num_items"], options["context"])
+    result = fused_loss(make_request(hidden, head, targets, objective, **options), backend)
     assert result.loss is not None
     return result.loss.view(targets.shape) if options["reduction"] == "none" else result.loss, result.stats
 
@@ -224,12 +226,12 @@ def _operator(
 
     # the operator looks at a count that is in a tensor
     on_host = None if isinstance(num_items, Tensor) and reduction == "mean" else num_items
-    check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights)
+    check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights, context)
     if num_items is not None and not isinstance(num_items, Tensor):
-        num_items = torch.tensor(float(num_items), dtype=torch.float64)
+        num_items = torch.tensor(float(num_items), dtype=torch.float64, device="cpu")
     moment, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
     # as a tensor: a number in the operator's signature would be compiled in, again at every step
-    progress = None if moment is None else torch.tensor(moment, dtype=torch.float64)
+    progress = None if moment is None else torch.tensor(moment, dtype=torch.float64, device="cpu")
     return linear_loss_op(
         hidden, head.weight, targets, head.bias, weights, num_items, spec, reduction, head.softcap, head.scale,
         progress, None if special_ids is None else list(special_ids), backend, gemm_dtype(hidden),
@@ -321,19 +323,4 @@ def _finished(
 ) -> tuple[Tensor | None, ...]:
     """factor * gradients in the dtypes of (hidden, weight, bias); their own derivative is refused."""
     done = scaled_gradients(backend, gradients, factor, [None if x is None else x.dtype for x in tensors])
-    # under create_graph=True: a second derivative must not be lost silently
-    return _FirstOnly.apply(*tensors, *done) if torch.is_grad_enabled() else done  # pyright: ignore
-
-
-class _FirstOnly(Function):
-    """Gradients as they are, whose own derivative is refused."""
-
-    @staticmethod
-    def forward(  # pyright: ignore
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:  # pyright: ignore
-        raise second_derivative_error()
+    return tuple(first_only(tensors, done))

@@ -9,18 +9,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from deftune.losses.checks import (
+    check_context,
     check_logits,
     check_reduction,
     check_weight_values,
     check_weights,
     second_derivative_error,
 )
-from deftune.losses.dtensors import local_logits
+from deftune.losses.dtensors import check_divided_rows, local_logits
 from deftune.losses.eager import eager
 from deftune.losses.reduction import check_step, reduce_losses
 from deftune.losses.shards import VocabShard
 from deftune.losses.statistics import (
-    Rows,
+    RowBlocks,
     block_rows,
     compute_dtype,
     logits_stats,
@@ -78,10 +79,13 @@ def token_loss(
     tensor([[ 0.0964, -0.1012,  0.0048]])
     """
     objective = parse_objective(objective)
+    given = logits
     logits, targets, weights, shard = local_logits(logits, targets, weights, shard)
+    check_divided_rows("logits", given, objective, reduction, num_items, context)
     check_logits(logits, targets, shard is not None)
     check_reduction(reduction, num_items)
-    check_weights(weights, targets.shape)
+    check_context(context)
+    check_weights(weights, targets)
     check_weight_values(weights, targets)
     if shard is not None:
         shard = shard.checked(logits.shape[-1], logits.device, "logits")
@@ -172,7 +176,7 @@ class _GateTimesError(Function):
         e = torch.empty(size, flat.shape[-1], dtype=dtype, device=logits.device)
         inverse_sum = torch.exp(-log_sum)
         with plain(logits.device):
-            for part, z in Rows(logits, index, size).blocks():
+            for part, z in RowBlocks(logits, index, size):
                 rows = index[part]
                 dense = len(index) == targets.numel()
                 block = flat[part] if dense and flat.dtype == dtype else e[: len(z)]

@@ -10,9 +10,7 @@ from deftune.objectives.stats import Context, StepStats
 
 
 def reduce_losses(losses: Tensor, reduction: str, num_items: Tensor | float | None, count: Tensor | int) -> Tensor:
-    """``none``: the losses; ``sum``; ``mean``: sum / num_items, by default / the call's supervised tokens (0: 0)."""
-    if reduction == "none":
-        return losses
+    """``sum``; ``mean``: sum / num_items, by default / the call's supervised tokens (0: 0)."""
     total = losses.sum()
     return total if reduction == "sum" else total / mean_items(num_items, count)
 

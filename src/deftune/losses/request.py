@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deftune.losses.checks import check_reduction, check_targets, check_weight_values, check_weights
+from deftune.losses.checks import (
+    check_context,
+    check_count_option,
+    check_reduction,
+    check_targets,
+    check_weight_values,
+    check_weights,
+)
 from deftune.losses.head import Head, check_head
 from deftune.losses.reduction import check_step, mean_items
 from deftune.losses.sparse import Sparse
@@ -109,15 +116,14 @@ def wanted_gradients(hidden: Tensor, head: Head) -> tuple[bool, bool, bool]:
 
 
 def check_request(
-    hidden: Tensor, head: Head, targets: Tensor, reduction: str, num_items: object, weights: object
+    hidden: Tensor, head: Head, targets: Tensor, reduction: str, num_items: object, weights: object, context: object
 ) -> None:
     """Refuse shapes, types and host values that cannot be meant."""
     check_head(hidden, head)
-    check_targets(targets, hidden.shape[:-1], "hidden")
-    if hidden.device != targets.device:  # a kernel would read another device's memory
-        raise ValueError(f"hidden is on {hidden.device} and targets on {targets.device}; move them together")
+    check_targets(targets, hidden, "hidden")
     check_reduction(reduction, num_items)
-    check_weights(weights, targets.shape)
+    check_context(context)
+    check_weights(weights, targets)
 
 
 def make_request(
@@ -145,9 +151,15 @@ def make_request(
     Raises:
         ValueError: an argument is wrong; the text names it, and what to pass instead.
     """
-    check_request(hidden, head, targets, reduction, num_items, weights)
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows: at least 1, got {chunk_rows}")
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore
+        raise ValueError(
+            "hidden: torch.func (vmap, grad, jvp, ...) cannot transform the fused loss, whose gradients are made in "
+            "its forward pass; use torch.autograd, or deftune.token_loss on the logits"
+        )
+    check_request(hidden, head, targets, reduction, num_items, weights, context)
+    check_count_option("top_k", top_k, 0)
+    if chunk_rows is not None:
+        check_count_option("chunk_rows", chunk_rows, 1)
     if sparse is not None:
         check_sparse(sparse, head, reduction)
     check_weight_values(weights, targets)

@@ -63,6 +63,7 @@ class VocabShard:
 
     @property
     def smallest(self) -> int:
+        """The classes of the smallest shard, which may be none."""
         assert self.layout is not None
         return min(size for _, size in self.layout)
 

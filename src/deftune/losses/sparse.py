@@ -50,6 +50,12 @@ class Sparse:
     model and a share of 0.15 the error is within bfloat16's rounding of the gradients (docs/benchmarks.md). With an
     untrained model every class is likely, so the error is large, and the report shows it.
 
+    Args:
+        share: of the classes, above 0 and at most 1.
+
+    Raises:
+        ValueError: the share is no share.
+
     >>> import deftune
     >>> sparse, hidden = Sparse(share=0.5), torch.eye(2, requires_grad=True)
     >>> weight = torch.tensor([[9.0, 0.0], [0.0, 9.0], [4.0, 3.0], [0.0, 1.0]])

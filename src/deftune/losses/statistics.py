@@ -103,7 +103,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Rows:
+class RowBlocks:
     """Rows of ``[..., V]`` logits by flat index, a block at a time, without a copy of all rows."""
 
     def __init__(self, logits: Tensor, index: Tensor, size: int):
@@ -116,7 +116,7 @@ class Rows:
             self.flat = None
         self.dense = self.flat is not None and len(index) == self.leading.numel()
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """(positions in the index, those rows), in the logits' own dtype; the rows must not be written to."""
         for start in range(0, len(self.index), self.size):
             part = slice(start, min(start + self.size, len(self.index)))
@@ -135,7 +135,7 @@ def row_sums(logits: Tensor, index: Tensor, columns: Tensor, partial: bool = Fal
     size = min(block_rows(logits.shape[-1], dtype, logits.device), max(1, len(index)))
     e = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
     u = torch.empty_like(e)
-    for part, z in Rows(logits, index, size).blocks():
+    for part, z in RowBlocks(logits, index, size):
         block_sums(z, columns[part], u[: len(z)], e[: len(z)], sums[:, part], partial)
     return RowSums(*sums)
 
@@ -235,7 +235,7 @@ def top_source(
             dtype = compute_dtype(logits.dtype)
             top = torch.empty(len(index), min(k, logits.shape[-1]), dtype=dtype, device=logits.device)
             with torch.no_grad():
-                for part, z in Rows(logits, index, block_rows(logits.shape[-1], dtype, logits.device)).blocks():
+                for part, z in RowBlocks(logits, index, block_rows(logits.shape[-1], dtype, logits.device)):
                     top[part] = z.topk(top.shape[1], -1).values.to(dtype)
                 top = top if shard is None else shard.likeliest(top, k)
             taken[k] = wide(top) - (wide(sums.shift) + log_sum)[:, None]

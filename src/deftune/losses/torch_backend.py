@@ -72,7 +72,7 @@ class TorchBackend(Backend):
         """e @ W. A CPU's GEMM adds V products in sequence; partial sums of blocks keep the rounding error small."""
         if self.device.type != "cpu":
             return self.matmul(e, self.weight)
-        total = torch.zeros(len(e), self.head.width, dtype=self.dtype)
+        total = torch.zeros(len(e), self.head.width, dtype=self.dtype, device=e.device)
         for columns, classes in zip(e.split(4096, 1), self.weight.split(4096)):
             total += columns @ classes
         return total

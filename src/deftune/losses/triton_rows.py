@@ -149,6 +149,8 @@ def target_logits(
     if vectors is None:
         vectors = aligned(4, len(y), torch.float32, x.device)
     z, ref, _, _ = vectors.unbind()
+    if head.shard is not None:  # the kernel leaves out rows beyond the count, which are summed over the ranks below
+        z.zero_()
     rows = 4
     target_logits_kernel[(triton.cdiv(len(y), rows),)](
         x, head.weight, head.bias, index, y, z, ref, count, len(y), head.width, *_head_numbers(head), HEADROOM,
@@ -224,7 +226,8 @@ def new_sums(rows: int, device: torch.device) -> Tensor:
     Ranks take the maximum of the planes 0 to 2 (shift, label, -label), and add up 3 to 5 (rest, squares, moment) after
     `rescale_sums`; 6 is this rank's own shift.
     """
-    return torch.empty(7, -(-rows // 16) * 16, dtype=torch.float64, device=device)
+    # zeros: the padding goes to the other ranks too, and NCCL may be told to stop at a NaN
+    return torch.zeros(7, -(-rows // 16) * 16, dtype=torch.float64, device=device)
 
 
 def rescale_sums(sums: Tensor) -> None:

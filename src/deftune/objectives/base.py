@@ -23,8 +23,8 @@ class StepStatistic(NamedTuple):
     """A number about the whole optimizer step that an objective needs: the mean or median of a column of the tokens.
 
     - ``key``: its name in `StepStats.values`, such as ``median nll``
-    - ``column``: the function that computes the column from `TokenStats` and `Context`
-    - ``reduce``: ``mean`` or ``median``
+    - ``column``: a function of (`TokenStats`, `Context`) that returns ``[tokens]``
+    - ``reduce``: ``mean`` or ``median`` over all tokens of the step
     """
 
     key: str
@@ -109,6 +109,7 @@ class Objective:
 
     @property
     def kind(self) -> Kind:
+        """``local``, ``mass`` or ``step``: what a gate depends on."""
         return "step" if self.step_statistics else "local"
 
     @property
@@ -193,6 +194,7 @@ class Weight(Objective):
     """
 
     def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        """The weight w per token, at least 0."""
         raise NotImplementedError
 
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
@@ -214,6 +216,17 @@ class Modifier(Objective):
     """An objective that wraps another one, ``inner``, as ``floor(0.2)`` does in ``deft | floor(0.2)``.
 
     Subclasses define ``gate`` and ``loss``, so that d loss / d log_p = -gate; the focus is that of ``inner``.
+
+    >>> @dataclass(frozen=True)
+    ... class Half(Modifier):
+    ...     name: ClassVar[str] = "half"
+    ...     def gate(self, stats, context=NO_CONTEXT):
+    ...         return self.inner.gate(stats, context) / 2
+    ...     def loss(self, stats, context=NO_CONTEXT):
+    ...         return self.inner.loss(stats, context) / 2
+    >>> from deftune import objective
+    >>> str(Half(objective("deft")))
+    'deft | half'
     """
 
     must_be_last: ClassVar[bool] = False

@@ -13,6 +13,8 @@ from deftune.objectives.base import Focus, Kind, Objective, StepStatistic, Weigh
 from deftune.objectives.catalogue import About, register
 from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
+MOST_POWER = 100  # of an entropy, up to ln V: a larger power leaves the range of float64
+
 
 def require(holds: bool, name: str, what: str, got: object, remedy: str) -> None:
     if not holds:
@@ -63,17 +65,14 @@ def linear() -> Objective:
     ),
 )
 @dataclass(frozen=True)
-class Dft(Objective):
+class Dft(Weight):
     """Dynamic fine-tuning: L = -sg[p] log p, gate p; the gradient is `linear`'s, only the value differs."""
 
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return torch.ones_like(stats.log_p)
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return stats.p.detach()
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return weighted_nll(stats.log_p, stats.p.detach())
+    def weight(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+        return stats.p
 
 
 @register(
@@ -246,9 +245,8 @@ class Eaft(Weight):
 
     def __post_init__(self) -> None:
         require(self.k >= 2, "eaft", "k must be at least 2 (one token has no entropy)", self.k, "the default is k=20")
-        require(
-            math.isfinite(self.power) and self.power > 0, "eaft", "power must be > 0", self.power, "the default is 1"
-        )
+        bounds = f"power must be > 0 and <= {MOST_POWER}"
+        require(0 < self.power <= MOST_POWER, "eaft", bounds, self.power, "the default is 1")
         object.__setattr__(self, "norm", str(self.norm))  # norm=3 in Python means what it means in a spec
         norms = ("lnk", "3", "none", "full")
         require(self.norm in norms, "eaft", f"norm must be one of {', '.join(norms)}", self.norm, "the default is lnk")
@@ -358,7 +356,8 @@ class Mile(Weight):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        require(math.isfinite(self.gamma), "mile", "gamma must be finite", self.gamma, "the default is 1")
+        bounds = f"gamma must be from -{MOST_POWER} to {MOST_POWER}"
+        require(abs(self.gamma) <= MOST_POWER, "mile", bounds, self.gamma, "the default is 1")
 
     @property
     def kind(self) -> Kind:

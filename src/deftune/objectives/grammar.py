@@ -202,9 +202,14 @@ def _build(terms: list[_Term]) -> Objective:
 
 
 def objective(spec: str | Objective) -> Objective:
-    """The objective that a spec names, with its parameters and modifiers; an `Objective` is returned unchanged.
+    """The objective that a spec names, with its parameters and modifiers.
 
-    ``str()`` of the result is a canonical spec, which parses back to the same objective.
+    Args:
+        spec: a name with its parameters, and modifiers after bars: ``"deft"``, ``"alpha(0.3)"``,
+            ``"deft | eos(nll) | mean_one"``. An `Objective` is returned unchanged.
+
+    Returns:
+        The objective; ``str()`` of it is a canonical spec, which parses back to the same objective.
 
     Raises:
         ValueError: the spec is wrong; the message names the position and, for an unknown name, the nearest known one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,12 @@ class TokenStats:
     - ``vocab_size``: V
 
     The first three are float64 where the device has it, because float32 would round log p = -11.93 by more than 2e-7.
-    The likeliest tokens cost more and are computed only when ``top_log_p`` is called.
+    The likeliest tokens cost more and are computed only when ``top_log_p`` is called. `token_stats` and
+    `linear_token_stats` make the statistics from a model, `from_columns` from numbers of another source.
+
+    >>> stats = from_columns(log_p=[-0.1, -3.0], entropy=[0.4, 2.0], log_collision=[-0.2, -1.5], vocab_size=100)
+    >>> len(stats), stats.nll, stats.concentration
+    (2, tensor([0.1000, 3.0000], dtype=torch.float64), tensor([0.8187, 0.2231], dtype=torch.float64))
     """
 
     log_p: Tensor
@@ -120,14 +126,11 @@ class TokenStats:
         sizes = {part.vocab_size for part in parts}
         if len(sizes) > 1:
             raise ValueError(f"TokenStats.cat: the records have different vocabularies, {sorted(sizes)}")
-
-        def top(k: int) -> Tensor:
-            return torch.cat([part.top_log_p(k) for part in parts])
-
+        sources = [part._top_source for part in parts if part._top_source is not None]
         return TokenStats(
             **{name: torch.cat([getattr(part, name) for part in parts]) for name in (*STATISTICS, "targets")},
             vocab_size=sizes.pop(),
-            _top_source=top if all(part._top_source is not None for part in parts) else None,
+            _top_source=functools.partial(_take_from_all, sources) if len(sources) == len(parts) else None,
             _top_entropy=None,
         )
 
@@ -154,8 +157,11 @@ def from_columns(
         targets: token ids, ``[tokens]``, for modifiers that read them; default: all 0.
         top_log_p: the k largest log-probabilities, ``[tokens, k]``, for objectives with ``top_k``.
 
+    Returns:
+        The statistics, for the methods of an `Objective`; lists become float64.
+
     Raises:
-        ValueError: the columns are not flat or not equally long.
+        ValueError: the columns are not flat, or not all equally long.
     """
 
     def column(values: Tensor | list[float]) -> Tensor:
@@ -166,24 +172,28 @@ def from_columns(
         raise ValueError(
             f"from_columns: the columns must be flat and equally long, got shapes {[tuple(c.shape) for c in columns]}"
         )
-    if targets is None:
-        targets = torch.zeros(columns[0].shape, dtype=torch.long, device=columns[0].device)
-    source: Callable[[int], Tensor] | None = None
-    if top_log_p is not None:
-        source = columns_of(top_log_p, vocab_size)
     log_p, entropy, log_collision = columns
-    return TokenStats(log_p, entropy, log_collision, torch.as_tensor(targets), vocab_size, source)
+    ids = torch.zeros_like(log_p, dtype=torch.long) if targets is None else torch.as_tensor(targets)
+    for name, given in (("targets", ids), ("top_log_p", top_log_p)):
+        if given is not None and given.shape[:1] != log_p.shape:
+            raise ValueError(f"from_columns: {name} has {len(given)} rows for {len(log_p)} tokens; one for each token")
+    source = None if top_log_p is None else columns_of(top_log_p, vocab_size)
+    return TokenStats(log_p, entropy, log_collision, ids, vocab_size, source)
 
 
 def columns_of(top: Tensor, vocab_size: int) -> Callable[[int], Tensor]:
-    """A source of the likeliest tokens out of ones already taken, refusing more than there are."""
+    """A source of the likeliest tokens out of ones already taken, refusing more than there are; it can be pickled."""
+    return functools.partial(_take_columns, top, vocab_size)
 
-    def take(k: int) -> Tensor:
-        if min(k, vocab_size) > top.shape[-1]:
-            raise ValueError(f"the top {k} were asked for, but these statistics were made with top_k={top.shape[-1]}")
-        return top[:, : min(k, vocab_size)]
 
-    return take
+def _take_columns(top: Tensor, vocab_size: int, k: int) -> Tensor:
+    if min(k, vocab_size) > top.shape[-1]:
+        raise ValueError(f"the top {k} were asked for, but these statistics were made with top_k={top.shape[-1]}")
+    return top[:, : min(k, vocab_size)]
+
+
+def _take_from_all(sources: Iterable[Callable[[int], Tensor]], k: int) -> Tensor:
+    return torch.cat([source(k) for source in sources])
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,7 @@ class StepStats:
     num_items: int
 
     def get(self, key: str, asker: object) -> Tensor:
+        """The number of that key; an error that names the objective that asks where there is none."""
         if key not in self.values:
             raise ValueError(
                 f"the context's step statistics lack {key!r}, which `{asker}` needs (they hold "
@@ -214,6 +225,14 @@ class Context:
     - ``step``: statistics of the whole optimizer step from `step_stats` (for `clip`, `cayley-released`). Or
       ``"deferred"``, for mass objectives (`mile`, ``| mean_one``): the losses are not divided by the mean of the step,
       and the caller multiplies the accumulated gradients once by num_items / mass
+
+    Raises:
+        ValueError: a field has a value that cannot be meant.
+
+    >>> from deftune import objective
+    >>> stats = from_columns([-1.0, -1.0], [0.5, 0.5], [-0.5, -0.5], vocab_size=9, targets=[2, 3])
+    >>> objective("linear | eos(nll)").gate(stats, Context(special_ids=(2,)))
+    tensor([1.0000, 0.3679], dtype=torch.float64)
     """
 
     progress: float | None = None
@@ -231,11 +250,13 @@ class Context:
             raise ValueError(f"Context: step is what deftune.step_stats returns, or 'deferred', got {self.step!r}")
 
     def need_progress(self, asker: object) -> float:
+        """The progress; an error that names the objective that asks where there is none."""
         if self.progress is None:
             raise ValueError(f"`{asker}` needs the training progress: pass context=Context(progress=step / num_steps)")
         return self.progress
 
     def need_special_ids(self, asker: object) -> tuple[int, ...]:
+        """The special ids; an error that names the objective that asks where there are none."""
         if not self.special_ids:
             raise ValueError(
                 f"`{asker}` needs the ids of the end and format tokens: pass "

@@ -40,6 +40,10 @@ def step_stats(
     Returns:
         A `StepStats` for ``Context(step=...)``.
 
+    Raises:
+        ValueError: the step has no supervised token on any rank, there is no batch, or the objective needs a context
+            that was not given.
+
     >>> from deftune.objectives.stats import from_columns
     >>> half = from_columns([-1.0, -2.0], [0.0, 0.0], [0.0, 0.0], vocab_size=4)
     >>> step_stats("clip", [half, half]).values

@@ -280,7 +280,7 @@ class ObjectiveCall:
 
     @eager
     def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        hidden, targets = _inputs(head, hidden, targets)
+        hidden, targets = inputs_of(head, hidden, targets)
         hidden, own = _divided(hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets)
         chunk_rows, backend = chunk_options(hidden, own.weight)
         request = make_request(
@@ -300,7 +300,7 @@ class StatisticsCall:
 
     @eager
     def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        hidden, targets = _inputs(head, hidden, targets)
+        hidden, targets = inputs_of(head, hidden, targets)
         hidden, own = _divided(hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets)
         stats = linear_token_stats(
             hidden, own.weight, targets, bias=own.bias, softcap=own.softcap, logit_scale=own.scale, top_k=self.top_k,
@@ -309,7 +309,7 @@ class StatisticsCall:
         return ObjectiveOutput(None, stats.detach())
 
 
-def _inputs(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def inputs_of(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The hidden states and targets on the head's device; without autocast the states in the head's dtype too."""
     hidden, targets = hidden.to(head.weight.device), targets.to(head.weight.device)
     if not torch.is_autocast_enabled(hidden.device.type):

@@ -15,7 +15,11 @@ from deftune.data.packing import Collator
 from deftune.data.rows import BadRows, Row
 from deftune.data.sources import parse_row
 from deftune.losses import raise_pending
+from deftune.losses.chunks import Supervised
+from deftune.losses.head import Head
+from deftune.losses.request import gemm_dtype
 from deftune.losses.statistics import logits_stats, supervised_index, wide
+from deftune.losses.torch_backend import TorchBackend
 from deftune.objectives import IGNORE_INDEX, Context, Focus, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.base import Modifier
@@ -26,6 +30,7 @@ from deftune.tokens.head import (
     base_of,
     check_head,
     evaluating,
+    inputs_of,
     objective_forward,
     shifted,
 )
@@ -186,16 +191,17 @@ class Measurement:
 
     @torch.no_grad()
     def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        flat, targets = hidden.flatten(0, -2).to(head.weight.device), targets.flatten().to(head.weight.device)
-        rows = max(1, CHUNK_BYTES.get(flat.device.type, CHUNK_BYTES_ELSEWHERE) // (4 * head.weight.shape[0]))
+        hidden, targets = inputs_of(head, hidden.flatten(0, -2), targets.flatten())
+        index = supervised_index(targets)
+        # float32 logits of half-precision states too, as those of the fused loss: rounded ones have other statistics
+        made = Head(head.weight, head.bias, options.logit_scale, options.softcap)
+        backend = TorchBackend(made, gemm_dtype(hidden), Supervised(hidden, index, targets[index]))
+        rows = max(1, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_ELSEWHERE) // (4 * head.weight.shape[0]))
         stats: list[TokenStats] = []
         columns: list[dict[str, Tensor]] = []
-        for part in supervised_index(targets).split(rows):
-            z = nn.functional.linear(flat[part].to(head.weight.dtype), head.weight, head.bias).float()
-            z = z.mul_(options.logit_scale)
-            if options.softcap is not None:
-                z = z.div_(options.softcap).tanh_().mul_(options.softcap)
-            of_part, found = self.measure(z, targets[part])
+        for start in range(0, len(index), rows):
+            x, y, _ = backend.all.take(slice(start, start + rows))
+            of_part, found = self.measure(backend.logits(x), y)
             stats.append(of_part.map(Tensor.cpu, 2))
             columns.append(found)
         joined = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}

@@ -100,12 +100,45 @@ def statistics(bounds: tuple[int, int, int]) -> None:
         dist.barrier()
 
 
+def reduced_numbers(bounds: tuple[int, int, int]) -> None:
+    """No memory that nothing was written to goes to the other ranks: NCCL may be told to stop at a NaN.
+
+    20 tokens, some of them ignored, are no multiple of the rows that planes are padded to. Deterministic algorithms
+    fill new memory with NaN.
+    """
+    from examples import sample
+
+    from deftune import VocabShard, linear_loss
+
+    hidden, weight, targets = sample(20)
+    assert (targets < 0).any()
+    part = slice(*bounds[dist.get_rank() : dist.get_rank() + 2])
+    leaves = [hidden.clone().requires_grad_(), weight[part].clone().requires_grad_()]
+    all_reduce, reduced = dist.all_reduce, 0
+
+    def watched(tensor, *arguments, **options):
+        nonlocal reduced
+        reduced += 1
+        assert not tensor.isnan().any(), f"reduction {reduced}, of {tuple(tensor.shape)}"
+        return all_reduce(tensor, *arguments, **options)
+
+    torch.use_deterministic_algorithms(True)
+    dist.all_reduce = watched
+    try:
+        linear_loss(*leaves, targets, "deft", backend="triton", shard=VocabShard(part.start, 37)).backward()
+    finally:
+        dist.all_reduce = all_reduce
+        torch.use_deterministic_algorithms(False)
+    assert reduced == 4  # z_y, then of one chunk the maxima and the sums, then d hidden
+
+
 WHOLE = "bias, softcap and scale"
 FEW = [
     ("loss_and_gradients", (0, 20, 37), "deft", "plain", "mean"),
     ("loss_and_gradients", (0, 35, 37), "eaft(k=5)", WHOLE, "mean"),
     ("loss_and_gradients", (0, 16, 37), "clip", WHOLE, "none"),
     ("statistics", (0, 35, 37)),
+    ("reduced_numbers", (0, 20, 37)),
 ]
 MANY = [
     ("loss_and_gradients", bounds, spec, head, reduction)
