@@ -163,6 +163,12 @@ def test_what_the_hook_cannot_know_is_refused(spec, message):
         deftune.hf_loss(spec)
 
 
+@pytest.mark.parametrize("outputs", [(torch.zeros(1, 2, 3),), {"loss": 0.0}])
+def test_outputs_without_logits_are_named(outputs):
+    with pytest.raises(ValueError, match=f"returned a {type(outputs).__name__} without logits; leave return_dict"):
+        deftune.hf_loss("deft")(outputs, torch.tensor([[1, 2]]))
+
+
 def test_the_batches_of_the_guide_train_in_transformers_trainer(tmp_path):
     """The code under "Batches" in docs/other_trainers.md, with a tiny model and a file of rows."""
     rows = [{"prompt": f"What is {i} plus 1?", "completion": str(i + 1)} for i in range(8)]

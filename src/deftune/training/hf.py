@@ -59,8 +59,13 @@ def hf_loss(
 
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         check_whole_rows()
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
-        return token_loss(logits, shifted(labels), objective, num_items=num_items_in_batch, context=context)
+        logits = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+        if logits is None:
+            raise ValueError(
+                f"hf_loss: the model returned a {type(outputs).__name__} without logits; leave return_dict=False out"
+            )
+        targets = shifted(labels).to(logits.device)  # device_map may put the head on another GPU than the labels
+        return token_loss(logits, targets, objective, num_items=num_items_in_batch, context=context)
 
     return loss
 
