@@ -107,7 +107,16 @@ def _sharegpt(row: Fields) -> Conversation:
             raise Fault(
                 "unknown speaker", f"turn {index} is from {speaker[:40]!r}; known: {', '.join(_SHAREGPT_ROLES)}"
             )
-        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": read_text(turn, "value")})
+        role = _SHAREGPT_ROLES[speaker]
+        for key in ("weight", "train"):  # axolotl's; SlimOrca has weight 0 for questions and 1 for answers
+            if role == "assistant" and turn.get(key) not in (None, 1):
+                raise Fault(
+                    "an answer that is not to be trained",
+                    f"turn {index} has {key!r}: {str(turn[key])[:40]}",
+                    "deftune trains every answer, with data.mask: completion the last; remove the key from the rows, "
+                    "or pass --skip-bad-rows",
+                )
+        messages.append({"role": role, "content": read_text(turn, "value")})
     return messages, _tools(row)
 
 
@@ -287,6 +296,9 @@ def detect(row: Fields) -> str:
             f"its keys: {name_keys(row)}; could be {' or '.join(could_be)}",
             f"name it, e.g. --format {next(iter(could_be))}, or name its fields: --fields prompt=...,completion=...",
         )
+    for keys in (keys for form in FORMATS.values() for keys in form.keys if keys <= row.keys()):
+        if null := next((key for key in row if key in keys and row[key] is None), None):
+            raise Fault(f"{null!r} is null")
     raise Fault(
         "unknown format",
         f"its keys: {name_keys(row)}.{_nearest(row)} Known: {', '.join(FORMATS)}",
