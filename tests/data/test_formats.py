@@ -185,6 +185,19 @@ def test_a_sharegpt_answer_that_is_not_to_be_trained_is_refused():
             FORMATS["sharegpt"].convert({"conversations": [question, {"from": "gpt", "value": "a", key: value}]})
 
 
+def test_the_field_system_is_the_first_message():
+    system = {"role": "system", "content": "s"}
+    assert CHAT[0]["role"] != "system"
+    for row in ({"messages": CHAT}, {"messages": [system, *CHAT]}):
+        assert FORMATS["messages"].convert({"system": "s", **row})[0] == [system, *CHAT]
+    for nothing in ("", None):
+        assert FORMATS["messages"].convert({"system": nothing, "messages": CHAT})[0] == CHAT
+    with pytest.raises(Fault, match=r"two system prompts \(the field 'system' and a message differ\); remove one"):
+        FORMATS["messages"].convert({"system": "another", "messages": [system, *CHAT]})
+    pair = FORMATS["prompt_completion"].convert({"system": "s", "prompt": "q", "completion": "a"})[0]
+    assert [m["content"] for m in pair] == ["s", "q", "a"]
+
+
 def test_alpaca_history_and_system():
     row = {"instruction": "i", "output": "o", "system": "s", "history": [["q", "a"]]}
     assert [m["content"] for m in FORMATS["alpaca"].convert(row)[0]] == ["s", "q", "a", "i", "o"]
