@@ -85,7 +85,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'deftune' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"deftune.{_HOMES[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"deftune.{_HOMES[name]}"), name)
+    except ModuleNotFoundError as error:
+        advice = "pip install 'deftune[train]' (in a clone: -e '.[train]')"
+        raise ModuleNotFoundError(f"{error}; deftune.{name} needs an extra: {advice}", name=error.name) from error
     globals()[name] = value
     return value
 

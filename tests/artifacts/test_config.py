@@ -74,6 +74,7 @@ EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
         (BASE, ["train.sparse=0"], "train.sparse: Input should be greater than 0"),
         (BASE, ["data.mask=answers"], "data.mask: Input should be 'assistant', 'completion' or 'all'"),
         (BASE, ["model.lora={target_modules: [q_proj, lm_head]}"], "an adapter on lm_head would be left out"),
+        (BASE, ["model.lora.target_modules='*_proj'"], "neither a list of names nor a regular expression (nothing to"),
         (BASE, ["model.quantization=4bit"], "model.quantization: 4-bit weights cannot be trained; train adapters"),
         (BASE, ["model.quantization=8bit"], "model.quantization: Input should be '4bit' (got '8bit')"),
         (

@@ -63,6 +63,18 @@ def test_folders_are_looked_at_before_they_are_loaded(tmp_path, tiny_model):
     assert resolve_model(str(tiny_model)) == str(tiny_model)
 
 
+def test_the_folder_of_a_run_is_no_model(tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    for name in ("config.yaml", "environment.json"):
+        (run / name).touch()
+    with pytest.raises(ValueError, match=rf"is the folder of a run, not a model; name its model, {run}/model$"):
+        resolve_model(str(run))
+    (run / "model" / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match=rf"not a model; merge its adapter, deftune merge {run} --out FOLDER, and"):
+        resolve_model(str(run))
+
+
 def test_a_revision_is_of_the_hub(tmp_path, tiny_model):
     assert resolve_model("org/name", revision="main") == "org/name"
     for name in (str(tiny_model), "smollm2", str(tmp_path / "model.gguf")):

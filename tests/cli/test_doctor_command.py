@@ -170,7 +170,8 @@ def test_it_needs_torch_only():
     """Without the extra for training it says what is missing, and checks the rest."""
     code = (
         "import sys\n"
-        "for name in ('transformers', 'trl', 'datasets', 'pydantic', 'yaml', 'rich'): sys.modules[name] = None\n"
+        "for name in ('numpy', 'transformers', 'trl', 'datasets', 'pydantic', 'yaml', 'rich'):\n"
+        "    sys.modules[name] = None\n"
         "import importlib.util as util; true = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if sys.modules.get(name, 1) is None else true(name, *rest)\n"
         "from deftune.cli import main\n"
@@ -179,3 +180,20 @@ def test_it_needs_torch_only():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 'not installed: transformers, trl, datasets, pydantic; pip install "deftune[train]"' in done.stdout
+    assert done.stdout.endswith("\nthe losses work here; training is not installed\n")
+
+
+def test_a_name_that_needs_an_extra_says_so():
+    code = "import sys; sys.modules['trl'] = None; import deftune; deftune.DeftSFTTrainer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "deftune.DeftSFTTrainer needs an extra: pip install 'deftune[train]'" in done.stderr
+
+
+def test_commands_on_results_need_the_extra():
+    for command in (["list"], ["compare", "a", "b"], ["show", "a"]):
+        code = (
+            "import sys, importlib.util as util; util.find_spec = lambda name, *rest: None\n"
+            f"from deftune.cli import main; sys.exit(main(['eval', *{command}]))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("deftune: this command needs trl, "), done.stderr

@@ -137,3 +137,14 @@ def test_bitsandbytes_does_not_ask_for_kernels():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "kernels" not in done.stderr, done.stderr
+
+
+def test_a_terminal_without_utf8_gets_other_characters_written_out(tmp_path):
+    folder = tmp_path / "r\u00fcn"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "deftune", "init", str(folder / "run.yaml")], capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"r\\xfcn/run.yaml written" in done.stdout

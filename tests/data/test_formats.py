@@ -142,6 +142,7 @@ REFUSED = [
     ({"instruction": "i", "instances": []}, "Did you mean alpaca? It needs output too. Known:"),
     ({"question": "q", "answer": "a", "options": {"A": "x"}}, "Did you mean medqa? It needs answer_idx too."),
     ({"text": "once upon a time"}, "unknown format (its keys: text. Known: "),
+    ({"prompt": None, "completion": "a"}, "'prompt' is null; fix the row or pass --skip-bad-rows"),
     ({}, "unknown format (its keys: none. Known: messages, "),
     ({f"k{i}": 0 for i in range(20)}, "k10, k11 and 8 more"),
     ({"extra_info": {"index": 1}}, "unknown format (its keys: extra_info. Known:"),
@@ -172,6 +173,29 @@ def test_sharegpt_speakers():
         FORMATS["sharegpt"].convert({"conversations": [{"from": "narrator", "value": "x"}]})
     with pytest.raises(Fault, match=r"no 'value' \(its keys: from\)"):
         FORMATS["sharegpt"].convert({"conversations": [{"from": "human"}]})
+
+
+def test_a_sharegpt_answer_that_is_not_to_be_trained_is_refused():
+    """axolotl honours `weight` and `train` of a turn; ignoring them would train on answers that the file excludes."""
+    question = {"from": "human", "value": "q", "weight": 0}
+    for key, value in (("weight", None), ("weight", 1), ("weight", 1.0), ("train", True)):
+        FORMATS["sharegpt"].convert({"conversations": [question, {"from": "gpt", "value": "a", key: value}]})
+    for key, value in (("weight", 0), ("weight", 0.5), ("train", False)):
+        with pytest.raises(Fault, match=rf"trained \(turn 1 has '{key}': {value}\); .* data\.mask: completion"):
+            FORMATS["sharegpt"].convert({"conversations": [question, {"from": "gpt", "value": "a", key: value}]})
+
+
+def test_the_field_system_is_the_first_message():
+    system = {"role": "system", "content": "s"}
+    assert CHAT[0]["role"] != "system"
+    for row in ({"messages": CHAT}, {"messages": [system, *CHAT]}):
+        assert FORMATS["messages"].convert({"system": "s", **row})[0] == [system, *CHAT]
+    for nothing in ("", None):
+        assert FORMATS["messages"].convert({"system": nothing, "messages": CHAT})[0] == CHAT
+    with pytest.raises(Fault, match=r"two system prompts \(the field 'system' and a message differ\); remove one"):
+        FORMATS["messages"].convert({"system": "another", "messages": [system, *CHAT]})
+    pair = FORMATS["prompt_completion"].convert({"system": "s", "prompt": "q", "completion": "a"})[0]
+    assert [m["content"] for m in pair] == ["s", "q", "a"]
 
 
 def test_alpaca_history_and_system():

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from small import deviation, make_arguments, make_model, make_rows, make_trainer, oracle
 
 import deftune
-from deftune.artifacts.config import ConfigError, load_config
+from deftune.artifacts.config import ConfigError, RunConfig, load_config
 from deftune.artifacts.models import check_bitsandbytes, load_model
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.objectives import Context
 from deftune.tokens.head import shifted
-from deftune.training.assembly import load_base
+from deftune.training.assembly import load_base, lora_config
 from deftune.training.assembly import make_arguments as make_run_arguments
 from deftune.training.preparation import base_dtype, check_config, prepare
 from deftune.training.refusals import check_model
@@ -34,6 +34,24 @@ ROWS = make_rows(8)
 
 def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+
+
+def test_every_target_of_adapters_names_a_module():
+    """PEFT leaves a misspelt name out as long as another one fits."""
+
+    def targets(*names: str) -> RunConfig:
+        return RunConfig.model_validate({**BASE, "model": {"name": "m", "lora": {"target_modules": list(names)}}})
+
+    model = make_model()
+    assert lora_config(targets("q_proj", "self_attn.v_proj"), model).target_modules == {"q_proj", "self_attn.v_proj"}
+    expected = r"target_modules: no module of the model is named '{}'.{} Linear layers: down_proj, gate_proj, k_proj, "
+    with pytest.raises(ValueError, match=expected.format("v_porj", r" Did you mean 'v_proj'\?")):
+        lora_config(targets("q_proj", "v_porj"), model)
+    with pytest.raises(ValueError, match=expected.format("roj", ".*")):  # a part of a name is no name
+        lora_config(targets("roj"), model)
+    for pattern in ("all-linear", r".*\.layers\.0\..*_proj"):
+        config = RunConfig.model_validate({**BASE, "model": {"name": "m", "lora": {"target_modules": pattern}}})
+        assert lora_config(config, model).target_modules == pattern
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -147,6 +147,7 @@ def test_sigterm_and_ctrl_c_save_and_stop(tmp_path, make_config, whom, number, c
     step = status["step"]
     assert f"stopped at step {step} with a checkpoint; the same command resumes" in text
     assert "Traceback" not in text
+    assert ("\nfinishing the step, then saving; Ctrl-C again" in text) is (number == signal.SIGINT)
     assert status["state"] == "stopped" and 3 <= step == last_checkpoint(run) == last_record(run) < steps
     assert not (run / "model").exists() and litter(run) == []
     again = start(config)

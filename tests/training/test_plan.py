@@ -132,6 +132,23 @@ def test_the_strategy_is_the_fastest_that_fits(monkeypatch):
     assert not nothing.fits
 
 
+def test_8b_on_a_card_of_24_gb():
+    """15 GiB of bfloat16 weights leave room for checkpointed rows; where they do not fit, 4 bits do."""
+    large = find_shape("meta-llama/Llama-3.1-8B")
+    for gpu in ("rtx4090", "rtx3090", "a10", "l4"):
+        expected = {4: "model.dtype=bfloat16", 16: "model.quantization=4bit"}
+        for rows, last in expected.items():
+            chosen, _ = plan(large, Workload(1024, rows), gpu=gpu)
+            assert chosen.fits and chosen.gpu.gib < 24, gpu
+            assert chosen.strategy.options() == ["train.gradient_checkpointing=true", "model.lora.r=16", last]
+
+
+def test_an_unknown_gpu_is_refused_before_the_hub_is_asked(monkeypatch, capsys):
+    monkeypatch.setattr(planning, "find_shape", lambda *a, **k: pytest.fail("the model was looked up"))
+    assert main(["plan", "org/model", "--gpu", "rtx4909"]) == 2
+    assert "unknown GPU 'rtx4909'. Did you mean 'rtx4090'? Known: h200, " in capsys.readouterr().err
+
+
 def test_checkpointing_saves_activations_and_costs_time():
     found, work = find_shape("Qwen/Qwen2.5-1.5B"), Workload(2048, 4)
     full = planning.make_plan(found, work, Strategy(), GPUS["h200"], 1)

@@ -175,6 +175,18 @@ def test_tokens_that_no_row_uses_need_no_embedding(make_config, tmp_path, tiny_m
         check_embedding(prepared.train, prepared.tokenizer, str(folder))
 
 
+def test_rows_longer_than_the_models_context_are_a_warning(make_config, tmp_path, tiny_model):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    content = json.loads((folder / "config.json").read_text())
+    prepared = prepare(make_config(tmp_path / "run", {"model.name": str(folder)}), silent)
+    longest = max(prepared.train.examples.sizes)
+    for context, warned in ((longest, False), (longest - 1, True)):
+        (folder / "config.json").write_text(json.dumps({**content, "max_position_embeddings": context}))
+        expected = f"WARNING: the longest row has {longest} tokens, and the model was made for {context} "
+        assert any(line.startswith(expected) for line in facts(prepared)) is warned
+
+
 def test_a_second_start_takes_the_encoded_rows_from_the_cache(make_config, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DEFTUNE_DATA_CACHE_GB", "1")

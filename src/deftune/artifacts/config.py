@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -39,6 +40,11 @@ class Lora(Section):
     def _no_head(cls, value: str | list[str]) -> str | list[str]:
         if "lm_head" in ([value] if isinstance(value, str) else value):
             raise ValueError("an adapter on lm_head would be left out of the fused loss; leave it out of the list")
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"neither a list of names nor a regular expression ({error})") from None
         return value
 
 

@@ -77,10 +77,20 @@ class Kind:
 
 
 def differences(before: Any, now: Any, place: str = "") -> list[str]:
-    """What changed between two settings, as `key: old -> new`."""
+    """What changed between two settings, as `key: old -> new`.
+
+    >>> differences({"train": [{"path": "a", "limit": 3}]}, {"train": [{"path": "a", "limit": 4}]})
+    ['train.0.limit: 3 -> 4']
+    >>> differences({"train": [{"path": "a"}]}, {"train": [{"path": "a"}, {"path": "b"}]})
+    ['train: 1 entries -> 2']
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         keys = dict.fromkeys([*before, *now])
         return [d for key in keys for d in differences(before.get(key), now.get(key), f"{place}.{key}".lstrip("."))]
+    if isinstance(before, list) and isinstance(now, list) and any(isinstance(entry, dict) for entry in [*before, *now]):
+        if len(before) != len(now):
+            return [f"{place}: {len(before)} entries -> {len(now)}"]
+        return [d for i, pair in enumerate(zip(before, now)) for d in differences(*pair, f"{place}.{i}")]
     return [] if before == now else [f"{place}: {before} -> {now}"]
 
 

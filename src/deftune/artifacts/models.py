@@ -103,6 +103,11 @@ def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, 
 def _check_folder(path: Path) -> None:
     if (path / "adapter_config.json").is_file():  # transformers would load the base model that this file names
         raise ValueError(f"model: {path}: is a LoRA adapter, not a model; pass its run's folder, or merge it first")
+    if (path / "config.yaml").is_file() and (path / "environment.json").is_file():
+        remedy = f"name its model, {path / 'model'}"
+        if (path / "model" / "adapter_config.json").is_file():
+            remedy = f"merge its adapter, deftune merge {path} --out FOLDER, and name that folder"
+        raise ValueError(f"model: {path}: is the folder of a run, not a model; {remedy}")
     if not (path / "config.json").is_file():
         raise ValueError(f"model: {path}: has no config.json; pass the folder that save_pretrained wrote")
     _check_model_config(path / "config.json")

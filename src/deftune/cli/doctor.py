@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     say("\nlinear_loss, backend='auto', forward and backward against float64:")
     for one in found.loss:
         say(f"  {one.place:14} {one.name:9} {one.why:60} {one.verdict}")
-    say("\n" + "\n".join([f"BROKEN: {line}" for line in found.broken] or ["a run can start here"]))
+    well = "the losses work here; training is not installed" if "training" in found.run else "a run can start here"
+    say("\n" + "\n".join([f"BROKEN: {line}" for line in found.broken] or [well]))
     return 1 if found.broken else 0
 
 

@@ -248,6 +248,7 @@ def run_heldout(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
+    need_training()
     from deftune.cli.eval_tables import render_answer, render_rows, render_summary
     from deftune.evaluation.heldout import read_rows
     from deftune.evaluation.results import Result
@@ -276,6 +277,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
+    need_training()
     from deftune.cli.eval_tables import render_comparison
     from deftune.evaluation.comparison import compare_folders
 
@@ -285,6 +287,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
+    need_training()
     from deftune.cli.eval_tables import render_tasks
     from deftune.evaluation.items import locate_tasks
 

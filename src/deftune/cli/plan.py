@@ -23,7 +23,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--backbones", action="store_true", help="a table of the paper's backbones instead")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs (default: 1)")
     parser.add_argument(
-        "--gpu", default="h200", metavar="NAME", help="kind of GPU: h200, h100, a100 or h20 (default: h200)"
+        "--gpu",
+        default="h200",
+        metavar="NAME",
+        help="kind of GPU: h200, h100, a100, h20, l40s, rtx4090, rtx3090, a10 or l4 (default: h200)",
     )
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the run")
     parser.add_argument("--length", type=int, metavar="T", help="tokens of a row (default: the run's, or 2048)")
@@ -40,8 +43,9 @@ def run_plan(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from deftune.artifacts.display import quiet
-    from deftune.training.plan import BACKBONES, Workload, find_shape, plan, workload_of
+    from deftune.training.plan import BACKBONES, Workload, find_shape, known_gpu, plan, workload_of
 
+    known_gpu(args.gpu)  # before the hub is asked for the model's config
     asked = {"length": args.length, "rows": args.micro_batch_size}
     given = {name: value for name, value in asked.items() if value is not None}
     if any(value < 1 for value in given.values()):

@@ -74,8 +74,18 @@ def _tools(row: Fields) -> list[dict[str, Any]] | None:
 # Formats -------------------------------------------------------------------------------------------------------------
 
 
+def _system(row: Fields) -> list[Message]:
+    """The row's ``system``, as the first message."""
+    return [{"role": "system", "content": read_text(row, "system")}] if row.get("system") else []
+
+
 def _messages(row: Fields) -> Conversation:
-    return as_list(read_field(row, "messages"), "'messages'"), _tools(row)
+    system, messages = _system(row), as_list(read_field(row, "messages"), "'messages'")
+    if system and messages[:1] == system:
+        system = []
+    if system and any(isinstance(m, dict) and cast("Message", m).get("role") == "system" for m in messages):
+        raise Fault("two system prompts", "the field 'system' and a message differ", "remove one of them from the row")
+    return [*system, *messages], _tools(row)
 
 
 _SHAREGPT_ROLES = {
@@ -92,9 +102,7 @@ _SHAREGPT_ROLES = {
 
 
 def _sharegpt(row: Fields) -> Conversation:
-    messages: list[Message] = []
-    if row.get("system"):
-        messages.append({"role": "system", "content": read_text(row, "system")})
+    messages = _system(row)
     for index, turn in enumerate(as_list(read_field(row, "conversations"), "'conversations'")):
         if not isinstance(turn, dict):
             raise Fault("a turn is not an object", f"turn {index} is {name_type(turn)}")
@@ -107,14 +115,23 @@ def _sharegpt(row: Fields) -> Conversation:
             raise Fault(
                 "unknown speaker", f"turn {index} is from {speaker[:40]!r}; known: {', '.join(_SHAREGPT_ROLES)}"
             )
-        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": read_text(turn, "value")})
+        role = _SHAREGPT_ROLES[speaker]
+        for key in ("weight", "train"):  # axolotl's; SlimOrca has weight 0 for questions and 1 for answers
+            if role == "assistant" and turn.get(key) not in (None, 1):
+                raise Fault(
+                    "an answer that is not to be trained",
+                    f"turn {index} has {key!r}: {str(turn[key])[:40]}",
+                    "deftune trains every answer, with data.mask: completion the last; remove the key from the rows, "
+                    "or pass --skip-bad-rows",
+                )
+        messages.append({"role": role, "content": read_text(turn, "value")})
     return messages, _tools(row)
 
 
 def _prompt_completion(row: Fields) -> Conversation:
     prompt, completion = read_field(row, "prompt"), read_field(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        return _turns(prompt, completion)[0], _tools(row)
+        return [*_system(row), *_turns(prompt, completion)[0]], _tools(row)
     if isinstance(prompt, list) and isinstance(completion, list):
         return [*cast("list[Message]", prompt), *cast("list[Message]", completion)], _tools(row)
     raise Fault(
@@ -124,9 +141,7 @@ def _prompt_completion(row: Fields) -> Conversation:
 
 
 def _alpaca(row: Fields) -> Conversation:
-    history: list[Message] = []
-    if row.get("system"):
-        history.append({"role": "system", "content": read_text(row, "system")})
+    history = _system(row)
     for pair in as_list(row.get("history") or [], "'history'"):
         if not isinstance(pair, list) or len(cast("list[Any]", pair)) != 2:
             raise Fault("'history' is not made of pairs", "each is [instruction, answer]")
@@ -287,6 +302,9 @@ def detect(row: Fields) -> str:
             f"its keys: {name_keys(row)}; could be {' or '.join(could_be)}",
             f"name it, e.g. --format {next(iter(could_be))}, or name its fields: --fields prompt=...,completion=...",
         )
+    for keys in (keys for form in FORMATS.values() for keys in form.keys if keys <= row.keys()):
+        if null := next((key for key in row if key in keys and row[key] is None), None):
+            raise Fault(f"{null!r} is null")
     raise Fault(
         "unknown format",
         f"its keys: {name_keys(row)}.{_nearest(row)} Known: {', '.join(FORMATS)}",

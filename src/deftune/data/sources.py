@@ -202,9 +202,10 @@ def files_of_source(source: str, split: str | None) -> list[Path] | None:
 
 
 def _beside(path: Path) -> str:
-    """A file in the same folder whose name is near."""
+    """A file in the same folder whose name is near; without one, the folder where a relative path begins."""
     names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    return did_you_mean(path.name, names).strip()
+    begins = "" if path.is_absolute() else f"relative to the working directory, {Path.cwd()}"
+    return did_you_mean(path.name, names).strip() or begins
 
 
 def _folder(folder: Path, split: str | None) -> list[Path]:

@@ -50,7 +50,7 @@ def find_data(task: Task, data_dir: str | Path | None = None) -> Path | None:
             raise MissingData(f"{task.name}: {found[0]} and {found[1]} both match; leave one in the data folder")
         if found:
             return found[0]
-    instead = f", or leave --data out to read {source.hub} from the hub" if source.hub else ""
+    instead = f", or leave the folder out to read {source.hub} from the hub" if source.hub else ""
     raise MissingData(f"{task.name}: not below {given}: {_looked_for(task)}; put it there{instead}")
 
 

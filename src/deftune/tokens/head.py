@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deftune.data.packing import row_boundaries
 from deftune.losses import Sparse, linear_token_stats
 from deftune.losses.dtensors import is_dtensor, local_head
 from deftune.losses.eager import eager
@@ -251,6 +250,8 @@ def check_packing(
         positions = torch.cat([torch.arange(5), torch.arange(4)]).to(weight.device)[None]
         places = {"input_ids": torch.cat([first, second], 1), "position_ids": positions}
         if attention is not None:
+            from deftune.data.packing import row_boundaries  # needs numpy, and `deftune doctor` needs torch alone
+
             bounds = row_boundaries([5, 4])
             places |= {k: v.to(weight.device) if isinstance(v, Tensor) else v for k, v in bounds.items()}
         with attention or contextlib.nullcontext():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from deftune.artifacts.runs import Run
 from deftune.data.encoding import end_tokens_of
 from deftune.data.packing import Collator, Joined
 from deftune.losses import Sparse
+from deftune.objectives.suggest import did_you_mean
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
 from deftune.training.optimizers import NAMES, muon_factory
@@ -132,11 +134,26 @@ def make_dataset(places: range) -> Any:
     return Dataset.from_dict({"place": np.arange(places.start, places.stop)})  # no list of Python's integers
 
 
-def lora_config(config: RunConfig) -> Any:
+def lora_config(config: RunConfig, model: Any) -> Any:
+    """The run's adapters as PEFT's config; a target that names no module of the model is an error.
+
+    PEFT itself leaves such a target out, as long as another one names a module.
+    """
     from peft import LoraConfig
 
     lora = config.model.lora
     assert lora is not None
+    targets = [] if lora.target_modules == "all-linear" else lora.target_modules
+    patterns = {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in targets}
+    modules = dict(model.named_modules())
+    for target, pattern in patterns.items():
+        if not any(re.fullmatch(pattern, name) for name in modules):
+            linear = {name.split(".")[-1] for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+            known = sorted(linear - {"lm_head"})
+            raise ValueError(
+                f"model.lora.target_modules: no module of the model is named {target!r}.{did_you_mean(target, known)} "
+                f"Linear layers: {', '.join(known)}"
+            )
     return LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.target_modules,
         task_type="CAUSAL_LM", revision=None,
@@ -169,7 +186,7 @@ def save_first_adapter(prepared: Prepared, folder: Path) -> None:
     base.to_empty(device="cpu")  # memory that is never written takes no room
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(prepared.config.train.seed)  # where SFTTrainer seeds: after the model, before the adapter
-        adapted = get_peft_model(base, lora_config(prepared.config))
+        adapted = get_peft_model(base, lora_config(prepared.config, base))
     # save_embedding_layers: otherwise peft looks the base model up on the hub
     adapted.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # peft's form of a model card, not filled in
@@ -236,7 +253,7 @@ def make_trainer(
         train_dataset=make_dataset(range(total)),
         eval_dataset=make_dataset(range(total, total + len(evaluated))) if evaluated else None,
         processing_class=prepared.tokenizer,
-        peft_config=lora_config(config) if config.model.lora else None,
+        peft_config=lora_config(config, model) if config.model.lora else None,
         callbacks=callbacks,
         optimizer_cls_and_kwargs=muon,
         special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),

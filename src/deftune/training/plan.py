@@ -33,8 +33,19 @@ class Gpu:
 
 GPUS = {
     gpu.name: gpu
-    for gpu in (Gpu("h200", 139.0, 989.0), Gpu("h100", 79.0, 989.0), Gpu("a100", 79.0, 312.0), Gpu("h20", 95.0, 148.0))
-}
+    for gpu in (
+        Gpu("h200", 139.0, 989.0), Gpu("h100", 79.0, 989.0), Gpu("a100", 79.0, 312.0), Gpu("h20", 95.0, 148.0),
+        Gpu("l40s", 44.4, 362.0), Gpu("rtx4090", 23.6, 165.0), Gpu("rtx3090", 23.7, 71.0), Gpu("a10", 22.0, 125.0),
+        Gpu("l4", 22.0, 121.0),
+    )
+}  # fmt: skip
+
+
+def known_gpu(name: str) -> Gpu:
+    """The GPU of this name, or an error that suggests one."""
+    if name not in GPUS:
+        raise ValueError(f"plan: unknown GPU {name!r}.{did_you_mean(name, GPUS)} Known: {', '.join(GPUS)}")
+    return GPUS[name]
 
 
 @dataclass(frozen=True)
@@ -342,6 +353,8 @@ def plan(
 ) -> tuple[Plan, list[Plan]]:  # fmt: skip
     """The fastest strategy that fits into the GPUs, and all strategies that were tried.
 
+    Full fine-tuning goes before LoRA, and LoRA over bfloat16 before 4 bits, whose conversion costs uncounted time.
+
     Args:
         shape: the model's sizes, from `find_shape`.
         work: the rows of one GPU and their length.
@@ -361,11 +374,9 @@ def plan(
         >>> str(chosen.strategy)  # doctest: +SKIP
         'FSDP2'
     """
-    if gpu not in GPUS:
-        raise ValueError(f"plan: unknown GPU {gpu!r}.{did_you_mean(gpu, GPUS)} Known: {', '.join(GPUS)}")
     if gpus < 1:
         raise ValueError(f"plan: --gpus from 1, got {gpus}")
-    tried = [make_plan(shape, work, strategy, GPUS[gpu], gpus) for strategy in strategies(gpus, lora_rank, base)]
+    tried = [make_plan(shape, work, strategy, known_gpu(gpu), gpus) for strategy in strategies(gpus, lora_rank, base)]
     fitting = [found for found in tried if found.fits]
     return (fitting[0] if fitting else min(tried, key=lambda found: found.memory.total)), tried
 

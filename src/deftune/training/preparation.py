@@ -412,15 +412,18 @@ def encode(rows: PackedRows, encoder: Encoder, bad: BadRows, notice: Callable[[s
     return encode_cached(rows, encoder, cache_folder() / "encoded", bad=bad, encode=make, notice=notice)
 
 
-def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options: Any) -> None:
-    """A token without a row in the model's embedding is an IndexError on a CPU and a device assert on a GPU."""
+def _text_config(source: str, **options: Any) -> Any:
     import transformers
 
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(source, **options)
-        size = config.get_text_config().vocab_size
+        return transformers.AutoConfig.from_pretrained(source, **options).get_text_config()
     except Exception as error:  # a config.json of any shape: each class of config checks in its own way
         raise ValueError(f"model: cannot read the config of {source}: {str(error).splitlines()[:1]}") from error
+
+
+def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options: Any) -> None:
+    """A token without a row in the model's embedding is an IndexError on a CPU and a device assert on a GPU."""
+    size = _text_config(source, **options).vocab_size
     if tokenizer.pad_token_id >= size:
         found: tuple[int, str] | None = (tokenizer.pad_token_id, "the padding token")
     else:
@@ -467,6 +470,13 @@ def facts(prepared: Prepared) -> list[str]:
             "train.fsdp: one rank holds all weights; start several with torchrun to shard them"
             if ranks == 1
             else f"FSDP2: {ranks // size} cop{'ies' if ranks > size else 'y'} of the weights, each over {size} ranks"
+        )
+    context = getattr(_text_config(prepared.source, **_model_options(config)), "max_position_embeddings", None)
+    longest = max(prepared.train.examples.sizes, default=0)
+    if context and longest > context:
+        lines.append(
+            f"WARNING: the longest row has {longest:,} tokens, and the model was made for {context:,} "
+            f"(max_position_embeddings); set data.max_length to {context} at most"
         )
     if train.max_steps is not None and train.max_steps > prepared.steps:
         lines.append(

@@ -173,6 +173,9 @@ class StopSignal:
 
     def _hear(self, number: int, frame: Any) -> None:
         self.heard, self.number = True, number
+        if number == signal.SIGINT and is_main():
+            with suppress(OSError):  # not print: the signal may have come in the middle of a print
+                os.write(2, b"\nfinishing the step, then saving; Ctrl-C again stops without saving\n")
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
 
     @contextmanager
