@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,7 @@ def test_a_regime_is_laid_over_the_comparison(tmp_path, model):
         ({"objectives": ["defft"]}, "objectives: unknown objective 'defft'. Did you mean 'deft'?"),
         ({"objectives": ["deft", "deft"]}, "objectives: deft is there twice"),
         ({"seeds": [1, 1]}, "seeds: 1 is there twice"),
+        ({"learning_rates": [1e-3, 1.0000001e-3]}, "0.001 is there twice"),  # their cells would have one folder
         ({"sedes": [1]}, "sedes: unknown key. Did you mean 'seeds'?"),
         ({"train": {"learning_rate": 1e-3}}, "train.learning_rate: belongs in `learning_rates`"),
         ({"train": {"seed": 1}}, "train.seed: belongs in `seeds`"),
@@ -156,12 +158,22 @@ def test_a_folder_grows_and_changes_in_nothing_else(tmp_path, model):
         open_comparison(Comparison.model_validate(grown | {"regimes": regimes}))
 
 
+def test_jobs_of_an_array_open_a_new_folder_at_the_same_time(tmp_path, model):
+    for attempt in range(5):
+        comparison = Comparison.model_validate(content(model, tmp_path / str(attempt)))
+        with ThreadPoolExecutor(8) as jobs:
+            for job in [jobs.submit(open_comparison, comparison) for _ in range(8)]:
+                job.result()
+        assert {path.name for path in (tmp_path / str(attempt)).iterdir()} == {"comparison.yaml", "environment.json"}
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path, model, capsys):
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "thesis.tex").touch()
     path = write(tmp_path / "c.yaml", content(model, tmp_path / "grid"))
     assert main(["compare", "run", str(path)]) == 2
     assert "is not empty and no comparison" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "grid").iterdir()] == ["thesis.tex"]
     assert main(["compare", "show", str(tmp_path / "grid")]) == 2
     assert "is no comparison" in capsys.readouterr().err
     assert main(["compare", "run", str(tmp_path / "nowhere.yaml")]) == 2
