@@ -41,6 +41,11 @@ class GridOutcome:
     def exit_code(self) -> int:
         return 128 + self.signal if self.stopped else 1 if self.failed else 0
 
+    def pass_on_stop(self) -> None:
+        """Raise what the signal that stopped the call raises by default: `KeyboardInterrupt`, or `SystemExit`."""
+        if self.stopped:
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(self.exit_code)
+
 
 class Failures:
     """Failures of one call, and the regimes whose other cells would only repeat them.
@@ -115,12 +120,13 @@ def compare(
 
     Raises:
         ValueError: the file is wrong, or no cell has finished; the message has the first error.
+        KeyboardInterrupt: Ctrl-C; the running cells have saved, and the same call goes on (SIGTERM: `SystemExit`).
     """
     comparison = load_comparison(Path(config), overrides)
     outcome = run_grid(comparison, Children(jobs), say, keep_going=keep_going)
+    outcome.pass_on_stop()
     if not outcome.finished:
-        error = next(iter(outcome.failed.values()), "it was stopped")
-        raise ValueError(f"{comparison.folder}: no cell has finished: {error}")
+        raise ValueError(f"{comparison.folder}: no cell has finished: {next(iter(outcome.failed.values()))}")
     return summarize_comparison(comparison)
 
 
@@ -165,8 +171,11 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
                     f"different objectives fail alike, so no other cell is started; remove the cause and run the same "
                     f"command, or pass --keep-going to start them all")  # fmt: skip
                 unannounced -= failures.given_up
+    asked_to_stop: int | None = getattr(runner, "signal", None)
+    over = len(outcome.finished) + len(outcome.failed) + len(outcome.not_started)
+    outcome.stopped |= asked_to_stop is not None and over < len(cells)  # a signal between two cells stops none
     if outcome.stopped:
-        outcome.signal = getattr(runner, "signal", None) or signal.SIGTERM
+        outcome.signal = asked_to_stop or signal.SIGTERM
         say("stopped; the same command goes on")
     if outcome.not_started:
         say(f"not started: {', '.join(outcome.not_started)}")
