@@ -61,7 +61,9 @@ def run_advise(args: argparse.Namespace) -> int:
                         trust_remote_code=args.trust_remote_code, **options, **batch)  # fmt: skip
         lines: list[dict[str, Any]] = []
         if args.probe:
-            rate = args.learning_rate or (advice.learning_rates[0] if advice.learning_rates else 1e-5)
+            rate = args.learning_rate
+            if rate is None:
+                rate = advice.learning_rates[0] if advice.learning_rates else 1e-5
             rows = {} if args.rows is None else {"rows": args.rows}
             lines = probe(
                 args.model, args.data, args.out or Path("advise-probe"), steps=20 if args.steps is None else args.steps,
@@ -130,7 +132,8 @@ def advice_lines(advice: Any) -> list[str]:
 
 
 def interval(record: Mapping[str, float]) -> str:
-    return f"{record['mean']:.3f} [{record['low']:.3f}, {record['high']:.3f}]"
+    mean, low, high = (round(record[key], 3) + 0.0 for key in ("mean", "low", "high"))  # no -0.000
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def probe_text(lines: Sequence[Mapping[str, Any]]) -> list[str]:
