@@ -5,7 +5,7 @@ Token by token, with p the target's probability and q that of the likeliest othe
     conflict = 1 - p^(sum P^2)              in [0, 1]: near 1 where the model is sure, of something else
     margin   = max(0, log q - log p)        in nats: how much rather the model would have written the other token
 
-``conflict`` is 1 - gate of DEFT: the part of NLL's push that DEFT takes away. An undecided model (small sum P^2) leaves
+``conflict`` is 1 - gate of DEFT: the part of NLL's gradient that DEFT takes away. An undecided model (small sum P^2) leaves
 it near 0 however small p is, so it separates *confident conflicts* from what is merely hard. For any other objective
 the same reading holds of its own gate. It saturates, so it cannot order the strongest cases; ``margin`` does.
 
@@ -376,7 +376,7 @@ def habits(inspection: Inspection, top: int) -> list[Habit]:
 
 
 def summary(inspection: Inspection) -> dict[str, Any]:
-    """The numbers of the whole: conflicts, the loss on them, and each objective's share of push that goes there.
+    """The numbers of the whole: conflicts, the loss on them, and the share of each objective's gradient there.
 
     ``share[S]`` = sum over confident conflicts of gate (1-p) / sum over all tokens of gate (1-p);
     ``gate[S]`` the mean gate over confident conflicts.
