@@ -135,7 +135,6 @@ def cell_rows(comparison: Comparison, page: Path | None) -> Iterator[dict[str, A
 
 def relative(path: Path, start: Path) -> str:
     """A link from one file to another that survives moving both."""
-
     return quote(os.path.relpath(path, start))
 
 
@@ -158,7 +157,7 @@ def reproduce(comparison: Comparison) -> str:
     trained = next((cell for cell in comparison.cells() if cell.seed is not None), None)
     lines = [
         f'pip install "deftune[eval]=={__version__}"   # or pip install -e ".[eval]" in a clone at v{__version__}',
-        f"deftune compare run {shlex.quote(CONFIG)}            # the file below; goes on where it was stopped",
+        f"deftune compare run {CONFIG}   # the file below; goes on where it was stopped",
         f"deftune compare show {shlex.quote(folder)}",
         f"deftune report {shlex.quote(folder)}",
     ]
@@ -173,7 +172,8 @@ def reproduce(comparison: Comparison) -> str:
         ]  # fmt: skip
         if trained.section.tokens:
             table, browser = (within(trained.folder / name) for name in ("tokens.parquet", "inspect.html"))
-            lines.append(f"deftune inspect --tokens {table} --html {browser}   # the next report links it")
+            lines += ["# a page of its held-out tokens; the next report links it",
+                      f"deftune inspect --tokens {table} --html {browser}"]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -5,9 +5,10 @@ Token by token, with p the target's probability and q that of the likeliest othe
     conflict = 1 - p^(sum P^2)              in [0, 1]: near 1 where the model is sure, of something else
     margin   = max(0, log q - log p)        in nats: how much rather the model would have written the other token
 
-``conflict`` is 1 - gate of DEFT: the part of NLL's gradient that DEFT takes away. An undecided model (small sum P^2) leaves
-it near 0 however small p is, so it separates *confident conflicts* from what is merely hard. For any other objective
-the same reading holds of its own gate. It saturates, so it cannot order the strongest cases; ``margin`` does.
+``conflict`` is 1 - gate of DEFT: the part of NLL's gradient that DEFT takes away. An undecided model (small sum P^2)
+leaves it near 0 however small p is, so it separates *confident conflicts* from what is merely hard. For any other
+objective the same reading holds of its own gate. It saturates, so it cannot order the strongest cases; ``margin``
+does.
 
 A row is scored by where its conflicts sit (`row_scores`). What each score is worth for finding wrong labels was
 measured: benchmarks/noise.py.
