@@ -19,6 +19,7 @@ from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.comparison.grid import STARTER, Comparison, load_comparison, open_comparison, slug
 from deftune.comparison.schedule import run_grid
+from deftune.comparison.show import view_notes
 from deftune.comparison.summary import (
     BEST,
     Option,
@@ -505,6 +506,19 @@ def test_show_prints_tables_differences_tokens_and_cost(finished, capsys):
     assert capsys.readouterr().out.count(r"\begin{tabular}") == 3
     assert main(["compare", "show", finished.folder, "--format", "json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"config", "cells", "regimes"}
+    for option in (["--rank-base"], ["--beside", "Qwen2.5-7B"]):
+        assert main(["compare", "show", finished.folder, "--format", "json", *option]) == 2
+        assert f"{option[0]}: is for tables" in capsys.readouterr().err
+
+
+def test_scores_by_seed_stand_under_their_seeds(finished):
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    evaluation = summary["regimes"]["weak"]["evaluations"][0]
+    rows = evaluation["views"][0]["rows"]
+    rows["nll"]["by_seed"], rows["deft"]["by_seed"] = {"2": 0.1, "10": 0.2}, {"0": 0.3, "10": 0.4}
+    assert view_notes(evaluation, evaluation["views"][0])[-1] == (
+        "By seed (0, 2, 10), figfont similarity: nll -, 10.00, 20.00; deft 30.00, -, 40.00."
+    )
 
 
 def test_the_papers_numbers_stand_beside_with_a_dagger(finished, capsys):

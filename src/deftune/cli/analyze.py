@@ -171,6 +171,18 @@ def parse_named(text: str, *, need_name: bool = False) -> tuple[str, str, str]:
     return regime, last, path
 
 
+def parse_regimes(inputs: list[str]) -> dict[str, str]:
+    """Regime -> path of ``regime=path`` or ``path``.
+
+    >>> parse_regimes(["strong=a.parquet"]), parse_regimes(["a.parquet"])
+    ({'strong': 'a.parquet'}, {'': 'a.parquet'})
+    """
+    for regime, name, path in map(parse_named, inputs):
+        if regime:
+            raise ValueError(f"{regime}/{name}={path}: write it as REGIME=PATH, without a /")
+    return {regime: path for (_, regime), path in parse_each(inputs).items()}
+
+
 def parse_each(inputs: list[str], **options: Any) -> dict[tuple[str, str], str]:
     """(regime, name) -> path; a name given twice would hide one of the two."""
     found: dict[tuple[str, str], str] = {}
@@ -203,7 +215,7 @@ def given_table(args: argparse.Namespace, *unused: str) -> Any:
     from deftune.inspection.style import read_table
 
     for name in unused:
-        if getattr(args, name):
+        if getattr(args, name) not in (None, []):
             raise ValueError(f"--{name}: has no effect on a table that is made; leave it out")
     return read_table(args.table)
 
@@ -249,7 +261,7 @@ def run_gradients(args: argparse.Namespace) -> int:
     need_inputs(args, "strong=tokens.parquet")
     if args.table is not None:
         return draw(args, plot_gradient_maps, given_table(args, "objectives"))
-    tables = {name: read_token_table(path) for (_, name), path in parse_each(args.inputs).items()}
+    tables = {regime: read_token_table(path) for regime, path in parse_regimes(args.inputs).items()}
     return draw(
         args, plot_gradient_maps, gradient_map_table(tables, split_specs(args.objectives) if args.objectives else None)
     )
@@ -318,7 +330,7 @@ def run_continuum(args: argparse.Namespace) -> int:
     if args.table is not None:
         return draw(args, plot_continuum, given_table(args, "task", "metric", "base", "temperature"))
     scores = read_scores(args)
-    base_p = {regime: mean_of(path, "p") for (_, regime), path in parse_each(args.base).items()}
+    base_p = {regime: mean_of(path, "p") for regime, path in parse_regimes(args.base).items()}
     return draw(args, plot_continuum, continuum_table(scores, base_p, temperature=args.temperature))
 
 

@@ -180,6 +180,9 @@ def run_show(args: argparse.Namespace) -> int:
     from deftune.comparison.tables import escape_markdown, render
     from deftune.paper.beside import tables_beside_paper
 
+    if args.format == "json" and (args.beside or args.rank_base):
+        option = "--beside" if args.beside else "--rank-base"
+        raise ValueError(f"{option}: is for tables; JSON has the comparison's own numbers: leave it out")
     comparison = load_comparison(args.config)
     summary = summarize_comparison(comparison)
     if args.format == "json":
