@@ -16,7 +16,7 @@ from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective
 from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
 from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
-from deftune.paper.study_claims import ledger
+from deftune.paper.study_claims import StudyBoard, ledger
 from deftune.paper.study_effects import Section, common, effect_of, sections
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_report import (
@@ -173,6 +173,10 @@ def test_a_failure_stays_in_the_record_of_a_cell_that_was_run_again(tiny_grid, t
     study, _ = collect([failed], out)
     record = study.cells[cell.name]
     assert record["state"] == "finished" and record["failures"] == [{"stage": "train", "error": "out of memory"}]
+    cell.set_state("failed", stage="train", error="killed")
+    study, _ = collect([failed], out)
+    record = study.cells[cell.name]  # the finished one; each failure once
+    assert record["state"] == "finished" and [f["error"] for f in record["failures"]] == ["out of memory", "killed"]
 
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -297,6 +301,8 @@ def test_the_rule_for_a_default_counts_regimes_where_training_helps(root):
     hurts = Section(invented(base=(0.9, 0.9, 0.9), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6)), "strong", "tasks")
     assert default_answer([helps])[-1] == "**Default**, over the 1 regime where training helps: `deft`."
     assert "in no regime here is training known to help" in default_answer([hurts])[-1]
+    lacking = Section(invented(base=(0.9, 0.9, 0.9), nll=(0.5, 0.45, 0.3), linear=(0.6, 0.6, 0.6)), "strong", "tasks")
+    assert default_answer([lacking, helps])[-1] == "**Default**, over the 1 regime where training helps: `deft`."
     assert evidence([helps], plan, [{"until": "strong", "regime": "strong"}])[0]["source"] == "study"
 
 
@@ -370,6 +376,10 @@ def test_the_ledger_judges_our_cells_and_says_what_differs(root):
         "four models"
     )
     assert entries["strong-linear"]["verdict"] == "holds"
+    for name, cell in study.cells.items():
+        if "/deft/" in name:
+            cell["training"] = {"step": [1, 4, 7, 58], "focus": [0.5, 0.6, 0.7, 0.9]}
+    assert StudyBoard(sections([study]), plan).focus("strong") == (0.5, 0.6, 0.9, 3)  # after 3 steps: 4 are not kept
     assert entries["weak-gaps"] == {
         **entries["weak-gaps"],
         "verdict": "",

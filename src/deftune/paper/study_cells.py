@@ -319,14 +319,13 @@ def take_items(study: Study, record: Record, folder: Path) -> None:
 def add_cell(study: Study, name: str, record: Record, folder: Path, *, again: bool) -> None:
     """Add a cell; one that is there already must be the same, or a rerun."""
     known = study.cells.get(name)
+    earlier: list[Record] = known.get("failures", []) if known else []
+    failures = [*earlier, *(failure for failure in record.get("failures", []) if failure not in earlier)]
     if known is None or known["state"] == "failed":
-        earlier = [] if known is None else known["failures"]
-        new = [failure for failure in record.get("failures", []) if failure not in earlier]
-        study.cells[name] = record | ({"failures": [*earlier, *new]} if earlier or new else {})
+        study.cells[name] = record | ({"failures": failures} if failures else {})
         return
     if record["state"] == "failed":
-        if record["failures"] != known.get("failures"):
-            known["failures"] = [*known.get("failures", []), *record["failures"]]
+        known["failures"] = failures
         return
     if all(known.get(part) == record.get(part) for part in MEASURED):
         return

@@ -154,7 +154,8 @@ def default_answer(sections: Sequence[Section]) -> list[str]:
         lines.append("**Default**: in no regime here is training known to help, so the plan's rule recommends nothing.")
     else:
         common = set[str].intersection(*counted)
-        names = ", ".join(code(name) for name in judged[0].primary if name in common)
+        named = dict.fromkeys(name for section in judged for name in section.primary)
+        names = ", ".join(code(name) for name in named if name in common)
         lines.append(f"**Default**, over the {len(counted)} regime{'s' * (len(counted) > 1)} where training helps: "
                      f"{names or 'no objective meets the rule'}.")  # fmt: skip
     return lines
