@@ -201,16 +201,17 @@ class Children:
     def __init__(self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic):
         self.jobs, self.watch, self.clock = jobs, watch, clock
         self.signal: int | None = None  # that asked to stop
+        self.running: list[Child] = []
+
+    def stop(self, number: int = signal.SIGTERM, frame: Any = None) -> None:
+        """Start no other cell, and stop those that run, as on a signal; a second call ends them while they save."""
+        self.signal = self.signal or number
+        for child in self.running:
+            child.stop()
 
     def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-        waiting, alone, running, idle = list(cells), list[Cell](), list[Child](), list[Child]()
-
-        def stop(number: int, frame: Any) -> None:
-            self.signal = self.signal or number
-            for child in running:
-                child.stop()
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        waiting, alone, running, idle = list(cells), list[Cell](), self.running, list[Child]()
+        before = {number: signal.signal(number, self.stop) for number in (signal.SIGTERM, signal.SIGINT)}
         watched = self.clock()
         try:
             while running or ((waiting or alone) and not self.signal):
@@ -251,8 +252,8 @@ class Children:
                 if running and not ended:
                     time.sleep(0.1)
         finally:
-            for child in running:  # the caller has given up: they stop, as if this process were gone
-                child.leave()
+            while running:  # the caller has given up: they stop, as if this process were gone
+                running.pop().leave()
             for child in idle:
                 child.close()
             for number, handler in before.items():

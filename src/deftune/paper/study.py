@@ -89,7 +89,7 @@ def report(root: Path, *, check: bool = False) -> list[Path]:
 
 
 def run_cells(args: argparse.Namespace) -> int:
-    """`run`: exit code 1 where a cell failed."""
+    """`run`: exit code 1 where a cell failed, 128 + the signal where one stopped it."""
     if args.minutes <= 0 or args.jobs < 1:
         raise ValueError("--minutes is above 0 and --jobs at least 1")
     plan = Plan(FOLDER / "plan.yaml")
@@ -104,7 +104,7 @@ def run_cells(args: argparse.Namespace) -> int:
         plan, FOLDER, args.results, minutes=args.minutes, jobs=args.jobs, say=lambda text: print(text, flush=True)
     )
     print(f"{len(outcome.finished)} cells finished, {len(outcome.failed)} failed; {left_text(outcome.left, args.jobs)}")
-    return 1 if outcome.failed else 0
+    return 128 + outcome.signal if outcome.signal else 1 if outcome.failed else 0
 
 
 def left_text(left: Sequence[Planned], jobs: int) -> str:
