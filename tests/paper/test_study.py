@@ -18,19 +18,11 @@ from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
 from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
 from deftune.paper.study_claims import StudyBoard, ledger
 from deftune.paper.study_effects import Section, common, effect_of, sections
+from deftune.paper.study_evidence import evidence
 from deftune.paper.study_plan import Plan
-from deftune.paper.study_report import (
-    default_answer,
-    entropy_text,
-    evidence,
-    form_table,
-    limits,
-    points,
-    primary_table,
-    results_page,
-    t_interval,
-    wall_seconds,
-)
+from deftune.paper.study_report import default_answer, limits, results_page, t_interval
+from deftune.paper.study_tables import entropy_text, form_table, primary_table, wall_seconds
+from deftune.paper.study_text import points
 from serial import run_here
 from tiny_comparison import comparison_at, save_model
 

@@ -73,6 +73,12 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
     return record
 
 
+def seconds_of(cell: Record) -> float:
+    """Wall seconds of a cell: training steps, token table, answers, and the rest."""
+    cost = cell["cost"]
+    return sum(cost[name] for name in ("steps_seconds", "tokens_seconds", "eval_seconds", "overhead_seconds"))
+
+
 def failures_of(state: Mapping[str, Any]) -> list[Record]:
     """The failures that a cell recorded; those of a cell that failed last include the last one."""
     found: list[Record] = list(state.get("failures", ()))

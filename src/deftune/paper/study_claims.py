@@ -6,7 +6,6 @@ the paper's number; the ledger says what differs.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +15,7 @@ from deftune.paper.board import Board, Difference, FocusPath, PaperBoard
 from deftune.paper.claims import CLAIMS
 from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, common, effect_of, subtract
 from deftune.paper.study_plan import Plan
+from deftune.paper.study_text import seeds_text, table
 
 PAPERS = {
     "strong": "NuminaMath, asked five sets, four models",
@@ -71,7 +71,7 @@ class StudyBoard:
         for case in self.cases(setting):
             section = self._sections[setting][case]
             about, seeds = self.plan.about(section), sorted(effect.seeds for effect in section.primary.values())
-            number = f"{seeds[0]} to {seeds[-1]} seeds" if seeds[0] < seeds[-1] else f"{seeds[0]} seeds"
+            number = f"{seeds[0]} to {seeds[-1]} seeds" if seeds[0] < seeds[-1] else seeds_text(seeds[0])
             model = str(about["model"]).split(" (")[0]
             ours.append(f"{about['data']}, asked {', '.join(section.averaged)}, {model}, {number}")
         return f"{setting}: {' and '.join(ours)}; the paper: {PAPERS[setting]}"
@@ -147,14 +147,8 @@ def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
     return entries
 
 
-def ledger_text(entries: Mapping[str, Mapping[str, str]]) -> str:
-    return json.dumps(entries, indent=1) + "\n"
-
-
 def ledger_block(entries: Mapping[str, Mapping[str, str]]) -> str:
     """The generated part of docs/claims.md: every claim with the paper's verdict and ours."""
-    from deftune.paper.study_report import table
-
     rows: list[list[str]] = []
     paper: Board = PaperBoard()
     for claim in CLAIMS:
