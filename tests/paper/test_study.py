@@ -21,7 +21,7 @@ from deftune.paper.study_effects import Section, common, effect_of, sections
 from deftune.paper.study_evidence import evidence
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_report import default_answer, limits, results_page, t_interval
-from deftune.paper.study_tables import entropy_text, form_table, primary_table, wall_seconds
+from deftune.paper.study_tables import entropy_text, form_table, primary_table, series_table, wall_seconds
 from deftune.paper.study_text import points
 from serial import run_here
 from tiny_comparison import comparison_at, save_model
@@ -346,11 +346,15 @@ def test_regimes_that_change_one_thing_have_a_table_and_are_no_evidence(root):
     found = plan.arranged(sections([noisy, study]))
     assert [section.regime for section in found] == ["strong", "noise-10"]
     page = results_page([study, noisy], found, plan, [])
-    assert "## By share of the answers exchanged" in page and "## By epochs" not in page
+    assert "## By share of the answers exchanged\n\nScores in per cent, all at learning rate 1e-05" in page
+    assert "## By epochs" not in page
     (line,) = [line for line in page.splitlines() if line.startswith("| `deft` |") and line.endswith("| 0.125 |")
                and line.count("[") == 4]  # fmt: skip
     assert line.startswith(f"| `deft` | {points(found[0].accuracy('deft', 0.0, 1e-5), sign=False)} |")
     assert "Default, noise-10" not in page
+    for cell in noisy.cells.values():
+        cell["learning_rate"] *= 8
+    assert series_table(sections([study, noisy]), plan.series["share of the answers exchanged"]) == ""  # no shared rate
     rows = evidence(found, plan, [])
     assert {row["data"] for row in rows if row["source"] == "study"} == {"GSM8K"}
 

@@ -55,8 +55,8 @@ def answers(section: Section, plan: Plan) -> list[str]:
         if temperature in section.temperatures:
             shown = [name for name in ORDER if name in section.primary]
             found = [(name, section.difference(name, temperature)) for name in shown]
-            texts = [f"{code(name)} {points(effect)}" for name, effect in found if effect]
-            lines.append(f"**{section.regime}, {title}**, minus NLL: {', '.join(texts)}.")
+            if texts := [f"{code(name)} {points(effect)}" for name, effect in found if effect]:
+                lines.append(f"**{section.regime}, {title}**, minus NLL: {', '.join(texts)}.")
     return lines
 
 
@@ -232,8 +232,7 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan,
         pages += [f"Form of the answers, {rate_text(section)}:", form_table(section)]
     for title, regimes_of in plan.series.items():
         if text := series_table(found, regimes_of):
-            pages += [f"## By {title}", "Scores in per cent; mean p of the exchanged answers where they were "
-                      "measured. Objectives at one learning rate.", text]  # fmt: skip
+            pages += [f"## By {title}", text]
     if again := rerun_table(found):
         pages += ["## Cells that were run again", again]
     pages += ["## Cost", cost_tables(studies, plan), "## Limits", limits(studies, found, plan), "## Cells",

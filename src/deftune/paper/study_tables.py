@@ -132,12 +132,15 @@ def entropy_text(section: Section, found: Sequence[Section], plan: Plan) -> str:
 
 
 def series_table(found: Sequence[Section], labels: Mapping[str, str]) -> str:
-    """Scores over regimes that change one thing, such as the number of epochs; "" while fewer than two have cells."""
+    """Scores over regimes that change one thing, such as the number of epochs, at the lowest rate that all have.
+
+    "" while fewer than two regimes have cells, or where they have no rate in common.
+    """
     parts = {s.regime: s for regime in labels for s in found if s.regime == regime and s.objectives}
-    if len(parts) < 2:
+    shared = set[float].intersection(*(set(section.rates) for section in parts.values())) if len(parts) > 1 else set()
+    if not shared:
         return ""
-    rates = [set(section.rates) for section in parts.values()]
-    rate = next(iter(sorted(set[float].intersection(*rates))), None)
+    rate = min(shared)
     wrong = {r for r, s in parts.items() if any("exchanged" in c.get("held_out", {}) for c in s.study.finished(r))}
     header = ["objective"]
     for regime in parts:
@@ -153,7 +156,8 @@ def series_table(found: Sequence[Section], labels: Mapping[str, str]) -> str:
             if regime in wrong:
                 row.append(number(exchanged_p(section.cells(name, rate)), ".3f"))
         rows.append(row)
-    return table(header, rows)
+    about = f"Scores in per cent, all at learning rate {rate:g}; mean p of exchanged answers where it was measured."
+    return f"{about}\n\n{table(header, rows)}"
 
 
 def exchanged_p(cells: Iterable[Mapping[str, Any]]) -> float | None:
