@@ -60,6 +60,8 @@ def test_an_objective_is_advised_where_a_decided_difference_says_so():
     assert (up.decided, open_.decided, down.decided) == (1, 0, -1)
     assert best_of([up, open_, down]) == "deft" and best_of([open_, down]) == "nll" and best_of([]) == "nll"
     assert best_of([row("deft", BEST, 3.0, p_holm=0.2)]) == "nll"  # Holm's p-value decides where there is one
+    assert "+3.0 points [+2.0, +4.0] (p = 0.2 after Holm), best temperature" in str(row("deft", BEST, 3.0, p_holm=0.2))
+    assert "Holm" not in str(row("deft", BEST, 3.0, p_holm=0.01)) + str(row("deft", BEST, 0.5, p_holm=0.9))
     assert best_of([up, row("deft", BEST, -3.0, model="another")]) == "nll"
     assert best_of([row("deft", HOT, 9.0), row("deft", GREEDY, 9.0)]) == "nll"
 

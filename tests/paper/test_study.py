@@ -269,6 +269,7 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
     assert {row.source for row in rows} == {"study", "comparison", "paper"}  # the first look is replaced
     (row,) = [r for r in rows if (r.source, r.objective, r.measure) == ("study", "deft", "T = 1")]
     assert (row.difference, row.seeds, row.regime) == (round(value, 1), 3, "strong")
+    assert row.p_holm == section.holm_at(1.0)["deft"]  # at every temperature, as in the ledger
 
 
 @pytest.mark.parametrize("kept", ["base", "nll/", "deft/lr2e-05-s1"])

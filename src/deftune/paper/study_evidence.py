@@ -35,7 +35,7 @@ def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) ->
                     "task": ", ".join(section.averaged), "base_p": base and round(base["p"][0], 2),
                     "base_concentration": base and round(base["concentration"][0], 2), "objective": name,
                     "against": REFERENCE, "measure": measure, "difference": value, "low": low, "high": high,
-                    "p_holm": section.holm[name] if temperature is None else None, "seeds": effect.seeds,
+                    "p_holm": section.holm_at(temperature)[name], "seeds": effect.seeds,
                     "learning_rates": rates, "source": "study", "where": "docs/study/results.md",
                 })  # fmt: skip
     rows += [
