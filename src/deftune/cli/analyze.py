@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.cli.data_options import add_data_options, data_options
 from deftune.cli.output import say
 from deftune.cli.progress import progress
-from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
+from deftune.cli.train import need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
 
@@ -26,26 +27,7 @@ def add_to(commands: Any) -> None:
     tokens.add_argument(
         "--objectives", default=OBJECTIVES, metavar="A,B", help=f"columns for these (default: {OBJECTIVES})"
     )
-    tokens.add_argument(
-        "--rows", type=int, metavar="N", help="read the first N rows only (generated:NAME: default 1000)"
-    )
-    tokens.add_argument("--format", default="auto", help="format of the data (default: by its fields)")
-    add_fields(tokens)
-    tokens.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
-    tokens.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
-    tokens.add_argument(
-        "--mask",
-        choices=["assistant", "completion", "all"],
-        help="which tokens are supervised (default: as the run, or assistant)",
-    )
-    tokens.add_argument("--max-length", type=int, help="most tokens of a row (default: as the run, or 2048)")
-    tokens.add_argument(
-        "--batch-tokens", type=int, default=8192, help="most tokens of a batch, padding included (default: 8192)"
-    )
-    tokens.add_argument(
-        "--skip-bad-rows", action="store_true", help="write unreadable rows to OUT.bad_rows.jsonl and go on"
-    )
-    add_trust(tokens)
+    add_data_options(tokens)
     tokens.set_defaults(run=run_tokens)
 
     conflicts = figure(
@@ -143,11 +125,8 @@ def run_tokens(args: argparse.Namespace) -> int:
 
         bad_rows = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl") if args.skip_bad_rows else None
         written = make_token_table(
-            args.out, args.model, args.data, objectives=split_specs(args.objectives), rows=args.rows,
-            format=args.format, fields=parse_fields(args.fields), split=args.split,
-            template=args.template, mask=args.mask, max_length=args.max_length,
-            batch_tokens=args.batch_tokens, bad_rows=bad_rows, trust_remote_code=args.trust_remote_code,
-            facts={"command": args.line}, display=shown,
+            args.out, args.model, args.data, objectives=split_specs(args.objectives), bad_rows=bad_rows,
+            facts={"command": args.line}, display=shown, **data_options(args),
         )  # fmt: skip
         shown.print(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
     return 0
@@ -230,25 +209,15 @@ def print_lines(lines: list[dict[str, Any]]) -> None:
 
 def run_conflicts(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.paper.conflicts import NEEDED, conflict_shares, conflict_table, pair_name, plot_conflicts
+    from deftune.paper.conflicts import NEEDED, conflict_shares, conflict_tables, plot_conflicts
     from deftune.tokens.table import read_token_table
 
     need_inputs(args, "A.parquet B.parquet")
     if args.table is not None:
         table = given_table(args)
     else:
-        import pyarrow as pa
-
-        if len(args.inputs) % 2:
-            raise ValueError(f"analyze conflicts: tables come in pairs, BEFORE AFTER; got {len(args.inputs)}")
-        read = [read_token_table(path, NEEDED) for path in args.inputs]
-        pairs: dict[str, Any] = {}
-        for before, after in zip(read[::2], read[1::2]):
-            name = pair_name(before, after)
-            if name in pairs:
-                raise ValueError(f"analyze conflicts: two pairs are called {name!r}; draw them in two figures")
-            pairs[name] = conflict_table(before, after, pair=name, objective=args.objective, threshold=args.threshold)
-        table = pa.concat_tables(pairs.values())
+        tables = [read_token_table(path, NEEDED) for path in args.inputs]
+        table = conflict_tables(tables, objective=args.objective, threshold=args.threshold)
     print_lines(conflict_shares(table))
     return draw(args, plot_conflicts, table)
 

@@ -110,14 +110,19 @@ class Inspection:
     def text_of(self, first: int, last: int) -> str:
         return "".join(self.texts[i] for i in self.text[first:last])
 
-    def ranked_rows(self, by: str | None = None) -> np.ndarray:
-        """Rows, the most suspicious first. Rows that have no such score (no stated answer) follow, by conflict."""
+    def ranked_rows(self, by: str | None = None, min_score: float | None = None) -> np.ndarray:
+        """Rows, the most suspicious first. Rows that have no such score (no stated answer) follow, by conflict.
+
+        ``min_score`` leaves the rows of at least this score; of ``mean_p``, whose low values are suspicious, at most.
+        """
         by = by or self.default_ranking
         if by not in self.scores:
             raise ValueError(f"unknown score {by!r}. Known: {', '.join(self.scores)}")
-        score = self.scores[by]
-        key = score if by == "mean_p" else -score  # the least probable row first
-        return np.lexsort((-self.scores["conflict"], key))  # NaN sorts last
+        key = self.scores[by] if by == "mean_p" else -self.scores[by]  # the least probable row first
+        ranked = np.lexsort((-self.scores["conflict"], key))  # NaN sorts last
+        if min_score is None:
+            return ranked
+        return ranked[key[ranked] <= (min_score if by == "mean_p" else -min_score)]
 
     def score_of(self, row: int, by: str) -> str:
         """The score that ranks a row in the ranking ``by``: rows without that score follow by conflict."""
