@@ -168,6 +168,22 @@ def test_jobs_of_an_array_open_a_new_folder_at_the_same_time(tmp_path, model):
         assert {path.name for path in (tmp_path / str(attempt)).iterdir()} == {"comparison.yaml", "environment.json"}
 
 
+@pytest.mark.parametrize("words", [[], ["--cell", "weak/deft/lr0.001-s2"]])
+def test_cells_of_other_items_are_refused_before_they_are_trained(finished, tmp_path, capsys, words):
+    """The questions were changed, and a seed is added: the new cells could not be paired with the finished ones."""
+    shutil.copytree(finished.folder, tmp_path / "grid")
+    settings = tmp_path / "grid/weak/nll/lr0.001-s0/eval-tasks/settings.json"
+    content = json.loads(settings.read_text())
+    content["data"]["figfont"]["hash"] = "0" * 16
+    settings.write_text(json.dumps(content))
+    assert main(["compare", "run", str(tmp_path / "grid")]) == 0  # every cell has finished
+    capsys.readouterr()
+    assert main(["compare", "run", str(tmp_path / "grid"), "--set", "seeds=[0, 1, 2]", *words]) == 2
+    error = capsys.readouterr().err
+    assert f"figfont has other items than {settings.parent} was asked" in error and "--set folder=..." in error
+    assert not (tmp_path / "grid/weak/nll/lr0.001-s2").exists()
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path, model, capsys):
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "thesis.tex").touch()

@@ -162,6 +162,15 @@ def test_little_is_called_little(finished):
     assert not decided and "deft is not distinguishable from nll" in sentence
 
 
+def test_versions_of_the_grading_that_differ_are_named(finished):
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    assert not any("versions" in line for line in cautions(summary))
+    assert [cell["task_versions"] for cell in summary["cells"].values()] == [{"figfont": "1"}] * 5
+    summary["cells"]["weak/base"]["task_versions"] = {"figfont": "0"}
+    line = "Cells were graded by different versions of figfont (0, 1): a difference may be the grading's."
+    assert line in cautions(summary)
+
+
 def test_a_decided_difference_names_its_direction(finished):
     summary = json.loads(json.dumps(summarize_comparison(finished)))
     for record in summary["regimes"]["weak"]["evaluations"][0]["views"][-1]["differences"]:

@@ -80,6 +80,14 @@ def cautions(summary: Record) -> list[str]:
     left_out = dict.fromkeys(line for cell in summary["cells"].values() for line in cell.get("left_out", ()))
     if left_out:
         lines.append(f"Token tables lack {'; '.join(left_out)}.")
+    versions: dict[str, set[str]] = {}
+    for cell in summary["cells"].values():
+        for task, version in cell.get("task_versions", {}).items():
+            versions.setdefault(task, set()).add(version)
+    if mixed := [f"{task} ({', '.join(sorted(each))})" for task, each in versions.items() if len(each) > 1]:
+        lines.append(
+            f"Cells were graded by different versions of {'; '.join(mixed)}: a difference may be the grading's."
+        )
     seeds = len(summary["config"]["seeds"])
     if seeds < FEW_SEEDS:
         lines.append(

@@ -20,9 +20,18 @@ from typing import Any
 
 from deftune.artifacts.display import quiet
 from deftune.comparison.cells import Say, evaluation_items
-from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
+from deftune.comparison.grid import (
+    BASE,
+    COMPARISON,
+    Cell,
+    Comparison,
+    Evaluation,
+    load_comparison,
+    open_comparison,
+)
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.worker import needs_liger
+from deftune.evaluation.results import Result, Tasks, describe_data
 from deftune.evaluation.statistics import half_of
 from deftune.training.preparation import prepare
 
@@ -80,12 +89,16 @@ class Failures:
 
 
 def check_comparison(comparison: Comparison, say: Say) -> None:
-    """Check the data: every task has items, and items in both halves where a setting is chosen on one half."""
+    """Check the data: every task has items, the items of the cells that have finished, and items in both halves.
+
+    A learning rate or temperature is chosen on one half of the items and scored on the other.
+    """
     for name, regime in comparison.regimes.items():
         for evaluation in regime.evaluate:
             tasks, missing = evaluation_items(evaluation)
             for task, why in missing.items():
                 say(f"regimes.{name}, {evaluation.title}: left out: {task}: {why}")
+            check_same_items(comparison, name, evaluation, tasks)
             if len(comparison.learning_rates) * len(evaluation.sweep()) == 1:
                 continue
             for task, (_, items) in tasks.items():
@@ -94,6 +107,26 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
                         f"regimes.{name}, {evaluation.title}: {task} has {len(items)} items, all in one half; a "
                         f"learning rate or temperature is chosen on one half and scored on the other: ask more items"
                     )
+
+
+def check_same_items(comparison: Comparison, regime: str, evaluation: Evaluation, tasks: Tasks) -> None:
+    """Refuse to run cells with other items than the finished cells were asked: scores are paired by item."""
+    cells = [cell for cell in comparison.cells() if cell.regime == regime]
+    finished = [cell for cell in cells if cell.state()["state"] == "finished"]
+    if len(finished) == len(cells):
+        return
+    now = describe_data(tasks)
+    for cell in finished:
+        folder = cell.folder / f"eval-{evaluation.title}"
+        if not (folder / "settings.json").is_file():
+            continue  # lost: the summary says what to do
+        before = Result(folder).settings().get("data", {})
+        for task, about in now.items():
+            if task in before and before[task]["hash"] != about["hash"]:
+                raise ValueError(
+                    f"regimes.{regime}, {evaluation.title}: {task} has other items than {folder} was asked, so the "
+                    f"cells could not be compared; restore its data, or choose another folder with {COMPARISON.option}"
+                )
 
 
 Begin = Callable[[Cell], bool]  # called before a cell starts; False: do not start it

@@ -17,7 +17,7 @@ from typing import Any
 
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import differences
-from deftune.comparison.cells import train_records
+from deftune.comparison.cells import task_versions, train_records
 from deftune.comparison.grid import BASE, GROWS, Cell, Comparison, load_comparison
 from deftune.comparison.report import read_environment
 from deftune.comparison.summary import Scores, readable, table_record
@@ -61,8 +61,7 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
     record["scores"] = {
         evaluation.title: answers_record(cell, evaluation.title) for evaluation in cell.section.evaluate
     }
-    results = [Result(cell.folder / f"eval-{evaluation.title}") for evaluation in cell.section.evaluate]
-    record["task_versions"] = {task: version for r in results for task, version in r.settings()["tasks"].items()}
+    record["task_versions"] = task_versions(cell)
     if cell.section.tokens:
         with readable(cell.folder / "tokens.parquet", cell):
             record["held_out"] = held_out_record(cell.folder / "tokens.parquet")
