@@ -60,6 +60,8 @@ def test_an_objective_is_advised_where_a_decided_difference_says_so():
     assert (up.decided, open_.decided, down.decided) == (1, 0, -1)
     assert best_of([up, open_, down]) == "deft" and best_of([open_, down]) == "nll" and best_of([]) == "nll"
     assert best_of([row("deft", BEST, 3.0, p_holm=0.2)]) == "nll"  # Holm's p-value decides where there is one
+    assert "+3.0 points [+2.0, +4.0] (p = 0.2 after Holm), best temperature" in str(row("deft", BEST, 3.0, p_holm=0.2))
+    assert "Holm" not in str(row("deft", BEST, 3.0, p_holm=0.01)) + str(row("deft", BEST, 0.5, p_holm=0.9))
     assert best_of([up, row("deft", BEST, -3.0, model="another")]) == "nll"
     assert best_of([row("deft", HOT, 9.0), row("deft", GREEDY, 9.0)]) == "nll"
 
@@ -121,6 +123,9 @@ def test_the_command_measures_and_answers(model_folder, data_file, capsys):
         (["--rows", "0"], "--rows: "),
         (["--fields", "prompt"], "--fields: "),
         (["--probe", "--seeds", "a"], "--seeds: whole numbers with commas, got 'a'"),
+        (["--probe", "--seeds", "1,1"], "probe: seeds: 1 is there twice"),
+        (["--probe", "--seeds=-1"], "probe: seeds.0: Input should be greater than or equal to 0 (got -1)"),
+        (["--probe", "--learning-rate", "0"], "probe: learning_rates.0: Input should be greater than 0 (got 0.0)"),
         (["--probe", "--rows", "4"], "--rows: 4 rows are too few to train and to hold out; give at least 8"),
     ],
 )
@@ -152,3 +157,10 @@ def test_a_probe_compares_on_rows_that_it_did_not_train_on(tiny_model, chat_file
     assert probe_text(lines)[0].startswith("\nProbe: tokens of 3 held-out rows, 1 seed, [95% interval over rows, not")
     train, held_out = ((tmp_path / f"advise-probe/{name}.jsonl").read_text() for name in ("train", "held_out"))
     assert len(train.splitlines()) == 9 and len(held_out.splitlines()) == 3
+    arguments = ["advise", str(tiny_model), str(chat_file), *options]
+    assert main([*arguments, "--rows", "16"]) == 2  # the finished cells are of 12 rows
+    assert "advise-probe: holds a probe of other rows; choose another folder with --out" in capsys.readouterr().err
+    assert (tmp_path / "advise-probe/train.jsonl").read_text() == train
+    assert main([*arguments, "--steps", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "(train.max_steps: 2 -> 3" in error and error.endswith("choose another folder with --out\n")

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.comparison.grid import STARTER, Comparison, load_comparison, open_comparison, slug
 from deftune.comparison.schedule import run_grid
+from deftune.comparison.show import view_notes
 from deftune.comparison.summary import (
     BEST,
     Option,
@@ -91,6 +93,7 @@ def test_a_regime_is_laid_over_the_comparison(tmp_path, model):
         ({"objectives": ["defft"]}, "objectives: unknown objective 'defft'. Did you mean 'deft'?"),
         ({"objectives": ["deft", "deft"]}, "objectives: deft is there twice"),
         ({"seeds": [1, 1]}, "seeds: 1 is there twice"),
+        ({"learning_rates": [1e-3, 1.0000001e-3]}, "0.001 is there twice"),  # their cells would have one folder
         ({"sedes": [1]}, "sedes: unknown key. Did you mean 'seeds'?"),
         ({"train": {"learning_rate": 1e-3}}, "train.learning_rate: belongs in `learning_rates`"),
         ({"train": {"seed": 1}}, "train.seed: belongs in `seeds`"),
@@ -160,12 +163,38 @@ def test_a_folder_grows_and_changes_in_nothing_else(tmp_path, model):
         open_comparison(Comparison.model_validate(grown | {"regimes": regimes}))
 
 
+def test_jobs_of_an_array_open_a_new_folder_at_the_same_time(tmp_path, model):
+    for attempt in range(5):
+        comparison = Comparison.model_validate(content(model, tmp_path / str(attempt)))
+        with ThreadPoolExecutor(8) as jobs:
+            for job in [jobs.submit(open_comparison, comparison) for _ in range(8)]:
+                job.result()
+        assert {path.name for path in (tmp_path / str(attempt)).iterdir()} == {"comparison.yaml", "environment.json"}
+
+
+@pytest.mark.parametrize("words", [[], ["--cell", "weak/deft/lr0.001-s2"]])
+def test_cells_of_other_items_are_refused_before_they_are_trained(finished, tmp_path, capsys, words):
+    """The questions were changed, and a seed is added: the new cells could not be paired with the finished ones."""
+    shutil.copytree(finished.folder, tmp_path / "grid")
+    settings = tmp_path / "grid/weak/nll/lr0.001-s0/eval-tasks/settings.json"
+    content = json.loads(settings.read_text())
+    content["data"]["figfont"]["hash"] = "0" * 16
+    settings.write_text(json.dumps(content))
+    assert main(["compare", "run", str(tmp_path / "grid")]) == 0  # every cell has finished
+    capsys.readouterr()
+    assert main(["compare", "run", str(tmp_path / "grid"), "--set", "seeds=[0, 1, 2]", *words]) == 2
+    error = capsys.readouterr().err
+    assert f"figfont has other items than {settings.parent} was asked" in error and "--set folder=..." in error
+    assert not (tmp_path / "grid/weak/nll/lr0.001-s2").exists()
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path, model, capsys):
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "thesis.tex").touch()
     path = write(tmp_path / "c.yaml", content(model, tmp_path / "grid"))
     assert main(["compare", "run", str(path)]) == 2
     assert "is not empty and no comparison" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "grid").iterdir()] == ["thesis.tex"]
     assert main(["compare", "show", str(tmp_path / "grid")]) == 2
     assert "is no comparison" in capsys.readouterr().err
     assert main(["compare", "run", str(tmp_path / "nowhere.yaml")]) == 2
@@ -524,6 +553,19 @@ def test_show_prints_tables_differences_tokens_and_cost(finished, capsys):
     assert capsys.readouterr().out.count(r"\begin{tabular}") == 3
     assert main(["compare", "show", finished.folder, "--format", "json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"config", "cells", "regimes"}
+    for option in (["--rank-base"], ["--beside", "Qwen2.5-7B"]):
+        assert main(["compare", "show", finished.folder, "--format", "json", *option]) == 2
+        assert f"{option[0]}: is for tables" in capsys.readouterr().err
+
+
+def test_scores_by_seed_stand_under_their_seeds(finished):
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    evaluation = summary["regimes"]["weak"]["evaluations"][0]
+    rows = evaluation["views"][0]["rows"]
+    rows["nll"]["by_seed"], rows["deft"]["by_seed"] = {"2": 0.1, "10": 0.2}, {"0": 0.3, "10": 0.4}
+    assert view_notes(evaluation, evaluation["views"][0])[-1] == (
+        "By seed (0, 2, 10), figfont similarity: nll -, 10.00, 20.00; deft 30.00, -, 40.00."
+    )
 
 
 def test_the_papers_numbers_stand_beside_with_a_dagger(finished, capsys):

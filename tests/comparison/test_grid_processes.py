@@ -12,7 +12,7 @@ import pytest
 
 from deftune.artifacts.runs import Run
 from deftune.comparison.grid import Cell, load_comparison
-from deftune.comparison.schedule import WATCH_SECONDS, Child, Children, cell_progress
+from deftune.comparison.schedule import WATCH_SECONDS, Child, Children, cell_progress, run_grid
 from tiny_comparison import content, save_model, write
 
 HANG_SECONDS = 1200  # a machine that is loaded may be slow; one that hangs ends the test
@@ -199,6 +199,24 @@ def test_the_first_signal_is_the_exit_code(stand_in):
     assert [(cell.name, state) for cell, state in found] == [(cells[0].name, "stopped")]
     assert runner.signal == signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_between_two_cells_stops_the_grid(tmp_path, model, number, code):
+    """The cell that ran has finished, so no cell is stopped; the others have not run."""
+    comparison = load_comparison(write(tmp_path / "c.yaml", content(model, tmp_path / "grid")))
+
+    class Runner:
+        signal = number
+
+        def __call__(self, cells, begin):
+            yield cells[0], "finished"
+
+    said = []
+    outcome = run_grid(comparison, Runner(), said.append)
+    assert outcome.stopped and outcome.exit_code == code and said[-1] == "stopped; the same command goes on"
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        outcome.pass_on_stop()
 
 
 class Clock:

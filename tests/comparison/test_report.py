@@ -14,7 +14,7 @@ from deftune.cli import main
 from deftune.comparison import report_figures as report_figures_module
 from deftune.comparison.grid import Comparison, load_comparison, open_comparison
 from deftune.comparison.report import cautions, render_report, verdicts
-from deftune.comparison.report_figures import first_tables, gradient_figures, report_figures, score_lines
+from deftune.comparison.report_figures import by_entropy, first_tables, gradient_figures, report_figures, score_lines
 from deftune.comparison.schedule import run_grid
 from deftune.comparison.summary import summarize_comparison
 from serial import run_here
@@ -162,6 +162,15 @@ def test_little_is_called_little(finished):
     assert not decided and "deft is not distinguishable from nll" in sentence
 
 
+def test_versions_of_the_grading_that_differ_are_named(finished):
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    assert not any("versions" in line for line in cautions(summary))
+    assert [cell["task_versions"] for cell in summary["cells"].values()] == [{"figfont": "1"}] * 5
+    summary["cells"]["weak/base"]["task_versions"] = {"figfont": "0"}
+    line = "Cells were graded by different versions of figfont (0, 1): a difference may be the grading's."
+    assert line in cautions(summary)
+
+
 def test_a_decided_difference_names_its_direction(finished):
     summary = json.loads(json.dumps(summarize_comparison(finished)))
     for record in summary["regimes"]["weak"]["evaluations"][0]["views"][-1]["differences"]:
@@ -177,6 +186,29 @@ def test_score_lines_are_per_temperature(finished):
         (objective, t) for t in (0.0, 1.0) for objective in ("base", "nll", "deft")
     ]
     assert all(0 <= line["score"] <= 1 for line in lines)
+
+
+def test_figures_have_the_intervals_of_the_tables(finished):
+    summary = summarize_comparison(finished)
+    for line in score_lines(summary):
+        (view,) = [view for view in summary["regimes"]["weak"]["evaluations"][0]["views"]
+                   if view["temperature"] == line["temperature"]]  # fmt: skip
+        cell = view["rows"][line["objective"]]["columns"]["figfont similarity"]  # the only column that is averaged
+        assert (line["score"], line["low"], line["high"]) == (cell["value"], cell["low"], cell["high"])
+
+
+def test_a_score_stands_at_the_entropy_of_its_learning_rate(finished):
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    about = summary["regimes"]["weak"]
+    for view in about["evaluations"][0]["views"]:
+        view["rows"]["deft"]["chosen"] = [[view["temperature"], 1e-3], [view["temperature"], 2e-3]]
+        view["rows"]["nll"]["chosen"] = [[view["temperature"], 2e-3]] * 2
+    tokens = [record for record in about["tokens"] if record["objective"] != "base"]
+    for record in tokens:
+        record["entropy"]["mean"] = 1.0
+        about["tokens"].append({**record, "learning_rate": 2e-3, "entropy": {"mean": 3.0}})
+    found = {line["objective"]: line["entropy"] for line in by_entropy(score_lines(summary), summary)}
+    assert (found["nll"], found["deft"]) == (3.0, 2.0)
 
 
 def test_a_comparison_of_answers_alone_has_no_token_figures(tmp_path, finished):

@@ -135,7 +135,7 @@ def test_progress_is_what_the_run_recorded(run):
     assert p.get_marker() == concentration.get_marker() == look_of("deft").marker
     assert p.get_ydata().tolist() == [record["p"] for record in records]
     assert concentration.get_ydata().tolist() == [record["concentration"] for record in records]
-    assert paper.get_xydata().tolist() == [[0, 0.65], [4, 0.75], [3, 0.95]]  # the last stands at the run's end
+    assert paper.get_xydata().tolist() == [[0, 0.65], [3, 0.95]]  # the last stands at the run's end, before update 4
     assert all(float(tick).is_integer() for tick in below.get_xticks())
 
 
@@ -211,6 +211,8 @@ def test_histograms_print_both_ends(tmp_path, capsys, tables):
         (["gradients", "a=x.parquet"], "x.parquet: no such file; `deftune analyze tokens` writes it"),
         (["gradients", "--table", "none.csv"], "none.csv: no such file"),
         (["gradients", "--table", "none.csv", "--objectives", "nll"], "--objectives: has no effect on a table"),
+        (["gradients", "a/x=t.parquet", "b/x=t.parquet"], "a/x=t.parquet: write it as REGIME=PATH, without a /"),
+        (["continuum", "--table", "none.csv", "--temperature", "0"], "--temperature: has no effect on a table"),
         (["histograms", "x.parquet"], "x.parquet: name its model or objective, as in deft=x.parquet"),
         (["histograms", "a=x.parquet", "a=y.parquet"], "a=y.parquet: a is given twice"),
         (["histograms", "strong/a="], "write it as NAME=PATH"),

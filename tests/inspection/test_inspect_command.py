@@ -125,8 +125,10 @@ def test_a_table_of_another_model_or_data_is_refused(table, capsys, model_folder
     assert "was made with data" in error_of(capsys, model_folder, "other.jsonl", "--tokens", table)
 
 
-def test_no_option_is_ignored(table, capsys):
-    for option, value in (("--rows", "3"), ("--max-length", "64"), ("--format", "messages"), ("--template", "plain")):
+def test_no_option_is_ignored(table, model_folder, data_file, capsys):
+    assert "--batch-tokens: at least 1, got 0" in error_of(capsys, model_folder, data_file, "--batch-tokens", "0")
+    for option, value in (("--rows", "3"), ("--rows", "0"), ("--max-length", "64"), ("--format", "messages"),
+                          ("--template", "plain"), ("--batch-tokens", "0")):  # fmt: skip
         assert f"{option}: {table} is made already" in error_of(capsys, "--tokens", table, option, value)
     assert "nothing is exported" in error_of(capsys, "--tokens", table, "--skip-bad-rows")
     assert "--split" in error_of(capsys, "--tokens", table, "--split", "test")

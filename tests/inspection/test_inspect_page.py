@@ -94,6 +94,20 @@ def test_the_first_row_is_the_most_suspicious_at_its_worst_token(shown):
     assert "Question 2?" in shown.page.locator(".prompt").text_content()
 
 
+def test_the_space_before_a_token_stands_before_it_in_the_list(shown):
+    """The text to its left runs from right to left, so that its end stays visible: "3 + 3 = 7", not " 3 + 3 =7"."""
+    gap = shown.page.evaluate("""() => {
+        const left = document.querySelector(".snippet .left bdi").firstChild;
+        const space = document.createRange();
+        const at = left.data.lastIndexOf("=") + 1;
+        space.setStart(left, at);
+        space.setEnd(left, at + 1);
+        const token = document.querySelector(".snippet .token").getBoundingClientRect();
+        return [left.data[at], token.left - space.getBoundingClientRect().right];
+    }""")
+    assert gap[0] == " " and abs(gap[1]) < 1
+
+
 def test_a_tokens_details_are_the_tables(shown):
     details = shown.page.locator("#details")
     assert details.locator(".the-token").text_content() == "7"

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from deftune.paper.board import SETTINGS, Difference, PaperBoard
-from deftune.paper.checks import best_overall, comparable, consistently, mostly
+from deftune.paper.board import SETTINGS, Difference, FocusPath, PaperBoard
+from deftune.paper.checks import best_overall, comparable, consistently, lowest, mostly
 from deftune.paper.claims import CLAIMS
 
 PAPER = PaperBoard()
@@ -156,6 +156,24 @@ def test_best_overall_is_about_means():
     assert check(board(1, 1, decided=False, error=1.0)).verdict == "undecided"
 
 
+@pytest.mark.parametrize(
+    ("nll", "decided", "verdict"), [(40, True, "holds"), (60, True, "fails"), (40, False, "undecided")]
+)
+def test_the_lowest_is_below_every_other_by_a_decided_difference(nll, decided, verdict):
+    scores = {"nll": nll, "linear": 50, "eaft": 51, "cayley": 52, "deft": 53}
+    assert lowest("strong", "nll")(Scores({"case": scores}, decided=decided)).verdict == verdict
+
+
+def test_scores_without_a_difference_decide_nothing():
+    """Two objectives without a seed in common have scores, and nothing to compare."""
+
+    class Apart(Scores):
+        def difference(self, *_):
+            return None
+
+    assert best_overall(("strong",), ("deft",), ("nll",))(Apart({"case": {"nll": 50, "deft": 60}})) is None
+
+
 def test_what_is_not_measured_has_no_verdict():
     """A board of NLL and DEFT in the strong regime answers what it can; a figure's claim stays open."""
     scores = board(1.0)
@@ -170,11 +188,14 @@ def test_what_is_not_measured_has_no_verdict():
 
 def test_focus_of_our_own_runs():
     claim = BY_NAME["focus-trajectory"]
-    rising = Scores({}, focus={"strong": (0.6, 0.65, 0.8), "weak": (0.1, 0.1, 0.4)})
-    falling = Scores({}, focus={"strong": (0.6, 0.55, 0.8), "weak": (0.1, 0.1, 0.4)})
-    assert claim.verdict(rising).verdict == "holds"
-    assert claim.verdict(falling).verdict == "fails"
-    assert claim.verdict(Scores({}, focus={"strong": (0.6, 0.65, 0.8)})) is None
+    weak = FocusPath(0.1, 0.1, 0.4, steps=3)
+    rising = claim.verdict(Scores({}, focus={"strong": FocusPath(0.6, 0.65, 0.8), "weak": weak}))
+    falling = claim.verdict(Scores({}, focus={"strong": FocusPath(0.6, 0.55, 0.8), "weak": weak}))
+    assert (rising.verdict, falling.verdict) == ("holds", "fails")
+    assert rising.because == (
+        "strong 0.60, 0.65 after 4 steps, 0.80 at the end; weak 0.10, 0.10 after 3 steps, 0.40 at the end"
+    )
+    assert claim.verdict(Scores({}, focus={"strong": FocusPath(0.6, 0.65, 0.8)})) is None
 
 
 def test_the_ledger_and_the_printed_tables_need_no_torch():

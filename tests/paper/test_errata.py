@@ -10,7 +10,7 @@ import torch
 from printed_shares import on_grid, truncated_on_grid
 from torch import Tensor
 
-from deftune.paper import theory
+from deftune.paper import duality, theory
 
 # --- Printed numbers --------------------------------------------------------------------------------------------------
 
@@ -184,30 +184,30 @@ def best_two(scores: dict[str, float]) -> tuple[str, ...]:
 def test_duality_is_false_for_the_one_term_score():
     """Theorem (Optimization-entropy duality), main text: the minimum is not at r and is not S_{1+α}(r)."""
     r = torch.tensor([0.6, 0.4], dtype=torch.float64)
-    best = theory.one_term_minimiser(r, alpha=0.5)
-    least = theory.expected_one_term_score(best, r, alpha=0.5)
-    claimed = theory.tsallis_entropy(r, q=1.5)
+    best = duality.one_term_minimiser(r, alpha=0.5)
+    least = duality.expected_one_term_score(best, r, alpha=0.5)
+    claimed = duality.tsallis_entropy(r, q=1.5)
     assert [round(x, 5) for x in (least.item(), claimed.item())] == [0.55778, 0.56452]
     assert torch.allclose(best, torch.tensor([9 / 13, 4 / 13], dtype=torch.float64), rtol=1e-14)  # r^2, normalised
     for alpha in (0.1, 0.5, 0.9, 1.0, 2.0):
-        sharper = theory.expected_one_term_score(theory.one_term_minimiser(r, alpha=alpha), r, alpha=alpha)
-        assert sharper < theory.expected_one_term_score(r, r, alpha=alpha) - 1e-4
+        sharper = duality.expected_one_term_score(duality.one_term_minimiser(r, alpha=alpha), r, alpha=alpha)
+        assert sharper < duality.expected_one_term_score(r, r, alpha=alpha) - 1e-4
 
 
 def test_appendix_proves_it_for_another_score():
     """The restated theorem holds, for the three-term score: it differs from the loss and is least at r."""
     r = torch.tensor([0.6, 0.4], dtype=torch.float64)
-    assert abs(theory.tsallis_score(r, 0, alpha=0.5) - theory.one_term_score(r, 0, alpha=0.5)) > 0.05
+    assert abs(duality.tsallis_score(r, 0, alpha=0.5) - duality.one_term_score(r, 0, alpha=0.5)) > 0.05
     for first in (0.3, 0.55, 0.59, 0.61, 0.65, 9 / 13, 0.9):
         p_hat = torch.tensor([first, 1 - first], dtype=torch.float64)
-        assert theory.expected_tsallis_score(p_hat, r, alpha=0.5) > theory.tsallis_entropy(r, q=1.5)
+        assert duality.expected_tsallis_score(p_hat, r, alpha=0.5) > duality.tsallis_entropy(r, q=1.5)
 
 
 def test_appendix_score_is_not_gate_times_error():
     """Its logit gradient over P_i - [i = y] would be one number, the gate, for every i; it is not."""
     probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     error = probs - torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
-    of_score = theory.tsallis_score_gradient(probs, 0, alpha=0.5) / error
+    of_score = duality.tsallis_score_gradient(probs, 0, alpha=0.5) / error
     assert of_score.max() - of_score.min() > 0.1
     of_loss = theory.objective_gradient(lambda p: -(p**-0.5), probs, 0) / error
     assert of_loss.max() - of_loss.min() < 1e-15

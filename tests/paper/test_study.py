@@ -17,20 +17,13 @@ from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective
 from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
 from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
-from deftune.paper.study_claims import ledger
+from deftune.paper.study_claims import StudyBoard, ledger
 from deftune.paper.study_effects import Section, common, effect_of, sections
+from deftune.paper.study_evidence import evidence
 from deftune.paper.study_plan import Plan
-from deftune.paper.study_report import (
-    default_answer,
-    entropy_text,
-    evidence,
-    form_table,
-    limits,
-    points,
-    primary_table,
-    results_page,
-    wall_seconds,
-)
+from deftune.paper.study_report import default_answer, limits, results_page
+from deftune.paper.study_tables import entropy_text, form_table, primary_table, series_table, wall_seconds
+from deftune.paper.study_text import points
 from serial import run_here
 from tiny_comparison import comparison_at, save_model
 
@@ -173,6 +166,10 @@ def test_a_failure_stays_in_the_record_of_a_cell_that_was_run_again(tiny_grid, t
     study, _ = collect([failed], out)
     record = study.cells[cell.name]
     assert record["state"] == "finished" and record["failures"] == [{"stage": "train", "error": "out of memory"}]
+    cell.set_state("failed", stage="train", error="killed")
+    study, _ = collect([failed], out)
+    record = study.cells[cell.name]  # the finished one; each failure once
+    assert record["state"] == "finished" and [f["error"] for f in record["failures"]] == ["out of memory", "killed"]
 
 
 # --- effects ----------------------------------------------------------------------------------------------------------
@@ -273,6 +270,7 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
     assert {row.source for row in rows} == {"study", "comparison", "paper"}  # the first look is replaced
     (row,) = [r for r in rows if (r.source, r.objective, r.measure) == ("study", "deft", "T = 1")]
     assert (row.difference, row.seeds, row.regime) == (round(value, 1), 3, "strong")
+    assert row.p_holm == section.holm_at(1.0)["deft"]  # at every temperature, as in the ledger
 
 
 @pytest.mark.parametrize("kept", ["base", "nll/", "deft/lr2e-05-s1"])
@@ -297,6 +295,8 @@ def test_the_rule_for_a_default_counts_regimes_where_training_helps(root):
     hurts = Section(invented(base=(0.9, 0.9, 0.9), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6)), "strong", "tasks")
     assert default_answer([helps])[-1] == "**Default**, over the 1 regime where training helps: `deft`."
     assert "in no regime here is training known to help" in default_answer([hurts])[-1]
+    lacking = Section(invented(base=(0.9, 0.9, 0.9), nll=(0.5, 0.45, 0.3), linear=(0.6, 0.6, 0.6)), "strong", "tasks")
+    assert default_answer([lacking, helps])[-1] == "**Default**, over the 1 regime where training helps: `deft`."
     assert evidence([helps], plan, [{"until": "strong", "regime": "strong"}])[0]["source"] == "study"
 
 
@@ -348,11 +348,15 @@ def test_regimes_that_change_one_thing_have_a_table_and_are_no_evidence(root):
     found = plan.arranged(sections([noisy, study]))
     assert [section.regime for section in found] == ["strong", "noise-10"]
     page = results_page([study, noisy], found, plan, [])
-    assert "## By share of the answers exchanged" in page and "## By epochs" not in page
+    assert "## By share of the answers exchanged\n\nScores in per cent, all at learning rate 1e-05" in page
+    assert "## By epochs" not in page
     (line,) = [line for line in page.splitlines() if line.startswith("| `deft` |") and line.endswith("| 0.125 |")
                and line.count("[") == 4]  # fmt: skip
     assert line.startswith(f"| `deft` | {points(found[0].accuracy('deft', 0.0, 1e-5), sign=False)} |")
     assert "Default, noise-10" not in page
+    for cell in noisy.cells.values():
+        cell["learning_rate"] *= 8
+    assert series_table(sections([study, noisy]), plan.series["share of the answers exchanged"]) == ""  # no shared rate
     rows = evidence(found, plan, [])
     assert {row["data"] for row in rows if row["source"] == "study"} == {"GSM8K"}
 
@@ -370,6 +374,10 @@ def test_the_ledger_judges_our_cells_and_says_what_differs(root):
         "four models"
     )
     assert entries["strong-linear"]["verdict"] == "holds"
+    for name, cell in study.cells.items():
+        if "/deft/" in name:
+            cell["training"] = {"step": [1, 4, 7, 58], "focus": [0.5, 0.6, 0.7, 0.9]}
+    assert StudyBoard(sections([study]), plan).focus("strong") == (0.5, 0.6, 0.9, 3)  # after 3 steps: 4 are not kept
     assert entries["weak-gaps"] == {
         **entries["weak-gaps"],
         "verdict": "",

@@ -1,6 +1,5 @@
 """The study's queue: missing cells in the order of the plan, within a budget, merged one by one."""
 
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -10,6 +9,7 @@ import yaml
 
 import tiny_comparison
 from deftune.comparison.grid import load_comparison
+from deftune.comparison.schedule import Children
 from deftune.paper.study import main
 from deftune.paper.study_cells import read_study, write_study
 from deftune.paper.study_plan import Plan
@@ -102,21 +102,36 @@ def test_cells_that_run_when_the_budget_is_spent_are_stopped(study):
 def test_a_spent_budget_is_signalled_once(study, monkeypatch):
     """The runner watches every few seconds; a second signal would end a cell while it saves."""
     plan, folder, results = study
-    sent: list[tuple[int, int]] = []
+    stops: list[int] = []
 
-    class Watching:
-        def __init__(self, jobs, watch):
-            self.watch = watch
-
+    class Watching(Children):
         def __call__(self, cells, begin):
             for _ in range(3):
                 self.watch(cells)
             return iter(())
 
+        def stop(self):
+            super().stop()
+            stops.append(self.signal)
+
     monkeypatch.setattr("deftune.paper.study_queue.Children", Watching)
-    monkeypatch.setattr("deftune.paper.study_queue.os.kill", lambda *what: sent.append(what))
-    run_queue(plan, folder, results, minutes=1, say=lambda _: None, clock=iter(range(0, 10_000, 100)).__next__)
-    assert sent == [(os.getpid(), signal.SIGTERM)]
+    outcome = run_queue(plan, folder, results, minutes=1, say=lambda _: None, clock=iter(range(0, 10**4, 100)).__next__)
+    assert stops == [signal.SIGTERM] and outcome.signal is None  # the budget is no signal of the user's
+
+
+def test_a_signal_is_the_exit_code(study, monkeypatch, capsys):
+    plan, folder, results = study
+
+    class Stopped(Children):
+        def __call__(self, cells, begin):
+            self.stop(signal.SIGINT)
+            return iter(())
+
+    monkeypatch.setattr("deftune.paper.study_queue.Children", Stopped)
+    assert run_queue(plan, folder, results, minutes=1, say=lambda _: None).signal == signal.SIGINT
+    monkeypatch.setattr("deftune.paper.study.FOLDER", folder)
+    monkeypatch.setattr("deftune.paper.study.Plan", lambda _: plan)
+    assert main(["run", "--minutes", "1", "--results", str(results)]) == 130
 
 
 def test_no_cell_starts_that_would_not_end_in_time(study):

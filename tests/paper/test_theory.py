@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deftune.paper import theory
+from deftune.paper import duality, theory
 
 mpmath.mp.dps = 40
 
@@ -206,24 +206,24 @@ def test_tsallis_entropy_is_its_definition(r, q):
     # r sums to 1 only to 1e-16; near q = 1 that error is divided by q - 1, so compare term by term: sum r (1-r^{q-1})
     e = mpmath.mpf(q) - 1
     expected = sum(-x * mpmath.log(x) if e == 0 else x * (1 - x**e) / e for x in weights)
-    close(theory.tsallis_entropy(r, q=q), float(expected), 1e-12)
+    close(duality.tsallis_entropy(r, q=q), float(expected), 1e-12)
 
 
 @properties
 @given(distributions)
 def test_tsallis_entropy_at_named_orders(r):
     """Definition (Tsallis entropy): Shannon's at q = 1, 1 - sum r^2 at q = 2, and 0 * log 0 = 0."""
-    close(theory.tsallis_entropy(r, q=1.0), torch.special.entr(r).sum())
-    close(theory.tsallis_entropy(r, q=2.0), 1 - r.square().sum(), floor=1e-15)
+    close(duality.tsallis_entropy(r, q=1.0), torch.special.entr(r).sum())
+    close(duality.tsallis_entropy(r, q=2.0), 1 - r.square().sum(), floor=1e-15)
     padded = torch.cat([r, torch.zeros(1, dtype=torch.float64)])
     for q in (0.5, 1.0, 2.0):
-        close(theory.tsallis_entropy(padded, q=q), theory.tsallis_entropy(r, q=q))
+        close(duality.tsallis_entropy(padded, q=q), duality.tsallis_entropy(r, q=q))
 
 
 def test_tsallis_entropy_refuses_other_orders():
     """Definition (Tsallis entropy) is for q > 0."""
     with pytest.raises(ValueError, match="q > 0, got q=0"):
-        theory.tsallis_entropy(torch.tensor([0.5, 0.5]), q=0)
+        duality.tsallis_entropy(torch.tensor([0.5, 0.5]), q=0)
 
 
 @properties
@@ -232,11 +232,11 @@ def test_expected_one_term_score(p_hat, r, alpha):
     """Theorem (Optimization-entropy duality), main text: the second display, and E S_α(r, y) = S_{1+α}(r)."""
     n = min(len(p_hat), len(r))
     p_hat, r = p_hat[:n] / p_hat[:n].sum(), r[:n] / r[:n].sum()
-    by_hand = sum(r[y] * theory.one_term_score(p_hat, y, alpha=alpha) for y in range(n))
-    close(theory.expected_one_term_score(p_hat, r, alpha=alpha), by_hand)
+    by_hand = sum(r[y] * duality.one_term_score(p_hat, y, alpha=alpha) for y in range(n))
+    close(duality.expected_one_term_score(p_hat, r, alpha=alpha), by_hand)
     # 1 - sum(...) cancels, so the printed form is compared with an absolute floor
-    close(theory.expected_one_term_score(p_hat, r, alpha=alpha), (1 - (r * p_hat**alpha).sum()) / alpha, floor=1e-13)
-    close(theory.expected_one_term_score(r, r, alpha=alpha), theory.tsallis_entropy(r, q=1 + alpha), floor=1e-13)
+    close(duality.expected_one_term_score(p_hat, r, alpha=alpha), (1 - (r * p_hat**alpha).sum()) / alpha, floor=1e-13)
+    close(duality.expected_one_term_score(r, r, alpha=alpha), duality.tsallis_entropy(r, q=1 + alpha), floor=1e-13)
 
 
 @properties
@@ -245,10 +245,10 @@ def test_one_term_score_is_least_at_the_sharpened_prediction(p_hat, r, alpha):
     """What holds instead of the main text's first display: argmin ∝ r^{1/(1-α)} (α < 1), the mode (α >= 1)."""
     n = min(len(p_hat), len(r))
     p_hat, r = p_hat[:n] / p_hat[:n].sum(), r[:n] / r[:n].sum()
-    best = theory.one_term_minimiser(r, alpha=alpha)
-    risk = theory.expected_one_term_score(best, r, alpha=alpha)
-    close(risk, theory.one_term_bayes_risk(r, alpha=alpha), floor=1e-13)
-    assert risk <= theory.expected_one_term_score(p_hat, r, alpha=alpha) + 1e-13
+    best = duality.one_term_minimiser(r, alpha=alpha)
+    risk = duality.expected_one_term_score(best, r, alpha=alpha)
+    close(risk, duality.one_term_bayes_risk(r, alpha=alpha), floor=1e-13)
+    assert risk <= duality.expected_one_term_score(p_hat, r, alpha=alpha) + 1e-13
     if 0 < alpha < 1:  # proportional to r^{1/(1-α)}, spelled out
         power = r ** (1 / (1 - alpha))
         close(best, power / power.sum(), floor=1e-15)
@@ -257,9 +257,9 @@ def test_one_term_score_is_least_at_the_sharpened_prediction(p_hat, r, alpha):
 def test_one_term_minimiser_is_r_at_zero_and_the_mode_from_one_on():
     """NLL (α = 0) is proper; from α = 1 on the best prediction is the mode."""
     r = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    close(theory.one_term_minimiser(r, alpha=0.0), r)
+    close(duality.one_term_minimiser(r, alpha=0.0), r)
     for alpha in (1.0, 2.0):
-        assert theory.one_term_minimiser(r, alpha=alpha).tolist() == [0.0, 1.0, 0.0]
+        assert duality.one_term_minimiser(r, alpha=alpha).tolist() == [0.0, 1.0, 0.0]
 
 
 @properties
@@ -268,13 +268,13 @@ def test_tsallis_score_is_proper(p_hat, r, alpha):
     """Theorem (Optimization-Entropy Duality, restating), Eq. (app:22), (app:23): least at r, where it is S_{1+α}(r)."""
     n = min(len(p_hat), len(r))
     p_hat, r = p_hat[:n] / p_hat[:n].sum(), r[:n] / r[:n].sum()
-    scores = torch.stack([theory.tsallis_score(p_hat, y, alpha=alpha) for y in range(n)])
+    scores = torch.stack([duality.tsallis_score(p_hat, y, alpha=alpha) for y in range(n)])
     printed = (1 - (1 + alpha) * p_hat**alpha + alpha * (p_hat ** (1 + alpha)).sum()) / alpha
     close(scores, printed, floor=1e-12)  # 1/α amplifies the printed form's own cancellation
-    expected = theory.expected_tsallis_score(p_hat, r, alpha=alpha)
+    expected = duality.expected_tsallis_score(p_hat, r, alpha=alpha)
     close(expected, (r * scores).sum(), floor=1e-13)
-    bayes = theory.expected_tsallis_score(r, r, alpha=alpha)
-    close(bayes, theory.tsallis_entropy(r, q=1 + alpha), floor=1e-13)
+    bayes = duality.expected_tsallis_score(r, r, alpha=alpha)
+    close(bayes, duality.tsallis_entropy(r, q=1 + alpha), floor=1e-13)
     assert expected >= bayes - 1e-13
     if (p_hat - r).abs().max() > 1e-2:  # the minimiser is unique
         assert expected > bayes
@@ -285,21 +285,21 @@ def test_tsallis_score_is_proper(p_hat, r, alpha):
 def test_tsallis_score_gradient(probs, target, alpha):
     """The logit gradient of the appendix's score, Theorem (Optimization-Entropy Duality, restating); NLL's at α = 0."""
     y = target % len(probs)
-    expected = logit_gradient(lambda p: theory.tsallis_score(p, y, alpha=alpha), probs)
-    close(theory.tsallis_score_gradient(probs, y, alpha=alpha), expected, floor=1e-14)
-    close(theory.tsallis_score(probs, y, alpha=0.0), -torch.log(probs[y]))
+    expected = logit_gradient(lambda p: duality.tsallis_score(p, y, alpha=alpha), probs)
+    close(duality.tsallis_score_gradient(probs, y, alpha=alpha), expected, floor=1e-14)
+    close(duality.tsallis_score(probs, y, alpha=0.0), -torch.log(probs[y]))
 
 
 @properties
 @given(st.floats(0.0, 3.0))
 def test_indices_add_to_two(alpha):
     """Theorem (Optimization-Entropy Duality), Eq. (app:38): q_loss + q_ent = 2, and they name these two functions."""
-    assert math.isclose(theory.loss_index(alpha) + theory.entropy_index(alpha), 2.0, rel_tol=1e-15)
+    assert math.isclose(duality.loss_index(alpha) + duality.entropy_index(alpha), 2.0, rel_tol=1e-15)
     p = 0.3
-    close(-theory.q_log(p, q=theory.loss_index(alpha)), theory.deformed_log_loss(p, alpha=alpha))
+    close(-theory.q_log(p, q=duality.loss_index(alpha)), theory.deformed_log_loss(p, alpha=alpha))
     r = torch.tensor([0.3, 0.7], dtype=torch.float64)
-    expected = theory.expected_one_term_score(r, r, alpha=alpha)
-    close(theory.tsallis_entropy(r, q=theory.entropy_index(alpha)), expected)
+    expected = duality.expected_one_term_score(r, r, alpha=alpha)
+    close(duality.tsallis_entropy(r, q=duality.entropy_index(alpha)), expected)
 
 
 # --- Cayley -----------------------------------------------------------------------------------------------------------

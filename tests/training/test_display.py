@@ -1,6 +1,7 @@
 """What a run shows, in terminals of usual widths and in logs."""
 
 import io
+import math
 import re
 
 import pytest
@@ -114,6 +115,12 @@ def test_curves_average_what_does_not_fit():
     records = [{"step": i, "loss": float(i)} for i in range(1, 101)] + [{"step": 100, "loss": 1e9, "final": True}]
     (_, line) = render(records, "running", [], 80).splitlines()
     assert len(line) <= 80 and line.endswith("(1 to 100)") and "█" in line
+
+
+def test_a_curve_leaves_out_what_is_no_number():
+    records = [{"step": i, "grad_norm": value} for i, value in enumerate((1.0, math.nan, math.inf, 3.0), 1)]
+    (_, line) = render(records, "running", [], 80).splitlines()
+    assert line.endswith("(1 to 3)")
 
 
 def test_a_short_curve_leaves_the_columns_in_line():

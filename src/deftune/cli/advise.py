@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli.compare import need_comparison
-from deftune.cli.inspect import add_data_options
+from deftune.cli.data_options import add_data_options, data_options
 from deftune.cli.output import say
 from deftune.cli.progress import progress
-from deftune.cli.train import parse_fields
 
 PROBE_OPTIONS = ("out", "steps", "seeds", "learning_rate")
 
@@ -29,7 +28,6 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("model", help="a run's folder, RUN:STEP, or any model that `train` takes")
     parser.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
-    parser.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
     add_data_options(parser)
     parser.add_argument(
         "--probe", action="store_true", help="also train nll, deft and deft | floor(0.2) for some steps"
@@ -52,21 +50,19 @@ def run_advise(args: argparse.Namespace) -> int:
     from deftune.comparison.advise import advise, probe
 
     bad = Path("bad_rows.jsonl") if args.skip_bad_rows else None
-    options = {"format": args.format or "auto", "fields": parse_fields(args.fields), "split": args.split,
-               "template": args.template, "mask": args.mask, "max_length": args.max_length}  # fmt: skip
+    options = data_options(args)
     with progress() as shown:
         shown.show("loading the libraries")
-        batch = {} if args.batch_tokens is None else {"batch_tokens": args.batch_tokens}
-        advice = advise(args.model, args.data, rows=args.rows, bad_rows=bad, display=shown,
-                        trust_remote_code=args.trust_remote_code, **options, **batch)  # fmt: skip
+        advice = advise(args.model, args.data, bad_rows=bad, display=shown, **options)
         lines: list[dict[str, Any]] = []
         if args.probe:
-            rate = args.learning_rate or (advice.learning_rates[0] if advice.learning_rates else 1e-5)
-            rows = {} if args.rows is None else {"rows": args.rows}
+            rate = args.learning_rate
+            if rate is None:
+                rate = advice.learning_rates[0] if advice.learning_rates else 1e-5
+            options.pop("batch_tokens", None)  # of the pass alone
             lines = probe(
                 args.model, args.data, args.out or Path("advise-probe"), steps=20 if args.steps is None else args.steps,
-                seeds=seeds, learning_rate=rate, skip_bad_rows=args.skip_bad_rows,
-                trust_remote_code=args.trust_remote_code, display=shown, **options, **rows,
+                seeds=seeds, learning_rate=rate, skip_bad_rows=args.skip_bad_rows, display=shown, **options,
             )  # fmt: skip
     if args.json:
         print(json.dumps(dataclasses.asdict(advice) | ({"probe": lines} if lines else {}), indent=1))
@@ -130,7 +126,8 @@ def advice_lines(advice: Any) -> list[str]:
 
 
 def interval(record: Mapping[str, float]) -> str:
-    return f"{record['mean']:.3f} [{record['low']:.3f}, {record['high']:.3f}]"
+    mean, low, high = (round(record[key], 3) + 0.0 for key in ("mean", "low", "high"))  # no -0.000
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def probe_text(lines: Sequence[Mapping[str, Any]]) -> list[str]:

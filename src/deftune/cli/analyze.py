@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.cli.data_options import add_data_options, data_options
 from deftune.cli.output import say
 from deftune.cli.progress import progress
-from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
+from deftune.cli.train import need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
 
@@ -26,26 +27,7 @@ def add_to(commands: Any) -> None:
     tokens.add_argument(
         "--objectives", default=OBJECTIVES, metavar="A,B", help=f"columns for these (default: {OBJECTIVES})"
     )
-    tokens.add_argument(
-        "--rows", type=int, metavar="N", help="read the first N rows only (generated:NAME: default 1000)"
-    )
-    tokens.add_argument("--format", default="auto", help="format of the data (default: by its fields)")
-    add_fields(tokens)
-    tokens.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
-    tokens.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
-    tokens.add_argument(
-        "--mask",
-        choices=["assistant", "completion", "all"],
-        help="which tokens are supervised (default: as the run, or assistant)",
-    )
-    tokens.add_argument("--max-length", type=int, help="most tokens of a row (default: as the run, or 2048)")
-    tokens.add_argument(
-        "--batch-tokens", type=int, default=8192, help="most tokens of a batch, padding included (default: 8192)"
-    )
-    tokens.add_argument(
-        "--skip-bad-rows", action="store_true", help="write unreadable rows to OUT.bad_rows.jsonl and go on"
-    )
-    add_trust(tokens)
+    add_data_options(tokens)
     tokens.set_defaults(run=run_tokens)
 
     conflicts = figure(
@@ -143,11 +125,8 @@ def run_tokens(args: argparse.Namespace) -> int:
 
         bad_rows = args.out.with_name(f"{args.out.stem}.bad_rows.jsonl") if args.skip_bad_rows else None
         written = make_token_table(
-            args.out, args.model, args.data, objectives=split_specs(args.objectives), rows=args.rows,
-            format=args.format, fields=parse_fields(args.fields), split=args.split,
-            template=args.template, mask=args.mask, max_length=args.max_length,
-            batch_tokens=args.batch_tokens, bad_rows=bad_rows, trust_remote_code=args.trust_remote_code,
-            facts={"command": args.line}, display=shown,
+            args.out, args.model, args.data, objectives=split_specs(args.objectives), bad_rows=bad_rows,
+            facts={"command": args.line}, display=shown, **data_options(args),
         )  # fmt: skip
         shown.print(f"{written.tokens}: {written.num_tokens:,} tokens; {written.rows}: their rows")
     return 0
@@ -169,6 +148,18 @@ def parse_named(text: str, *, need_name: bool = False) -> tuple[str, str, str]:
         raise ValueError(f"{text}: write it as NAME=PATH")
     regime, _, last = name.rpartition("/")
     return regime, last, path
+
+
+def parse_regimes(inputs: list[str]) -> dict[str, str]:
+    """Regime -> path of ``regime=path`` or ``path``.
+
+    >>> parse_regimes(["strong=a.parquet"]), parse_regimes(["a.parquet"])
+    ({'strong': 'a.parquet'}, {'': 'a.parquet'})
+    """
+    for regime, name, path in map(parse_named, inputs):
+        if regime:
+            raise ValueError(f"{regime}/{name}={path}: write it as REGIME=PATH, without a /")
+    return {regime: path for (_, regime), path in parse_each(inputs).items()}
 
 
 def parse_each(inputs: list[str], **options: Any) -> dict[tuple[str, str], str]:
@@ -203,7 +194,7 @@ def given_table(args: argparse.Namespace, *unused: str) -> Any:
     from deftune.inspection.style import read_table
 
     for name in unused:
-        if getattr(args, name):
+        if getattr(args, name) not in (None, []):
             raise ValueError(f"--{name}: has no effect on a table that is made; leave it out")
     return read_table(args.table)
 
@@ -218,25 +209,15 @@ def print_lines(lines: list[dict[str, Any]]) -> None:
 
 def run_conflicts(args: argparse.Namespace) -> int:
     need_training()
-    from deftune.paper.conflicts import NEEDED, conflict_shares, conflict_table, pair_name, plot_conflicts
+    from deftune.paper.conflicts import NEEDED, conflict_shares, conflict_tables, plot_conflicts
     from deftune.tokens.table import read_token_table
 
     need_inputs(args, "A.parquet B.parquet")
     if args.table is not None:
         table = given_table(args)
     else:
-        import pyarrow as pa
-
-        if len(args.inputs) % 2:
-            raise ValueError(f"analyze conflicts: tables come in pairs, BEFORE AFTER; got {len(args.inputs)}")
-        read = [read_token_table(path, NEEDED) for path in args.inputs]
-        pairs: dict[str, Any] = {}
-        for before, after in zip(read[::2], read[1::2]):
-            name = pair_name(before, after)
-            if name in pairs:
-                raise ValueError(f"analyze conflicts: two pairs are called {name!r}; draw them in two figures")
-            pairs[name] = conflict_table(before, after, pair=name, objective=args.objective, threshold=args.threshold)
-        table = pa.concat_tables(pairs.values())
+        tables = [read_token_table(path, NEEDED) for path in args.inputs]
+        table = conflict_tables(tables, objective=args.objective, threshold=args.threshold)
     print_lines(conflict_shares(table))
     return draw(args, plot_conflicts, table)
 
@@ -249,7 +230,7 @@ def run_gradients(args: argparse.Namespace) -> int:
     need_inputs(args, "strong=tokens.parquet")
     if args.table is not None:
         return draw(args, plot_gradient_maps, given_table(args, "objectives"))
-    tables = {name: read_token_table(path) for (_, name), path in parse_each(args.inputs).items()}
+    tables = {regime: read_token_table(path) for regime, path in parse_regimes(args.inputs).items()}
     return draw(
         args, plot_gradient_maps, gradient_map_table(tables, split_specs(args.objectives) if args.objectives else None)
     )
@@ -318,7 +299,7 @@ def run_continuum(args: argparse.Namespace) -> int:
     if args.table is not None:
         return draw(args, plot_continuum, given_table(args, "task", "metric", "base", "temperature"))
     scores = read_scores(args)
-    base_p = {regime: mean_of(path, "p") for (_, regime), path in parse_each(args.base).items()}
+    base_p = {regime: mean_of(path, "p") for regime, path in parse_regimes(args.base).items()}
     return draw(args, plot_continuum, continuum_table(scores, base_p, temperature=args.temperature))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.output import say
+from deftune.cli.output import notice, say
 from deftune.cli.progress import Progress, progress
 from deftune.cli.train import add_trust, is_recorded, need_training, not_installed, write_starter
 
@@ -97,9 +97,11 @@ def run_run(args: argparse.Namespace) -> int:
 def run_one(args: argparse.Namespace) -> int:
     from deftune.comparison.cells import run_cell
     from deftune.comparison.grid import load_comparison, open_comparison
+    from deftune.comparison.schedule import check_comparison
 
     comparison = load_comparison(args.config, args.set)
     check_trust(args, comparison)
+    check_comparison(comparison, notice)
     open_comparison(comparison)
     return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
 
@@ -182,6 +184,9 @@ def run_show(args: argparse.Namespace) -> int:
     from deftune.comparison.tables import escape_markdown, render
     from deftune.paper.beside import tables_beside_paper
 
+    if args.format == "json" and (args.beside or args.rank_base):
+        option = "--beside" if args.beside else "--rank-base"
+        raise ValueError(f"{option}: is for tables; JSON has the comparison's own numbers: leave it out")
     comparison = load_comparison(args.config)
     summary = summarize_comparison(comparison)
     if args.format == "json":

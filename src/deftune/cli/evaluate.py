@@ -14,7 +14,6 @@ from deftune.cli.output import Renamed, notice, say
 from deftune.cli.progress import progress
 from deftune.cli.train import add_fields, add_trust, need_training, not_installed, parse_fields
 
-# arguments of the library whose flags have another name
 SHOWN = ("prompt", "text", "answer", "how", "gold")  # of a graded answer, by `eval show`
 
 

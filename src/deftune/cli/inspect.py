@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from deftune.cli import analyze
+from deftune.cli.data_options import add_data_options, data_options
 from deftune.cli.output import notice
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import add_fields, add_trust, need_training, parse_fields
-
-# what shapes a token table: of no use, and so an error, beside a table that is made already
-TABLE_OPTIONS = ("rows", "format", "fields", "template", "mask", "max_length", "batch_tokens", "trust_remote_code")
+from deftune.cli.train import need_training
 
 
 def add_to(commands: Any) -> None:
@@ -29,7 +26,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or any model that `train` takes")
     parser.add_argument("data", nargs="?", help="a file, a folder, a hub id, or generated:NAME")
     parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
-    parser.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
     parser.add_argument(
         "--by", metavar="SCORE", help="the score that ranks the rows: answer, conflict, noise, mean_nll, ..."
     )
@@ -50,23 +46,6 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run_inspect)
 
 
-def add_data_options(parser: Any) -> None:
-    """How the data is read and encoded for a pass over it."""
-    parser.add_argument("--format", help="format of the data (default: by its fields)")
-    add_fields(parser)
-    parser.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
-    parser.add_argument("--template", help="chatml, plain, or a .jinja file (default: the run's, or the tokenizer's)")
-    parser.add_argument(
-        "--mask",
-        choices=["assistant", "completion", "all"],
-        help="which tokens are supervised (default: as the run, or assistant)",
-    )
-    parser.add_argument("--max-length", type=int, help="most tokens of a row (default: as the run, or 2048)")
-    parser.add_argument("--batch-tokens", type=int, help="most tokens of a batch, padding included (default: 8192)")
-    parser.add_argument("--skip-bad-rows", action="store_true", help="leave out rows that cannot be read")
-    add_trust(parser)
-
-
 def run_inspect(args: argparse.Namespace) -> int:
     need_training()
     from rich.console import Console
@@ -76,7 +55,7 @@ def run_inspect(args: argparse.Namespace) -> int:
         check_arguments(args)
         inspection = inspect(args, shown)
     by = args.by or inspection.default_ranking
-    ranked = chosen_rows(inspection, by, args.min_score)
+    ranked = inspection.ranked_rows(by, args.min_score)
     from deftune.inspection.terminal import render_inspection
 
     render_inspection(inspection, Console(), ranked[: args.top], by=by)
@@ -89,7 +68,6 @@ def inspect(args: argparse.Namespace, shown: Progress) -> Any:
     """The inspection of the table that --tokens names, where that exists, else of the model and the data."""
     from deftune.inspection.inspect import inspect_rows, inspect_table
     from deftune.objectives import objective
-    from deftune.tokens.passes import BATCH_TOKENS
 
     specs = args.objectives and [str(objective(spec)) for spec in analyze.split_specs(args.objectives)]
     if args.tokens is not None and args.tokens.exists():
@@ -98,12 +76,8 @@ def inspect(args: argparse.Namespace, shown: Progress) -> Any:
         check_source(args, inspection.facts)
         return inspection
     return inspect_rows(
-        args.model, args.data, tokens=args.tokens, objectives=specs or analyze.OBJECTIVES.split(","), rows=args.rows,
-        format=args.format or "auto", fields=parse_fields(args.fields), split=args.split,
-        template=args.template, mask=args.mask,
-        max_length=args.max_length, batch_tokens=args.batch_tokens or BATCH_TOKENS,
-        bad_rows=bad_rows_path(args), trust_remote_code=args.trust_remote_code, facts={"command": args.line},
-        display=shown,
+        args.model, args.data, tokens=args.tokens, objectives=specs or analyze.OBJECTIVES.split(","),
+        bad_rows=bad_rows_path(args), facts={"command": args.line}, display=shown, **data_options(args),
     )  # fmt: skip
 
 
@@ -124,11 +98,12 @@ def write_files(args: argparse.Namespace, inspection: Any, ranked: Any, by: str,
     if args.export or args.keep:
         shown.show("writing rows")
         from deftune.data.rows import BadRows
-        from deftune.inspection.export import write_export
+        from deftune.inspection.export import source_records, write_export
+        from deftune.inspection.inspect import flags
 
         bad = BadRows(skip=args.skip_bad_rows)
-        records = source_fields(inspection, args.split, bad)
-        suspects = ranked.tolist() if args.min_score is not None else with_reason(inspection, ranked.tolist())
+        records = source_records(inspection, args.split, bad)
+        suspects = [row for row in ranked.tolist() if args.min_score is not None or flags(inspection, row)]
         done = write_export(inspection, suspects[: args.top], records, by=by, export=args.export, keep=args.keep)
         if args.export:
             shown.print(f"{args.export}: {exported_text(done.flagged, len(suspects), by, args.min_score)}")
@@ -137,21 +112,6 @@ def write_files(args: argparse.Namespace, inspection: Any, ranked: Any, by: str,
             shown.print(f"{args.keep}: the other {done.kept:,} rows{rest}")
         if bad.rows:
             notice(f"{bad.summary()}: unreadable, and in neither file")
-
-
-def chosen_rows(inspection: Any, by: str, min_score: float | None) -> Any:
-    """Rows by rank; with ``min_score`` those that reach it (of mean_p, whose low values are suspicious: at most)."""
-    ranked = inspection.ranked_rows(by)
-    if min_score is None:
-        return ranked
-    score = inspection.scores[by][ranked]
-    return ranked[score <= min_score if by == "mean_p" else score >= min_score]
-
-
-def with_reason(inspection: Any, rows: list[int]) -> list[int]:
-    from deftune.inspection.inspect import flags
-
-    return [row for row in rows if flags(inspection, row)]
 
 
 def exported_text(written: int, suspects: int, by: str, min_score: float | None) -> str:
@@ -177,8 +137,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.top < 1:
         raise ValueError(f"--top: at least 1, got {args.top}")
     if args.tokens is not None and args.tokens.exists():
-        for name in TABLE_OPTIONS:
-            if getattr(args, name) not in (None, False):
+        for name in data_options(args):  # of no use beside a table that is made
+            if name != "split":  # which says what rows are copied
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option}: {args.tokens} is made already; leave {option} out, or name a new table")
         for name in ("split", "skip_bad_rows"):
@@ -223,12 +183,3 @@ def check_source(args: argparse.Namespace, facts: dict[str, Any]) -> None:
             raise ValueError(
                 f"{source}: changed after {args.tokens} was made, so rows may have moved; make the table anew"
             )
-
-
-def source_fields(inspection: Any, split: str | None, bad: Any) -> Iterator[Any]:
-    """The rows as the data has them, each with its place; generated ones as messages."""
-    from deftune.data.sources import is_generated, read_fields
-
-    data: str = inspection.facts["data"]
-    last = max(line["row"] for line in inspection.rows)
-    return read_fields(data, split=split, limit=last + 1 if is_generated(data) else None, bad=bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from itertools import pairwise
@@ -43,7 +44,8 @@ def render(records: list[dict[str, Any]], state: str, tasks: list[str], width: i
     room = max(8, width - 56)
     lines = [f"{state}, step {max((record['step'] for record in records), default=0)}"]
     for name in (*CURVES, *(f"eval_{task}" for task in tasks)):
-        values = [float(r[name]) for r in records if isinstance(r.get(name), int | float) and not r.get("final")]
+        found = [r[name] for r in records if isinstance(r.get(name), int | float) and not r.get("final")]
+        values = [float(value) for value in found if math.isfinite(value)]  # a skipped step may record NaN
         if values:
             lines.append(
                 f"{name:<14}{values[0]:>10.4g} {curve(values, room):<{room}} {values[-1]:<10.4g}"

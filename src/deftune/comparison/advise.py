@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
+from deftune.artifacts.config import explain
 from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.files import write_atomic
+from deftune.artifacts.folders import FolderError
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.options import OptionError, check_counts
 from deftune.artifacts.runs import Run
 from deftune.comparison.evidence import BEST, GREEDY, HOT, NLL, Evidence, evidence
-from deftune.comparison.grid import BASE, Comparison
+from deftune.comparison.grid import BASE, COMPARISON, Comparison
 from deftune.comparison.schedule import Children, run_grid
 from deftune.comparison.summary import table_record
 from deftune.data.rows import BadRows
@@ -137,9 +140,9 @@ def best_of(ours: Sequence[Evidence]) -> str:
 
 
 def best_when_sampled(ours: Sequence[Evidence], objective: str) -> str | None:
-    """The objective that gains most at T = 1 and costs little greedily; None where none does, or it is the same one.
+    """The objective that gains most at T = 1; None where none gains 5 points, or it is the same one.
 
-    A row without an interval counts if its difference reaches the study's 5 points.
+    Objectives that cost at most 1 point greedily go first. A row without an interval counts by its difference alone.
     """
     greedy = {row.objective: row for row in ours if row.measure == GREEDY}
     hot = [
@@ -233,47 +236,59 @@ def probe(
         seeds: one run of each objective for each.
         learning_rate: of all runs.
         batch_size: rows of a step.
+        format: of the data, and ``fields``, ``split``, ``template``, ``mask``, ``max_length``, ``skip_bad_rows``, as
+            in `make_token_table`.
+        trust_remote_code: run the code of the model's repository.
+        display: receives the progress.
 
     Returns:
         A line for the untuned model and each objective: held-out means with 95% intervals over rows (not over seeds),
         how many rows these are, and under ``minus_nll`` the paired differences from NLL.
 
     Raises:
-        ValueError: an argument is wrong, or a cell failed.
+        ValueError: an argument is wrong, the folder holds a probe of other rows, or a cell failed.
     """
     check_counts(rows=rows, steps=steps, batch_size=batch_size)
     if Run(Path(model.rpartition(":")[0] or model)).config.is_file() or Run(Path(model)).config.is_file():
         raise OptionError("probe", f"{model} is a run; name its base model, which the probe trains")
+    paths = {name: folder / f"{name}.jsonl" for name in ("train", "held_out")}
+    encoding = {"template": template, "mask": mask, "max_length": max_length}
+    try:
+        comparison = Comparison.model_validate({
+            "folder": str(folder / "comparison"), "objectives": list(PROBE_OBJECTIVES), "seeds": list(seeds),
+            "learning_rates": [learning_rate], "keep_models": False,
+            "model": {"name": model, "trust_remote_code": trust_remote_code},
+            "train": {"max_steps": steps, "epochs": 1000, "batch_size": batch_size,
+                      "micro_batch_size": min(2, batch_size), "save_steps": 10 * steps},
+            "regimes": {"probe": {
+                "data": {"train": [{"path": str(paths["train"]), "format": "messages"}],
+                         **{key: value for key, value in encoding.items() if value is not None}},
+                "tokens": [{"path": str(paths["held_out"]), "format": "messages"}],
+            }},
+        })  # fmt: skip
+    except ValidationError as error:
+        raise ValueError(f"probe: {'; '.join(explain(error))}") from None
     bad = BadRows(skip=skip_bad_rows)
     found = read_rows(data, format=format, split=split, limit=rows, bad=bad, fields=fields)
     if len(found) < 2 * PROBE_HELD_OUT:
         raise OptionError("rows", f"{len(found)} rows are too few to train and to hold out; give at least "
                           f"{2 * PROBE_HELD_OUT}")  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {name: folder / f"{name}.jsonl" for name in ("train", "held_out")}
     for name, path in paths.items():
         part = [r for i, r in enumerate(found) if (i % PROBE_HELD_OUT == PROBE_HELD_OUT - 1) == (name == "held_out")]
         lines = [{"messages": row.messages, **({"tools": row.tools} if row.tools else {})} for row in part]
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
-    source: Record = {"format": "messages"}
-    encoding = {"template": template, "mask": mask, "max_length": max_length}
-    comparison = Comparison.model_validate({
-        "folder": str(folder / "comparison"), "objectives": list(PROBE_OBJECTIVES), "seeds": list(seeds),
-        "learning_rates": [learning_rate], "keep_models": False,
-        "model": {"name": model, "trust_remote_code": trust_remote_code},
-        "train": {"max_steps": steps, "epochs": 1000, "batch_size": batch_size, "micro_batch_size": min(2, batch_size),
-                  "save_steps": 10 * steps},
-        "regimes": {"probe": {
-            "data": {"train": [{"path": str(paths["train"]), **source}],
-                     **{key: value for key, value in encoding.items() if value is not None}},
-            "tokens": [{"path": str(paths["held_out"]), **source}],
-        }},
-    })  # fmt: skip
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if path.is_file() and path.read_text(encoding="utf-8") != text:  # its cells would be shown as these rows'
+            raise FolderError(f"{folder}: holds a probe of other rows; choose another folder with --out")
+        write_atomic(path, text)
     display.show("training and measuring the probe")
-    outcome = run_grid(comparison, Children(1), display.say)
-    if outcome.failed or outcome.stopped:
-        why = next(iter(outcome.failed.values()), "it was stopped; the same command goes on")
-        raise ValueError(f"{comparison.folder}: the probe did not finish: {why}")
+    try:
+        outcome = run_grid(comparison, Children(1), display.say)
+    except FolderError as error:  # of another probe, whose options are named; the folder is one of --out
+        raise FolderError(str(error).replace(COMPARISON.option, "--out")) from None
+    outcome.pass_on_stop()
+    if outcome.failed:
+        raise ValueError(f"{comparison.folder}: the probe did not finish: {next(iter(outcome.failed.values()))}")
     return probe_lines(comparison)
 
 

@@ -108,7 +108,8 @@ def run_cell(
         if not cell.comparison.keep_models:
             shutil.rmtree(cell.run.model, ignore_errors=True)
         clock = cell_seconds(cell, outcome, measured, start_seconds, time.perf_counter() - begin)
-        cell.set_state("finished", time=time.time(), cost=training_cost(cell), **measured, **clock)
+        cell.set_state("finished", time=time.time(), cost=training_cost(cell), task_versions=task_versions(cell),
+                       **measured, **clock)  # fmt: skip
     return "finished"
 
 
@@ -204,6 +205,12 @@ def measure_cell(cell: Cell, say: Say, shared: Shared, model: Any = None, tokeni
             evaluate_cell(cell, evaluation, model, tokenizer, say, shared)
         found["eval_seconds"] = time.perf_counter() - start
     return found
+
+
+def task_versions(cell: Cell) -> dict[str, str]:
+    """The versions of the tasks that graded a cell's answers."""
+    results = [Result(cell.folder / f"eval-{evaluation.title}") for evaluation in cell.section.evaluate]
+    return {task: str(version) for result in results for task, version in result.settings()["tasks"].items()}
 
 
 def read_left_out(cell: Cell) -> list[str]:

@@ -57,15 +57,23 @@ class Evidence:
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
     @property
+    def interval(self) -> str:
+        """The interval, and Holm's p-value where that leaves a difference undecided that the interval would decide."""
+        if self.low is None or self.high is None:
+            return ""
+        text = f" [{self.low:+.1f}, {self.high:+.1f}]"
+        return text if self.decided or self.low <= 0 <= self.high else f"{text} (p = {self.p_holm:.2g} after Holm)"
+
+    @property
     def short(self) -> str:
         """
         >>> Evidence("weak", "tiny (Q4)", "deft", "nll", HOT, 2.0, 1, "study", "here", data="FigFont").short
         'weak: +2.0 points from nll, T = 1 (tiny on FigFont, 1 seed)'
         """
-        interval = "" if self.low is None or self.high is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
         seeds = f"{self.seeds} seed{'s' * (self.seeds != 1)}"
         where = f"{self.model.split(' (')[0]} on {self.data}, {seeds}"
-        return f"{self.regime}: {self.difference:+.1f}{interval} points from {self.against}, {self.measure} ({where})"
+        points = f"{self.difference:+.1f} points{self.interval}"
+        return f"{self.regime}: {points} from {self.against}, {self.measure} ({where})"
 
     def __str__(self) -> str:
         """
@@ -76,9 +84,8 @@ class Evidence:
 
     @property
     def points(self) -> str:
-        interval = "" if self.low is None or self.high is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
         note = f" ({self.note})" if self.note else ""
-        return f"{self.difference:+.1f} points{interval}, {self.measure}{note}"
+        return f"{self.difference:+.1f} points{self.interval}, {self.measure}{note}"
 
     @property
     def about(self) -> str:

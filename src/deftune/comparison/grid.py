@@ -37,7 +37,7 @@ from deftune.artifacts.config import (
 )
 from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.folders import Kind, differences
+from deftune.artifacts.folders import LOCK, FolderError, Kind, differences, locked_file
 from deftune.artifacts.runs import Run
 from deftune.evaluation.questions import wanted_tasks
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
@@ -187,6 +187,7 @@ class Comparison(Section):
             for key, instead in (("learning_rate", "learning_rates"), ("seed", "seeds")):
                 if key in section:
                     raise ValueError(f"train.{key}: belongs in `{instead}`, which all objectives share")
+        _distinct([f"{rate:g}" for rate in self.learning_rates])  # as the folders of cells are named
         return self
 
     def cells(self) -> list[Cell]:
@@ -355,29 +356,48 @@ def render_comparison(comparison: Comparison) -> str:
 
 GROWS = ("objectives", "seeds", "learning_rates", "regimes")
 BEGINNING = ("environment.json", ".environment.json.writing", f".{CONFIG}.writing")  # written before the config
+OPEN_SECONDS = 60.0  # for other processes to open the folder: each takes a moment
 
 
 def open_comparison(comparison: Comparison) -> None:
-    """Make or continue the folder. It may grow by objectives, seeds, rates and regimes; nothing else may change."""
+    """Make or continue the folder. It may grow by objectives, seeds, rates and regimes; nothing else may change.
+
+    Several processes may open it at the same time: the jobs of an array, each with `--cell`.
+    """
     folder = Path(comparison.folder)
-    now = json.loads(comparison.model_dump_json())
-    if COMPARISON.is_begun(folder, BEGINNING):
-        before = read_yaml(folder / CONFIG, Comparison)
-        with suppress(ValidationError):  # a key that came later has its default
-            before = json.loads(Comparison.model_validate(before).model_dump_json())
-        changed = [
-            line
-            for name, regime in now["regimes"].items()
-            if name in before["regimes"]
-            for line in differences(before["regimes"][name], regime, f"regimes.{name}")
-        ]
-        changed += [f"{key}: {value} is gone" for key in GROWS for value in before[key] if value not in now[key]]
-        old, new = ({k: v for k, v in content.items() if k not in (*GROWS, "folder")} for content in (before, now))
-        COMPARISON.refuse_changes(folder, old, new, *changed)
-    else:
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "environment.json", json.dumps(environment(), indent=1))
-    write_atomic(folder / CONFIG, render_comparison(comparison))
+    except FileExistsError:
+        COMPARISON.is_begun(folder)  # refuses a file
+        raise
+
+    def wait(seconds: float) -> None:
+        if seconds > OPEN_SECONDS:
+            raise FolderError(f"{folder}: another process has been opening this comparison for {seconds:.0f} seconds")
+
+    with locked_file(folder / LOCK, wait):
+        now = json.loads(comparison.model_dump_json())
+        if COMPARISON.is_begun(folder, BEGINNING):
+            refuse_changes(folder, now)
+        else:
+            write_atomic(folder / "environment.json", json.dumps(environment(), indent=1))
+        write_atomic(folder / CONFIG, render_comparison(comparison))
+
+
+def refuse_changes(folder: Path, now: dict[str, Any]) -> None:
+    """Refuse a config that differs from the folder's in more than what may grow."""
+    before = read_yaml(folder / CONFIG, Comparison)
+    with suppress(ValidationError):  # a key that came later has its default
+        before = json.loads(Comparison.model_validate(before).model_dump_json())
+    changed = [
+        line
+        for name, regime in now["regimes"].items()
+        if name in before["regimes"]
+        for line in differences(before["regimes"][name], regime, f"regimes.{name}")
+    ]
+    changed += [f"{key}: {value} is gone" for key in GROWS for value in before[key] if value not in now[key]]
+    old, new = ({k: v for k, v in content.items() if k not in (*GROWS, "folder")} for content in (before, now))
+    COMPARISON.refuse_changes(folder, old, new, *changed)
 
 
 STARTER = """\

@@ -80,6 +80,14 @@ def cautions(summary: Record) -> list[str]:
     left_out = dict.fromkeys(line for cell in summary["cells"].values() for line in cell.get("left_out", ()))
     if left_out:
         lines.append(f"Token tables lack {'; '.join(left_out)}.")
+    versions: dict[str, set[str]] = {}
+    for cell in summary["cells"].values():
+        for task, version in cell.get("task_versions", {}).items():
+            versions.setdefault(task, set()).add(version)
+    if mixed := [f"{task} ({', '.join(sorted(each))})" for task, each in versions.items() if len(each) > 1]:
+        lines.append(
+            f"Cells were graded by different versions of {'; '.join(mixed)}: a difference may be the grading's."
+        )
     seeds = len(summary["config"]["seeds"])
     if seeds == 1:
         lines.append(
@@ -139,7 +147,6 @@ def cell_rows(comparison: Comparison, page: Path | None) -> Iterator[dict[str, A
 
 def relative(path: Path, start: Path) -> str:
     """A link from one file to another that survives moving both."""
-
     return quote(os.path.relpath(path, start))
 
 
@@ -162,7 +169,7 @@ def reproduce(comparison: Comparison) -> str:
     trained = next((cell for cell in comparison.cells() if cell.seed is not None), None)
     lines = [
         f'pip install "deftune[eval]=={__version__}"   # or pip install -e ".[eval]" in a clone at v{__version__}',
-        f"deftune compare run {shlex.quote(CONFIG)}            # the file below; goes on where it was stopped",
+        f"deftune compare run {CONFIG}   # the file below; goes on where it was stopped",
         f"deftune compare show {shlex.quote(folder)}",
         f"deftune report {shlex.quote(folder)}",
     ]
@@ -177,7 +184,8 @@ def reproduce(comparison: Comparison) -> str:
         ]  # fmt: skip
         if trained.section.tokens:
             table, browser = (within(trained.folder / name) for name in ("tokens.parquet", "inspect.html"))
-            lines.append(f"deftune inspect --tokens {table} --html {browser}   # the next report links it")
+            lines += ["# a page of its held-out tokens; the next report links it",
+                      f"deftune inspect --tokens {table} --html {browser}"]  # fmt: skip
     return "\n".join(lines)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deftune.comparison.figures import (
     continuum_table,
-    entropy_table,
     plot_continuum,
     plot_entropy,
     plot_temperatures,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Record = Mapping[str, Any]
+FIRST = "the first seed and learning rate of each objective"
 SCALE = 1.8  # pixels of the page for a point of the paper
 
 
@@ -49,21 +49,13 @@ def report_figures(comparison: Comparison, summary: Record) -> list[Drawn]:
     scores = score_lines(summary)
     tables: list[tuple[str, str, Callable[[Any], Figure], Any]] = [
         ("temperatures", "Score against sampling temperature", plot_temperatures, swept(scores)),
-        (
-            "histograms",
-            "Target probabilities on held-out tokens, one seed of each",
-            plot_histograms,
-            shares(comparison),
-        ),
-        ("progress", "Probability and concentration while training, one seed of each", plot_progress, runs(comparison)),
-        (
-            "continuum",
-            "Scores by regime, in the order of the untuned model's mean p on held-out tokens",
-            plot_continuum,
-            by_p(scores, summary),
-        ),
-        ("entropy", "Score against the tuned model's mean entropy", plot_entropy, by_entropy(scores, summary)),
-    ]
+        ("histograms", f"Target probabilities on held-out tokens, {FIRST}", plot_histograms, shares(comparison)),
+        ("progress", f"Probability and concentration while training, {FIRST}", plot_progress, runs(comparison)),
+        ("continuum", "Scores by regime, in the order of the untuned model's mean p on held-out tokens",
+         plot_continuum, by_p(scores, summary)),
+        ("entropy", "Score against the model's mean entropy on held-out tokens", plot_entropy,
+         by_entropy(scores, summary)),
+    ]  # fmt: skip
     return [Drawn(name, title, plot(table), table) for name, title, plot, table in tables if table is not None]
 
 
@@ -87,20 +79,24 @@ def gradient_figures(comparison: Comparison) -> list[Drawn]:
 
 
 def score_lines(summary: Record) -> list[dict[str, Any]]:
-    """A line per regime, objective and temperature: the average, or the only column, of each suite."""
+    """A line per regime, objective and temperature: the average, or the only column, of each suite.
+
+    ``learning_rates`` are those that the two halves of the items were scored at.
+    """
     lines: list[dict[str, Any]] = []
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
             place = regime if len(about["evaluations"]) == 1 else f"{regime}, {evaluation['title']}"
             for view in evaluation["views"]:
-                if view["temperature"] is None or not evaluation["averaged"]:
+                if view["temperature"] is None or not (averaged := evaluation["averaged"]):
                     continue
                 for objective, row in view["rows"].items():
-                    cell = row["columns"][AVERAGE]
+                    cell = row["columns"][AVERAGE if len(averaged) > 1 else averaged[0]]  # as in the table
                     low, high = (cell["value"] if cell[key] is None else cell[key] for key in ("low", "high"))
                     lines.append({
                         "regime": place, "of": regime, "objective": objective, "temperature": view["temperature"],
                         "score": cell["value"], "low": low, "high": high,
+                        "learning_rates": tuple(rate for _, rate in row["chosen"]),
                     })  # fmt: skip
     return lines
 
@@ -148,15 +144,18 @@ def by_p(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] 
 
 
 def by_entropy(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:
-    entropies: dict[tuple[str, str], float] = {}
-    for regime, about in summary["regimes"].items():
-        for record in about["tokens"]:
-            entropies.setdefault((regime, record["objective"]), record["entropy"]["mean"])
-    known = [line for line in scores if (line["of"], line["objective"]) in entropies]
-    if not known:
-        return None
-    by_place = {(line["regime"], line["objective"]): entropies[line["of"], line["objective"]] for line in known}
-    return entropy_table(known, by_place)
+    """The scores with the mean entropy at the learning rates of each score; None where no tokens were measured."""
+    entropies: dict[tuple[str, str, float | None], float] = {
+        (regime, record["objective"], record["learning_rate"]): record["entropy"]["mean"]
+        for regime, about in summary["regimes"].items()
+        for record in about["tokens"]
+    }
+    lines: list[dict[str, Any]] = []
+    for line in scores:
+        keys = [(line["of"], line["objective"], rate) for rate in line["learning_rates"]]
+        if all(key in entropies for key in keys):
+            lines.append({**line, "entropy": sum(entropies[key] for key in keys) / len(keys)})
+    return lines or None
 
 
 READABLE = 0.18  # relative luminance that a line needs on the dark page

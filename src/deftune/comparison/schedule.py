@@ -20,9 +20,18 @@ from typing import Any
 
 from deftune.artifacts.display import quiet
 from deftune.comparison.cells import Say, evaluation_items
-from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
+from deftune.comparison.grid import (
+    BASE,
+    COMPARISON,
+    Cell,
+    Comparison,
+    Evaluation,
+    load_comparison,
+    open_comparison,
+)
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.worker import needs_liger
+from deftune.evaluation.results import Result, Tasks, describe_data
 from deftune.evaluation.statistics import half_of
 from deftune.training.preparation import prepare
 
@@ -40,6 +49,11 @@ class GridOutcome:
     @property
     def exit_code(self) -> int:
         return 128 + self.signal if self.stopped else 1 if self.failed else 0
+
+    def pass_on_stop(self) -> None:
+        """Raise what the signal that stopped the call raises by default: `KeyboardInterrupt`, or `SystemExit`."""
+        if self.stopped:
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(self.exit_code)
 
 
 class Failures:
@@ -75,12 +89,16 @@ class Failures:
 
 
 def check_comparison(comparison: Comparison, say: Say) -> None:
-    """Check the data: every task has items, and items in both halves where a setting is chosen on one half."""
+    """Check the data: every task has items, the items of the cells that have finished, and items in both halves.
+
+    A learning rate or temperature is chosen on one half of the items and scored on the other.
+    """
     for name, regime in comparison.regimes.items():
         for evaluation in regime.evaluate:
             tasks, missing = evaluation_items(evaluation)
             for task, why in missing.items():
                 say(f"regimes.{name}, {evaluation.title}: left out: {task}: {why}")
+            check_same_items(comparison, name, evaluation, tasks)
             if len(comparison.learning_rates) * len(evaluation.sweep()) == 1:
                 continue
             for task, (_, items) in tasks.items():
@@ -89,6 +107,26 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
                         f"regimes.{name}, {evaluation.title}: {task} has {len(items)} items, all in one half; a "
                         f"learning rate or temperature is chosen on one half and scored on the other: ask more items"
                     )
+
+
+def check_same_items(comparison: Comparison, regime: str, evaluation: Evaluation, tasks: Tasks) -> None:
+    """Refuse to run cells with other items than the finished cells were asked: scores are paired by item."""
+    cells = [cell for cell in comparison.cells() if cell.regime == regime]
+    finished = [cell for cell in cells if cell.state()["state"] == "finished"]
+    if len(finished) == len(cells):
+        return
+    now = describe_data(tasks)
+    for cell in finished:
+        folder = cell.folder / f"eval-{evaluation.title}"
+        if not (folder / "settings.json").is_file():
+            continue  # lost: the summary says what to do
+        before = Result(folder).settings().get("data", {})
+        for task, about in now.items():
+            if task in before and before[task]["hash"] != about["hash"]:
+                raise ValueError(
+                    f"regimes.{regime}, {evaluation.title}: {task} has other items than {folder} was asked, so the "
+                    f"cells could not be compared; restore its data, or choose another folder with {COMPARISON.option}"
+                )
 
 
 Begin = Callable[[Cell], bool]  # called before a cell starts; False: do not start it
@@ -115,12 +153,13 @@ def compare(
 
     Raises:
         ValueError: the file is wrong, or no cell has finished; the message has the first error.
+        KeyboardInterrupt: Ctrl-C; the running cells have saved, and the same call goes on (SIGTERM: `SystemExit`).
     """
     comparison = load_comparison(Path(config), overrides)
     outcome = run_grid(comparison, Children(jobs), say, keep_going=keep_going)
+    outcome.pass_on_stop()
     if not outcome.finished:
-        error = next(iter(outcome.failed.values()), "it was stopped")
-        raise ValueError(f"{comparison.folder}: no cell has finished: {error}")
+        raise ValueError(f"{comparison.folder}: no cell has finished: {next(iter(outcome.failed.values()))}")
     return summarize_comparison(comparison)
 
 
@@ -165,8 +204,11 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
                     f"different objectives fail alike, so no other cell is started; remove the cause and run the same "
                     f"command, or pass --keep-going to start them all")  # fmt: skip
                 unannounced -= failures.given_up
+    asked_to_stop: int | None = getattr(runner, "signal", None)
+    over = len(outcome.finished) + len(outcome.failed) + len(outcome.not_started)
+    outcome.stopped |= asked_to_stop is not None and over < len(cells)  # a signal between two cells stops none
     if outcome.stopped:
-        outcome.signal = getattr(runner, "signal", None) or signal.SIGTERM
+        outcome.signal = asked_to_stop or signal.SIGTERM
         say("stopped; the same command goes on")
     if outcome.not_started:
         say(f"not started: {', '.join(outcome.not_started)}")
@@ -192,16 +234,17 @@ class Children:
     def __init__(self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic):
         self.jobs, self.watch, self.clock = jobs, watch, clock
         self.signal: int | None = None  # that asked to stop
+        self.running: list[Child] = []
+
+    def stop(self, number: int = signal.SIGTERM, frame: Any = None) -> None:
+        """Start no other cell, and stop those that run, as on a signal; a second call ends them while they save."""
+        self.signal = self.signal or number
+        for child in self.running:
+            child.stop()
 
     def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-        waiting, alone, running, idle = list(cells), list[Cell](), list[Child](), list[Child]()
-
-        def stop(number: int, frame: Any) -> None:
-            self.signal = self.signal or number
-            for child in running:
-                child.stop()
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        waiting, alone, running, idle = list(cells), list[Cell](), self.running, list[Child]()
+        before = {number: signal.signal(number, self.stop) for number in (signal.SIGTERM, signal.SIGINT)}
         watched = self.clock()
         try:
             while running or ((waiting or alone) and not self.signal):
@@ -242,8 +285,8 @@ class Children:
                 if running and not ended:
                     time.sleep(0.1)
         finally:
-            for child in running:  # the caller has given up: they stop, as if this process were gone
-                child.leave()
+            while running:  # the caller has given up: they stop, as if this process were gone
+                running.pop().leave()
             for child in idle:
                 child.close()
             for number, handler in before.items():

@@ -58,11 +58,13 @@ def view_notes(evaluation: Record, view: Record) -> list[str]:
     if view["name"] == BEST or any(len(settings) > 1 for settings in chosen.values()):
         texts = [f"{name} {' and '.join(settings)}" for name, settings in chosen.items()]
         notes.append(f"Each half of the items at what was best on the other half: {'; '.join(texts)}.")
-    seeds = {name: row["by_seed"] for name, row in view["rows"].items() if row["by_seed"]}
-    if seeds:
-        texts = [f"{name} {', '.join(f'{100 * value:.2f}' for value in row.values())}" for name, row in seeds.items()]
-        names = ", ".join(dict.fromkeys(seed for row in seeds.values() for seed in row))
-        notes.append(f"By seed ({names}), {'average' if len(averaged) > 1 else averaged[0]}: {'; '.join(texts)}.")
+    by_seed = {name: row["by_seed"] for name, row in view["rows"].items() if row["by_seed"]}
+    if by_seed:
+        seeds = sorted({seed for row in by_seed.values() for seed in row}, key=int)
+        texts = [f"{name} {', '.join(f'{100 * row[s]:.2f}' if s in row else '-' for s in seeds)}"
+                 for name, row in by_seed.items()]  # fmt: skip
+        what = "average" if len(averaged) > 1 else averaged[0]
+        notes.append(f"By seed ({', '.join(seeds)}), {what}: {'; '.join(texts)}.")
     return notes
 
 

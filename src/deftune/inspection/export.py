@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from deftune.artifacts.files import whole_file
-from deftune.data.rows import Record
+from deftune.data.rows import BadRows, Record
+from deftune.data.sources import is_generated, read_fields
 from deftune.inspection.inspect import Inspection, reasons
 
 KEY = "deftune_inspect"
@@ -36,6 +37,13 @@ def finding(inspection: Inspection, row: int, rank: int, by: str) -> dict[str, A
         "reasons": reasons(inspection, row, by),
         "scores": {name: None if np.isnan(value) else round(value, 6) for name, value in scores.items()},
     }
+
+
+def source_records(inspection: Inspection, split: str | None, bad: BadRows) -> Iterator[Record]:
+    """The rows as the data has them, each with its place; generated ones as messages."""
+    data: str = inspection.facts["data"]
+    last = max(line["row"] for line in inspection.rows)
+    return read_fields(data, split=split, limit=last + 1 if is_generated(data) else None, bad=bad)
 
 
 def write_export(

@@ -295,12 +295,10 @@ def plot_progress(table: Table) -> Figure:
             markers = {"marker": look_of(name).marker, "markevery": (number * every // len(runs), every)}
             for row, metric in enumerate(("p", "concentration")):
                 axes[row][column].plot(columns["updates"][mine], columns[metric][mine], **line_style(name), **markers)
-        if anchors := PAPER_FOCUS.get(regime):
-            last = float(columns["updates"][here].max())
-            axes[1][column].plot(
-                [last if step is None else step for step, _ in anchors], [focus for _, focus in anchors], "D",
-                mfc="none", mec="#7F7F7F", label="paper's a, Llama-3.1-8B",
-            )  # fmt: skip
+        last = float(columns["updates"][here].max())
+        anchors = [(last if step is None else step, focus) for step, focus in PAPER_FOCUS.get(regime, ())]
+        if anchors := [(step, focus) for step, focus in anchors if step <= last]:  # a short run has not come so far
+            axes[1][column].plot(*zip(*anchors), "D", mfc="none", mec="#7F7F7F", label="paper's a, Llama-3.1-8B")
         axes[0][column].set_title(regime)
         axes[1][column].set_xlabel("optimizer updates")
         axes[1][column].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

@@ -5,9 +5,10 @@ Token by token, with p the target's probability and q that of the likeliest othe
     conflict = 1 - p^(sum P^2)              in [0, 1]: near 1 where the model is sure, of something else
     margin   = max(0, log q - log p)        in nats: how much rather the model would have written the other token
 
-``conflict`` is 1 - gate of DEFT: the part of NLL's push that DEFT takes away. An undecided model (small sum P^2) leaves
-it near 0 however small p is, so it separates *confident conflicts* from what is merely hard. For any other objective
-the same reading holds of its own gate. It saturates, so it cannot order the strongest cases; ``margin`` does.
+``conflict`` is 1 - gate of DEFT: the part of NLL's gradient that DEFT takes away. An undecided model (small sum P^2)
+leaves it near 0 however small p is, so it separates *confident conflicts* from what is merely hard. For any other
+objective the same reading holds of its own gate. It saturates, so it cannot order the strongest cases; ``margin``
+does.
 
 A row is scored by where its conflicts sit (`row_scores`). What each score is worth for finding wrong labels was
 measured: benchmarks/noise.py.
@@ -109,14 +110,19 @@ class Inspection:
     def text_of(self, first: int, last: int) -> str:
         return "".join(self.texts[i] for i in self.text[first:last])
 
-    def ranked_rows(self, by: str | None = None) -> np.ndarray:
-        """Rows, the most suspicious first. Rows that have no such score (no stated answer) follow, by conflict."""
+    def ranked_rows(self, by: str | None = None, min_score: float | None = None) -> np.ndarray:
+        """Rows, the most suspicious first. Rows that have no such score (no stated answer) follow, by conflict.
+
+        ``min_score`` leaves the rows of at least this score; of ``mean_p``, whose low values are suspicious, at most.
+        """
         by = by or self.default_ranking
         if by not in self.scores:
             raise ValueError(f"unknown score {by!r}. Known: {', '.join(self.scores)}")
-        score = self.scores[by]
-        key = score if by == "mean_p" else -score  # the least probable row first
-        return np.lexsort((-self.scores["conflict"], key))  # NaN sorts last
+        key = self.scores[by] if by == "mean_p" else -self.scores[by]  # the least probable row first
+        ranked = np.lexsort((-self.scores["conflict"], key))  # NaN sorts last
+        if min_score is None:
+            return ranked
+        return ranked[key[ranked] <= (min_score if by == "mean_p" else -min_score)]
 
     def score_of(self, row: int, by: str) -> str:
         """The score that ranks a row in the ranking ``by``: rows without that score follow by conflict."""
@@ -376,7 +382,7 @@ def habits(inspection: Inspection, top: int) -> list[Habit]:
 
 
 def summary(inspection: Inspection) -> dict[str, Any]:
-    """The numbers of the whole: conflicts, the loss on them, and each objective's share of push that goes there.
+    """The numbers of the whole: conflicts, the loss on them, and the share of each objective's gradient there.
 
     ``share[S]`` = sum over confident conflicts of gate (1-p) / sum over all tokens of gate (1-p);
     ``gate[S]`` the mean gate over confident conflicts.

@@ -184,7 +184,7 @@ def page_columns(objectives: list[str], palette: dict[str, str]) -> list[dict[st
     """What tokens are coloured and ranked by; ``unit`` scales from 0 to 1, others to their 99th percentile."""
     columns: list[dict[str, Any]] = [
         {"label": "conflict", "array": "conflict", "unit": True, "colour": ORANGE,
-         "about": "1 - p^(sum P²): how surely the model expects another token; the part of NLL's push that DEFT drops"},
+         "about": "1 - p^(sum P²): how surely the model expects another token; how much of NLL's gradient DEFT drops"},
         {"label": "margin", "array": "margin", "colour": ORANGE,
          "about": "log q - log p: nats by which the model prefers another token"},
         {"label": "NLL", "array": "log_p", "derive": "negative", "colour": PURPLE, "about": "-log p: the token's loss"},
@@ -200,10 +200,10 @@ def page_columns(objectives: list[str], palette: dict[str, str]) -> list[dict[st
     ]  # fmt: skip
     for name in objectives:
         columns.append({"label": f"gate of {name}", "array": f"gate:{name}", "unit": True, "colour": palette[name],
-                        "about": "What multiplies the token's error: 1 listens as NLL does, 0 not at all"})  # fmt: skip
+                        "about": "Multiplies the token's error: 1 is NLL's gradient, 0 is none"})  # fmt: skip
     for name in objectives:
         columns.append({"label": f"signal of {name}", "array": f"gate:{name}", "derive": "signal", "unit": True,
-                        "colour": palette[name], "about": "gate (1 - p): how hard it pushes the token up"})  # fmt: skip
+                        "colour": palette[name], "about": "gate (1 - p): the gradient on its own logit"})  # fmt: skip
     return [{**column, "rgb": rgb(column.pop("colour"))} for column in columns]
 
 

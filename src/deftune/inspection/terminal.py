@@ -26,7 +26,8 @@ def render_inspection(
     for line in summary_lines(inspection):
         console.print(Text(line), soft_wrap=True)
     console.print(objective_table(inspection))
-    console.print(habit_table(inspection))
+    if inspection.confident.any():
+        console.print(habit_table(inspection))
     if not len(ranked):
         console.print(Text("no row has such a score"))
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from deftune.comparison.tables import LEVEL
 from deftune.paper.printed import HALF_CENT, PaperTable, paper_methods, paper_sets, paper_tables, recomputed
@@ -41,6 +41,15 @@ class Difference:
         return f"{self.value:+.2f}" + ("" if self.decided else " (undecided)")
 
 
+class FocusPath(NamedTuple):
+    """DEFT's mean focus in training: at the first step, after ``steps`` steps (the paper says four), at the end."""
+
+    first: float
+    early: float
+    last: float
+    steps: int = 4
+
+
 class Board(Protocol):
     """Scores in per cent. What a board does not have is an empty list or None."""
 
@@ -50,9 +59,7 @@ class Board(Protocol):
 
     def difference(self, setting: str, case: str, a: str, b: str) -> Difference | None: ...
 
-    def focus(self, setting: str) -> tuple[float, float, float] | None:
-        """DEFT's mean focus in training: at the first step, after four, at the end."""
-        ...
+    def focus(self, setting: str) -> FocusPath | None: ...
 
 
 # --- the paper's board ------------------------------------------------------------------------------------------------
@@ -123,7 +130,7 @@ class PaperBoard:
             variance += p * (1 - p) / sets[name].items
         return 100 * math.sqrt(variance) / len(over)
 
-    def focus(self, setting: str) -> tuple[float, float, float] | None:
+    def focus(self, setting: str) -> FocusPath | None:
         return None  # a figure, and some numbers in the text
 
 
@@ -145,7 +152,7 @@ _MEASURED = {
 
 
 class ComparisonBoard:
-    """A comparison's summary (`grid_summary`): each objective at its own best learning rate and temperature.
+    """A comparison's summary (`summarize_comparison`): each objective at its own best learning rate and temperature.
 
     A difference is decided where its Holm-adjusted p-value is below 0.05.
     """
@@ -193,6 +200,6 @@ class ComparisonBoard:
         error = math.sqrt(math.fsum(part.error**2 for part in parts)) / len(parts)
         return Difference(value, error, abs(value) > 1.96 * error)
 
-    def focus(self, setting: str) -> tuple[float, float, float] | None:
+    def focus(self, setting: str) -> FocusPath | None:
         found = self._regimes.get(setting, {}).get("focus")
-        return (found[0], found[1], found[2]) if found else None
+        return FocusPath(*found) if found else None

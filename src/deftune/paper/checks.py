@@ -79,23 +79,25 @@ def tally(
     return Tally(ahead, behind, undecided, tuple(details))
 
 
+def verdict_of(ahead: int, behind: int, undecided: int) -> Verdict:
+    """Holds where every case is ahead, in part where more than half are; undecided where the open cases could do so."""
+    cases = ahead + behind + undecided
+    if ahead == cases:
+        return "holds"
+    if behind == 0:
+        return "undecided"
+    if ahead > cases / 2:
+        return "in part"
+    return "undecided" if ahead + undecided > cases / 2 else "fails"
+
+
 def consistently(settings: Iterable[str], pairs: Iterable[tuple[str, str]], *, margin: float = 0.0) -> Check:
     """Holds where a is ahead of b in every case; in part where in more than half of them."""
     settings, pairs = tuple(settings), tuple(pairs)
 
     def check(board: Board) -> Finding | None:
         found = tally(board, settings, pairs, margin=margin)
-        if found is None:
-            return None
-        if found.ahead == found.cases:
-            verdict: Verdict = "holds"
-        elif found.behind == 0:
-            verdict = "undecided"
-        elif found.ahead > found.cases / 2:
-            verdict = "in part"
-        else:
-            verdict = "undecided" if found.ahead + found.undecided > found.cases / 2 else "fails"
-        return Finding(verdict, str(found))
+        return found and Finding(verdict_of(found.ahead, found.behind, found.undecided), str(found))
 
     return check
 
@@ -154,7 +156,7 @@ def best_overall(settings: Sequence[str], objectives: Sequence[str], rivals: Seq
     """Holds where the mean over cases of each objective is above that of every rival, in every setting."""
 
     def check(board: Board) -> Finding | None:
-        won = lost = undecided = 0
+        places: list[str] = []
         details: list[str] = []
         for setting in settings:
             scores = means(board, setting, dict.fromkeys([*rivals, *objectives]))
@@ -162,38 +164,44 @@ def best_overall(settings: Sequence[str], objectives: Sequence[str], rivals: Seq
                 return None
             details.append(f"{setting}: " + ", ".join(f"{name} {score:.2f}" for name, score in scores.items()))
             for objective in objectives:
-                leads = [overall(board, setting, objective, rival) for rival in rivals]
-                least = min(leads, key=lambda lead: lead.value)
+                found = leads(board, setting, [(objective, rival) for rival in rivals])
+                if found is None:
+                    return None
+                least = min(found, key=lambda lead: lead.value)
                 error = "" if math.isnan(least.error) else f" (s.e. {least.error:.2f})"
                 details.append(f"least lead of {objective} {least}{error}")
-                if all(lead.decided and lead.value > 0 for lead in leads):
-                    won += 1
-                elif any(lead.decided and lead.value <= 0 for lead in leads):
-                    lost += 1
-                else:
-                    undecided += 1
-        total = won + lost + undecided
-        if won == total:
-            verdict: Verdict = "holds"
-        elif lost == 0:
-            verdict = "undecided"
-        else:
-            verdict = "in part" if won > total / 2 else "undecided" if won + undecided > total / 2 else "fails"
-        return Finding(verdict, f"best in {won} of {total}; means {'; '.join(details)}")
+                places.append(place_of(found))
+        won, lost, total = places.count("ahead"), places.count("behind"), len(places)
+        return Finding(
+            verdict_of(won, lost, total - won - lost), f"best in {won} of {total}; means {'; '.join(details)}"
+        )
 
     return check
 
 
-def overall(board: Board, setting: str, a: str, b: str) -> Difference:
-    """The mean over cases of a - b; decided where it is for the only case, or by its errors for several."""
-    found = [board.difference(setting, case, a, b) for case in board.cases(setting)]
-    known = [difference for difference in found if difference is not None]
-    value = math.fsum(d.value for d in known) / len(known)
-    if len(known) == 1:
-        return known[0]
-    error = math.sqrt(math.fsum(d.error**2 for d in known)) / len(known)
-    chance = not all(d.decided for d in known) and not abs(value) > 1.96 * error
-    return Difference(value, error, not chance)
+def leads(board: Board, setting: str, pairs: Iterable[tuple[str, str]]) -> list[Difference] | None:
+    """The mean over cases of a - b of every pair (a, b); None where a case lacks a difference.
+
+    A mean is decided where it is for the only case, or by its errors for several.
+    """
+    means: list[Difference] = []
+    for a, b in pairs:
+        found = [board.difference(setting, case, a, b) for case in board.cases(setting)]
+        known = [difference for difference in found if difference is not None]
+        if not known or len(known) < len(found):
+            return None
+        value = math.fsum(d.value for d in known) / len(known)
+        error = math.sqrt(math.fsum(d.error**2 for d in known)) / len(known)
+        chance = not all(d.decided for d in known) and not abs(value) > 1.96 * error
+        means.append(known[0] if len(known) == 1 else Difference(value, error, not chance))
+    return means
+
+
+def place_of(found: Sequence[Difference]) -> Literal["ahead", "behind", "open"]:
+    """Ahead by all differences, behind by at least one, or neither is decided."""
+    if all(lead.decided and lead.value > 0 for lead in found):
+        return "ahead"
+    return "behind" if any(lead.decided and lead.value <= 0 for lead in found) else "open"
 
 
 def spreads(board: Board, setting: str) -> list[float] | None:
@@ -229,21 +237,25 @@ def nearly_all_domains(board: Board) -> Finding | None:
     return Finding(verdict, f"{found}; mean margins {why}")
 
 
+GAINS: dict[str, Verdict] = {"ahead": "in part", "behind": "fails", "open": "undecided"}
+"""The verdict on gains that are not as large as stated, by `place_of`."""
+
+
 def multi_epoch_gains(board: Board) -> Finding | None:
     cases = board.cases("epochs")
     averages = {name: [board.score("epochs", case, name) for case in cases] for name in ("nll", *OURS)}
-    if not cases or any(score is None for scores in averages.values() for score in scores):
+    found = leads(board, "epochs", [(name, "nll") for name in OURS])
+    if found is None or any(score is None for scores in averages.values() for score in scores):
         return None
     known = {name: [score for score in scores if score is not None] for name, scores in averages.items()}
     best = {name: max(known[name]) - max(known["nll"]) for name in OURS}
     mean = {name: (math.fsum(known[name]) - math.fsum(known["nll"])) / len(cases) for name in OURS}
     stated = {"cayley": 3.62, "deft": 1.46}
     as_means = all(abs(mean[name] - stated[name]) <= HALF_CENT for name in OURS)
-    gains = all(value > 0 for value in mean.values())
     shown = "; ".join(
         f"{name} {mean[name]:+.3f} on average, {best[name]:+.2f} best epoch to best epoch" for name in OURS
     )
-    return Finding("holds" if as_means else "in part" if gains else "fails", shown)
+    return Finding("holds" if as_means else GAINS[place_of(found)], shown)
 
 
 def small_differences(board: Board) -> Finding | None:
@@ -268,26 +280,28 @@ def widening_gaps(board: Board) -> Finding | None:
 
 def mixed_gains(board: Board) -> Finding | None:
     scores = means(board, "mixed", ("nll", "linear", "deft"))
-    if scores is None:
+    found = leads(board, "mixed", [("deft", "nll"), ("deft", "linear")])
+    if scores is None or found is None:
         return None
     gains = {rival: 100 * (scores["deft"] / scores[rival] - 1) for rival in ("nll", "linear")}
     points = {rival: scores["deft"] - scores[rival] for rival in gains}
     stated = {"nll": 8.0, "linear": 3.5}
     agrees = all(abs(gains[rival] - stated[rival]) <= 0.05 + 1e-9 for rival in gains)
-    verdict: Verdict = "holds" if agrees else "in part" if min(points.values()) > 0 else "fails"
+    verdict = "holds" if agrees else GAINS[place_of(found)]
     shown = "; ".join(f"over {rival} {gains[rival]:+.1f}% (relative), {points[rival]:+.2f} points" for rival in gains)
     return Finding(verdict, shown)
 
 
 def lowest(setting: str, objective: str) -> Check:
-    """Holds where the objective has the lowest mean of the tuned ones."""
+    """Holds where the mean of every other tuned objective is above the objective's."""
 
     def check(board: Board) -> Finding | None:
         scores = means(board, setting)
-        if scores is None:
+        found = leads(board, setting, [(other, objective) for other in TUNED if other != objective])
+        if scores is None or found is None:
             return None
-        why = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
-        return Finding("holds" if min(scores, key=scores.__getitem__) == objective else "fails", why)
+        verdicts: dict[str, Verdict] = {"ahead": "holds", "behind": "fails", "open": "undecided"}
+        return Finding(verdicts[place_of(found)], ", ".join(f"{name} {score:.2f}" for name, score in scores.items()))
 
     return check
 
@@ -298,12 +312,12 @@ def focus_while_training(board: Board) -> Finding | None:
         return Finding("not printed", "a figure; of the weak start the text says 0.04 and the caption 0.05")
     if strong is None or weak is None:
         return None
-    rises = strong[0] < strong[1] < strong[2] and weak[0] < weak[2]
+    rises = strong.first < strong.early < strong.last and weak.first < weak.last
     why = "; ".join(
-        f"{name} {values[0]:.2f}, {values[1]:.2f} after 4 steps, {values[2]:.2f} at the end"
-        for name, values in (("strong", strong), ("weak", weak))
+        f"{name} {path.first:.2f}, {path.early:.2f} after {path.steps} steps, {path.last:.2f} at the end"
+        for name, path in (("strong", strong), ("weak", weak))
     )
-    return Finding("holds" if rises and strong[0] > weak[0] else "fails", why)
+    return Finding("holds" if rises and strong.first > weak.first else "fails", why)
 
 
 def a_figure(board: Board) -> Finding | None:

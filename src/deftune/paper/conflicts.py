@@ -17,6 +17,7 @@ of an objective with a focus can rise while p rises; ``objective`` shows it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,21 @@ def conflict_table(
         "quadrant": quadrant.astype(np.int8), "confident": p_before > CONFIDENT_P,
     }  # fmt: skip
     return pa.table(columns)
+
+
+def conflict_tables(
+    tables: Sequence[pa.Table], *, objective: str | Objective = "nll", threshold: float = THRESHOLD
+) -> pa.Table:
+    """`conflict_table` of one or more pairs: before, after, before, after, ..., each named by `pair_name`."""
+    if len(tables) % 2:
+        raise ValueError(f"conflicts: tables come in pairs, BEFORE AFTER; got {len(tables)}")
+    pairs: dict[str, pa.Table] = {}
+    for before, after in zip(tables[::2], tables[1::2]):
+        name = pair_name(before, after)
+        if name in pairs:
+            raise ValueError(f"conflicts: two pairs are called {name!r}; draw them in two figures")
+        pairs[name] = conflict_table(before, after, pair=name, objective=objective, threshold=threshold)
+    return pa.concat_tables(pairs.values())
 
 
 def check_same_tokens(before: pa.Table, after: pa.Table) -> None:

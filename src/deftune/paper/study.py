@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +21,13 @@ import yaml
 
 from deftune.artifacts.files import write_atomic
 from deftune.paper.study_cells import collect, read_study
-from deftune.paper.study_claims import ledger, ledger_block, ledger_text
+from deftune.paper.study_claims import ledger, ledger_block
 from deftune.paper.study_effects import sections
+from deftune.paper.study_evidence import evidence
 from deftune.paper.study_figures import draw, figure_names
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_queue import Planned, missing_cells, run_queue
-from deftune.paper.study_report import evidence, evidence_text, readme_block, results_page
+from deftune.paper.study_report import readme_block, results_page
 
 FOLDER = Path("benchmarks/study")
 IMAGES = Path("docs/images")
@@ -75,7 +77,8 @@ def report(root: Path, *, check: bool = False) -> list[Path]:
             figures += draw(section, plan, root / IMAGES)
     earlier = yaml.safe_load((root / FOLDER / "earlier.yaml").read_text(encoding="utf-8"))
     claims = ledger(found, plan)
-    texts = {EVIDENCE: evidence_text(evidence(found, plan, earlier)), LEDGER: ledger_text(claims)}
+    files = {EVIDENCE: evidence(found, plan, earlier), LEDGER: claims}
+    texts = {path: json.dumps(content, indent=1) + "\n" for path, content in files.items()}
     blocks = {"results": results_page(studies, found, plan, figures), "study": readme_block(found, plan, figures),
               "ledger": ledger_block(claims)}  # fmt: skip
     for marker, page in PAGES.items():
@@ -89,7 +92,7 @@ def report(root: Path, *, check: bool = False) -> list[Path]:
 
 
 def run_cells(args: argparse.Namespace) -> int:
-    """`run`: exit code 1 where a cell failed."""
+    """`run`: exit code 1 where a cell failed, 128 + the signal where one stopped it."""
     if args.minutes <= 0 or args.jobs < 1:
         raise ValueError("--minutes is above 0 and --jobs at least 1")
     plan = Plan(FOLDER / "plan.yaml")
@@ -104,7 +107,7 @@ def run_cells(args: argparse.Namespace) -> int:
         plan, FOLDER, args.results, minutes=args.minutes, jobs=args.jobs, say=lambda text: print(text, flush=True)
     )
     print(f"{len(outcome.finished)} cells finished, {len(outcome.failed)} failed; {left_text(outcome.left, args.jobs)}")
-    return 1 if outcome.failed else 0
+    return 128 + outcome.signal if outcome.signal else 1 if outcome.failed else 0
 
 
 def left_text(left: Sequence[Planned], jobs: int) -> str:

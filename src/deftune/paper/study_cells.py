@@ -17,7 +17,7 @@ from typing import Any
 
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import differences
-from deftune.comparison.cells import train_records
+from deftune.comparison.cells import task_versions, train_records
 from deftune.comparison.grid import BASE, GROWS, Cell, Comparison, load_comparison
 from deftune.comparison.report import read_environment
 from deftune.comparison.summary import Scores, readable, table_record
@@ -61,8 +61,7 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
     record["scores"] = {
         evaluation.title: answers_record(cell, evaluation.title) for evaluation in cell.section.evaluate
     }
-    results = [Result(cell.folder / f"eval-{evaluation.title}") for evaluation in cell.section.evaluate]
-    record["task_versions"] = {task: version for r in results for task, version in r.settings()["tasks"].items()}
+    record["task_versions"] = task_versions(cell)
     if cell.section.tokens:
         with readable(cell.folder / "tokens.parquet", cell):
             record["held_out"] = held_out_record(cell.folder / "tokens.parquet")
@@ -71,6 +70,12 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
             name: [rounded(float(r[name]), 4) for r in records] for name in TRAINED if all(name in r for r in records)
         }
     return record
+
+
+def seconds_of(cell: Record) -> float:
+    """Wall seconds of a cell: training steps, token table, answers, and the rest."""
+    cost = cell["cost"]
+    return sum(cost[name] for name in ("steps_seconds", "tokens_seconds", "eval_seconds", "overhead_seconds"))
 
 
 def failures_of(state: Mapping[str, Any]) -> list[Record]:
@@ -319,14 +324,13 @@ def take_items(study: Study, record: Record, folder: Path) -> None:
 def add_cell(study: Study, name: str, record: Record, folder: Path, *, again: bool) -> None:
     """Add a cell; one that is there already must be the same, or a rerun."""
     known = study.cells.get(name)
+    earlier: list[Record] = known.get("failures", []) if known else []
+    failures = [*earlier, *(failure for failure in record.get("failures", []) if failure not in earlier)]
     if known is None or known["state"] == "failed":
-        earlier = [] if known is None else known["failures"]
-        new = [failure for failure in record.get("failures", []) if failure not in earlier]
-        study.cells[name] = record | ({"failures": [*earlier, *new]} if earlier or new else {})
+        study.cells[name] = record | ({"failures": failures} if failures else {})
         return
     if record["state"] == "failed":
-        if record["failures"] != known.get("failures"):
-            known["failures"] = [*known.get("failures", []), *record["failures"]]
+        known["failures"] = failures
         return
     if all(known.get(part) == record.get(part) for part in MEASURED):
         return

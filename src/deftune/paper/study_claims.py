@@ -6,16 +6,16 @@ the paper's number; the ledger says what differs.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 
 from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL
-from deftune.paper.board import Board, Difference, PaperBoard
+from deftune.paper.board import Board, Difference, FocusPath, PaperBoard
 from deftune.paper.claims import CLAIMS
 from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, common, effect_of
 from deftune.paper.study_plan import Plan
+from deftune.paper.study_text import seeds_text, table
 
 PAPERS = {
     "strong": "NuminaMath, asked five sets, four models",
@@ -71,7 +71,7 @@ class StudyBoard:
         for case in self.cases(setting):
             section = self._sections[setting][case]
             about, seeds = self.plan.about(section), sorted(effect.seeds for effect in section.primary.values())
-            number = f"{seeds[0]} to {seeds[-1]} seeds" if seeds[0] < seeds[-1] else f"{seeds[0]} seeds"
+            number = f"{seeds[0]} to {seeds[-1]} seeds" if seeds[0] < seeds[-1] else seeds_text(seeds[0])
             model = str(about["model"]).split(" (")[0]
             ours.append(f"{about['data']}, asked {', '.join(section.averaged)}, {model}, {number}")
         return f"{setting}: {' and '.join(ours)}; the paper: {PAPERS[setting]}"
@@ -96,15 +96,16 @@ class StudyBoard:
         error = 100 * (effect.high - effect.low) / (2 * 1.96)
         return Difference(100 * effect.value, error, p < LEVEL)
 
-    def focus(self, setting: str) -> tuple[float, float, float] | None:
+    def focus(self, setting: str) -> FocusPath | None:
+        """A results file keeps some steps of a run: the early one is the kept step nearest to the fifth."""
         self.asked.append(setting)
         for section in self._sections.get(setting, {}).values():
-            cells = [cell["training"]["focus"] for cell in section.cells("deft") if "focus" in cell.get("training", {})]
-            steps = next((cell["training"]["step"] for cell in section.cells("deft") if "training" in cell), [])
-            after = next((place for place, step in enumerate(steps) if step >= 5), None)
-            if cells and after is not None:
-                means = [math.fsum(values) / len(cells) for values in zip(*cells)]
-                return means[0], means[after], means[-1]
+            records = [cell["training"] for cell in section.cells("deft") if "focus" in cell.get("training", {})]
+            steps: list[float] = records[0]["step"] if records else []
+            if len(steps) > 2:
+                means = [math.fsum(values) / len(records) for values in zip(*(record["focus"] for record in records))]
+                early = min(range(1, len(steps) - 1), key=lambda place: abs(steps[place] - 5))
+                return FocusPath(means[0], means[early], means[-1], steps=round(steps[early]) - 1)
         return None
 
 
@@ -144,14 +145,8 @@ def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
     return entries
 
 
-def ledger_text(entries: Mapping[str, Mapping[str, str]]) -> str:
-    return json.dumps(entries, indent=1) + "\n"
-
-
 def ledger_block(entries: Mapping[str, Mapping[str, str]]) -> str:
     """The generated part of docs/claims.md: every claim with the paper's verdict and ours."""
-    from deftune.paper.study_report import table
-
     rows: list[list[str]] = []
     paper: Board = PaperBoard()
     for claim in CLAIMS:

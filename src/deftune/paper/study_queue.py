@@ -7,8 +7,6 @@ results.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +18,8 @@ from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, ope
 from deftune.comparison.schedule import CROWDED, Children, Failures, Runner, check_comparison
 from deftune.data.sources import is_hub_id
 from deftune.evaluation.items import MissingData
-from deftune.paper.study_cells import Study, collect, read_study
+from deftune.paper.study_cells import Study, collect, read_study, seconds_of
 from deftune.paper.study_plan import Plan
-from deftune.paper.study_report import seconds_of
 
 Say = Callable[[str], None]
 START_SECONDS = 20.0  # before a cell's clock begins: a process, its imports
@@ -41,11 +38,12 @@ class Planned:
 
 @dataclass
 class QueueOutcome:
-    """How `run_queue` ended: names of cells, and the expected seconds of those that are left."""
+    """How `run_queue` ended: names of cells, the cells that are left, and the signal that stopped it, if one did."""
 
     finished: list[str] = field(default_factory=list[str])
     failed: dict[str, str] = field(default_factory=dict[str, str])
     left: list[Planned] = field(default_factory=list[Planned])
+    signal: int | None = None
 
 
 def planned_comparisons(plan: Plan, folder: Path) -> dict[str, tuple[Comparison, list[float]]]:
@@ -165,15 +163,16 @@ def run_queue(
         say(f"tier {one.tier}: {cell.name}, {one.seconds:.0f} s expected, {(end - clock()) / 60:.1f} minutes left")
         return True
 
-    told = False
+    spent = False
 
     def watch(_: Sequence[Cell]) -> None:
-        nonlocal told
-        if not told and clock() > end:
-            told = True  # a second signal would end the cells while they save
-            os.kill(os.getpid(), signal.SIGTERM)  # the runner passes it on to the cells
+        nonlocal spent
+        if children.signal is None and clock() > end:
+            spent = True
+            children.stop()
 
-    for cell, state in (runner or Children(jobs, watch))(cells, begin):
+    children = Children(jobs, watch)
+    for cell, state in (runner or children)(cells, begin):
         one = planned[cell.name]
         if state == CROWDED:
             say(f"  {cell.name} ran out of GPU memory beside other cells; it runs again alone, after the others")
@@ -194,4 +193,5 @@ def run_queue(
             outcome.failed[cell.name] = str(error)
             say(f"  {cell.name} was not merged: {error}")
     outcome.left = [one for one in waiting if one.cell.name not in outcome.finished]
+    outcome.signal = None if spent else children.signal
     return outcome

@@ -3,7 +3,8 @@
 Every function is one statement of *Gradients Must Earn Their Influence: Unifying SFT with Generalized Entropic
 Objectives* (arXiv 2602.11424), cited by its title and, where it has one, by its LaTeX label. Nothing here is made for
 training: these are the formulas that the objectives are tested against. `docs/theory.md` maps statement -> function ->
-test; `docs/errata.md` says where the printed statement and the mathematics differ.
+test; `docs/errata.md` says where the printed statement and the mathematics differ. The duality of loss and entropy is
+in `deftune.paper.duality`.
 """
 
 import math
@@ -12,65 +13,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "cayley_focus",
-    "cayley_focus_from_surprisal",
-    "cayley_focus_near_one",
-    "cayley_focus_near_zero",
-    "cayley_signal",
-    "conflict_bound",
-    "deformed_log_loss",
-    "deft_bounds",
-    "deft_decomposition",
-    "deft_focus",
-    "deft_signal",
-    "entropy_index",
-    "error_surprisal",
-    "expected_one_term_score",
-    "expected_tsallis_score",
-    "fisher_rao_distance",
-    "fisher_rao_radius",
-    "gate_of",
-    "gradient_flow_rate",
-    "gradient_flow_rate_as_printed",
-    "loss_index",
-    "moebius_focus",
-    "objective_gradient",
-    "one_term_bayes_risk",
-    "one_term_minimiser",
-    "one_term_score",
-    "peak_location",
-    "q_log",
-    "q_log_derivative",
-    "renyi2_entropy",
-    "signal",
-    "softmax_jacobian",
-    "spike_and_tail_focus",
-    "tail_concentration",
-    "trust_gate",
-    "tsallis_entropy",
-    "tsallis_score",
-    "tsallis_score_gradient",
-]
-
 Real = float | Tensor
 Derivative = Callable[[Tensor], Tensor]
 
 
-def _f64(x: Real) -> Tensor:
+def f64(x: Real) -> Tensor:
     return torch.as_tensor(x, dtype=torch.float64)
 
 
-def _expm1_over(exponent: Real, log_x: Tensor) -> Tensor:
+def expm1_over(exponent: Real, log_x: Tensor) -> Tensor:
     """(x^e - 1)/e, and ln x at e = 0: the exact branch comes before e * ln x, where 0 * -inf would be NaN."""
-    e = _f64(exponent)
+    e = f64(exponent)
     divisor = torch.where(e == 0, torch.ones_like(e), e)
     t = divisor * log_x
     # below 1e-17 the factor (e^t - 1)/t = 1 + t/2 + ... rounds to 1, and a subnormal t would lose digits
     return torch.where((e == 0) | (t.abs() < 1e-17), log_x, torch.expm1(t) / divisor)
 
 
-def _one_hot(index: int, like: Tensor) -> Tensor:
+def one_hot(index: int, like: Tensor) -> Tensor:
     hot = torch.zeros_like(like)
     hot[index] = 1.0
     return hot
@@ -89,7 +49,7 @@ def softmax_jacobian(probs: Tensor) -> Tensor:
 
     Lemma (Softmax Jacobian), Eq. (app:4).
     """
-    p = _f64(probs)
+    p = f64(probs)
     return torch.diag(p) - torch.outer(p, p)
 
 
@@ -103,7 +63,7 @@ def gate_of(f_prime: Derivative, p: Real) -> Tensor:
 
     Lemma (General Objective Gradient), Eq. (app:9).
     """
-    x = _f64(p)
+    x = f64(p)
     return -f_prime(x) * x
 
 
@@ -117,7 +77,7 @@ def signal(gate: Real, p: Real) -> Tensor:
 
     Eq. (learning_signal); Lemma (General Objective Gradient), Eq. (app:10).
     """
-    return _f64(gate) * (1 - _f64(p))
+    return f64(gate) * (1 - f64(p))
 
 
 def objective_gradient(f_prime: Derivative, probs: Tensor, target: int) -> Tensor:
@@ -130,11 +90,11 @@ def objective_gradient(f_prime: Derivative, probs: Tensor, target: int) -> Tenso
 
     Eq. (general_grad); Lemma (General Objective Gradient), Eq. (app:9).
     """
-    p = _f64(probs)
-    return gate_of(f_prime, p[target]) * (p - _one_hot(target, p))
+    p = f64(probs)
+    return gate_of(f_prime, p[target]) * (p - one_hot(target, p))
 
 
-# --- The deformed-log family and entropy ------------------------------------------------------------------------------
+# --- The deformed-log family ------------------------------------------------------------------------------------------
 
 
 def q_log(x: Real, *, q: Real) -> Tensor:
@@ -147,7 +107,7 @@ def q_log(x: Real, *, q: Real) -> Tensor:
 
     Definition (q-logarithm), Eq. (app:17).
     """
-    return _expm1_over(1 - _f64(q), torch.log(_f64(x)))
+    return expm1_over(1 - f64(q), torch.log(f64(x)))
 
 
 def q_log_derivative(x: Real, *, q: Real) -> Tensor:
@@ -160,7 +120,7 @@ def q_log_derivative(x: Real, *, q: Real) -> Tensor:
 
     Proposition (Continuity and limit properties of ln_q), Eq. (app:21).
     """
-    return _f64(x) ** -_f64(q)
+    return f64(x) ** -f64(q)
 
 
 def deformed_log_loss(p: Real, *, alpha: Real) -> Tensor:
@@ -173,7 +133,7 @@ def deformed_log_loss(p: Real, *, alpha: Real) -> Tensor:
 
     Eq. (example_alpha).
     """
-    return -_expm1_over(alpha, torch.log(_f64(p)))  # not -q_log(p, q=1-α): 1 - (1 - α) would lose a small α
+    return -expm1_over(alpha, torch.log(f64(p)))  # not -q_log(p, q=1-α): 1 - (1 - α) would lose a small α
 
 
 def trust_gate(p: Real, *, alpha: Real) -> Tensor:
@@ -186,160 +146,7 @@ def trust_gate(p: Real, *, alpha: Real) -> Tensor:
 
     Eq. (gate_error), Eq. (app:39e); Proposition (Gate interpolation between coverage and sharpening).
     """
-    return _f64(p) ** _f64(alpha)
-
-
-def loss_index(alpha: float) -> float:
-    """The index of the loss, q_loss = 1 - α.
-
-    >>> loss_index(0.25) + entropy_index(0.25)
-    2.0
-
-    Theorem (Optimization-Entropy Duality), Eq. (app:38).
-    """
-    return 1.0 - alpha
-
-
-def entropy_index(alpha: float) -> float:
-    """The index of the entropy, q_ent = 1 + α = 2 - q_loss.
-
-    >>> entropy_index(1.0)
-    2.0
-
-    Theorem (Optimization-Entropy Duality), Eq. (app:38).
-    """
-    return 1.0 + alpha
-
-
-def _excess_entropy(r: Tensor, excess: float) -> Tensor:
-    """S_{1+e}(r) = sum r L_e(r), from e itself so that a small e is not rounded away in 1 + e."""
-    terms = r * -_expm1_over(excess, torch.log(r))
-    return torch.where(r > 0, terms, torch.zeros_like(r)).sum()  # 0 * inf = 0
-
-
-def tsallis_entropy(r: Tensor, *, q: float) -> Tensor:
-    """The Tsallis entropy of order q > 0, Shannon's at q = 1.
-
-    S_q(r) = (1 - sum_y r(y)^q)/(q - 1)
-
-    >>> r = torch.tensor([0.75, 0.25])
-    >>> tsallis_entropy(r, q=2.0).item(), round(tsallis_entropy(r, q=1.0).item(), 6)
-    (0.375, 0.562335)
-
-    Definition (Tsallis entropy), Eq. (app:34).
-    """
-    if not q > 0:
-        raise ValueError(f"the Tsallis entropy needs q > 0, got q={q}")
-    return _excess_entropy(_f64(r), q - 1)
-
-
-def one_term_score(p_hat: Tensor, y: int, *, alpha: float) -> Tensor:
-    """The score of the main text's theorem, which is the loss itself; improper for every α > 0.
-
-    S_α(p̂, y) = (1 - p̂(y)^α)/α
-
-    >>> one_term_score(torch.tensor([0.75, 0.25]), 1, alpha=0.5).item()
-    1.0
-
-    Theorem (Optimization-entropy duality), main text.
-    """
-    return deformed_log_loss(_f64(p_hat)[y], alpha=alpha)
-
-
-def expected_one_term_score(p_hat: Tensor, r: Tensor, *, alpha: float) -> Tensor:
-    """The expectation of the one-term score for targets drawn from r.
-
-    E_{y~r} S_α(p̂, y) = (1 - sum_y r(y) p̂(y)^α)/α
-
-    >>> r = torch.tensor([0.6, 0.4], dtype=torch.float64)
-    >>> round(expected_one_term_score(r, r, alpha=0.5).item(), 5)
-    0.56452
-
-    Theorem (Optimization-entropy duality), main text, second display.
-    """
-    r = _f64(r)
-    terms = r * deformed_log_loss(p_hat, alpha=alpha)
-    return torch.where(r > 0, terms, torch.zeros_like(r)).sum()
-
-
-def one_term_minimiser(r: Tensor, *, alpha: float) -> Tensor:
-    """The prediction that minimises the expected one-term score: sharper than r, so the score is improper.
-
-    p̂ ∝ r^{1/(1-α)} for α < 1; the mode of r for α >= 1 (the first of several)
-
-    >>> one_term_minimiser(torch.tensor([0.6, 0.4], dtype=torch.float64), alpha=0.5).round(decimals=5).tolist()
-    [0.69231, 0.30769]
-
-    From the first-order condition r p̂^{α-1} = λ; for α >= 1 the expected score is concave, so a vertex wins.
-    """
-    r = _f64(r)
-    if alpha >= 1:
-        return _one_hot(int(r.argmax()), r)
-    return torch.softmax(torch.log(r) / (1 - alpha), dim=-1)
-
-
-def one_term_bayes_risk(r: Tensor, *, alpha: float) -> Tensor:
-    """The least expected one-term score, by Hölder's inequality.
-
-    min_p̂ E S_α = (1 - ||r||_{1/(1-α)})/α for α < 1, (1 - max r)/α for α >= 1; Shannon's entropy at α = 0
-
-    >>> round(one_term_bayes_risk(torch.tensor([0.6, 0.4], dtype=torch.float64), alpha=0.5).item(), 5)
-    0.55778
-
-    What takes the place of the Tsallis entropy in the main text's theorem.
-    """
-    r = _f64(r)
-    if alpha == 0:
-        return tsallis_entropy(r, q=1.0)
-    if alpha >= 1:
-        return (1 - r.max()) / alpha
-    log_norm = (1 - alpha) * torch.logsumexp(torch.log(r) / (1 - alpha), dim=-1)
-    return -torch.expm1(log_norm) / alpha
-
-
-def tsallis_score(p_hat: Tensor, y: int, *, alpha: float) -> Tensor:
-    """The appendix's score, which is proper; NLL at α = 0.
-
-    S_α(p̂, y) = (1 - (1+α) p̂(y)^α + α sum_y' p̂(y')^{1+α})/α = (1+α) L_α(p̂(y)) - α S_{1+α}(p̂)
-
-    >>> round(tsallis_score(torch.tensor([0.75, 0.25]), 0, alpha=1.0).item(), 6)
-    0.125
-
-    Theorem (Optimization-Entropy Duality, restating), appendix. Its gradient is not gate x error.
-    """
-    p = _f64(p_hat)
-    return (1 + alpha) * deformed_log_loss(p[y], alpha=alpha) - alpha * _excess_entropy(p, alpha)
-
-
-def expected_tsallis_score(p_hat: Tensor, r: Tensor, *, alpha: float) -> Tensor:
-    """The expectation of the appendix's score; its minimum, at p̂ = r, is the Tsallis entropy of order 1 + α.
-
-    E_{y~r} S_α(p̂, y) = 1/α - (1+α)/α sum_y r(y) p̂(y)^α + sum_y p̂(y)^{1+α}
-
-    >>> r = torch.tensor([0.75, 0.25])
-    >>> expected_tsallis_score(r, r, alpha=1.0).item(), tsallis_entropy(r, q=2.0).item()
-    (0.375, 0.375)
-
-    Eq. (app:23), Eq. (app:22).
-    """
-    one_term = expected_one_term_score(p_hat, r, alpha=alpha)
-    return (1 + alpha) * one_term - alpha * _excess_entropy(_f64(p_hat), alpha)
-
-
-def tsallis_score_gradient(probs: Tensor, target: int, *, alpha: float) -> Tensor:
-    """The logit gradient of the appendix's score: gate x error plus a term that does not see the target.
-
-    dS_α/dz_i = (1+α) [p_y^α (p_i - δ_iy) + p_i (p_i^α - sum_j p_j^{1+α})]
-
-    >>> tsallis_score_gradient(torch.tensor([0.5, 0.25, 0.25]), 0, alpha=1.0).tolist()
-    [-0.375, 0.1875, 0.1875]
-
-    Derived here from Lemma (Softmax Jacobian); the paper does not give it.
-    """
-    p = _f64(probs)
-    target_term = trust_gate(p[target], alpha=alpha) * (p - _one_hot(target, p))
-    powers = p ** (1 + alpha)
-    return (1 + alpha) * (target_term + powers - p * powers.sum())
+    return f64(p) ** f64(alpha)
 
 
 # --- Cayley: from geometry to the focus -------------------------------------------------------------------------------
@@ -355,7 +162,7 @@ def fisher_rao_radius(p: Real) -> Tensor:
 
     Definition (Fisher-Rao radius), Eq. (app:39) and (app:39d).
     """
-    return torch.sqrt(1 - _f64(p))
+    return torch.sqrt(1 - f64(p))
 
 
 def fisher_rao_distance(p: Real) -> Tensor:
@@ -369,7 +176,7 @@ def fisher_rao_distance(p: Real) -> Tensor:
     Proposition (Fisher-Rao distance to certainty for Bernoulli), Eq. (app:39c).
     """
     # arccos(sqrt p) as an angle of (sqrt p, z): arccos itself loses half the digits near p = 1
-    return 2 * torch.atan2(fisher_rao_radius(p), torch.sqrt(_f64(p)))
+    return 2 * torch.atan2(fisher_rao_radius(p), torch.sqrt(f64(p)))
 
 
 def _check_kappa(kappa: float) -> None:
@@ -388,7 +195,7 @@ def moebius_focus(z: Real, *, kappa: float) -> Tensor:
     Theorem (The Cayley Transform Solution), Eq. (app:45).
     """
     _check_kappa(kappa)
-    x = _f64(z)
+    x = f64(z)
     return (1 - x) / (1 + kappa * x)
 
 
@@ -404,7 +211,7 @@ def cayley_focus(p: Real, *, kappa: float = 1.0) -> Tensor:
     """
     _check_kappa(kappa)
     z = fisher_rao_radius(p)
-    return _f64(p) / ((1 + z) * (1 + kappa * z))  # 1 - z = p/(1 + z): 1 - z itself cancels to 0 below p = 1e-16
+    return f64(p) / ((1 + z) * (1 + kappa * z))  # 1 - z = p/(1 + z): 1 - z itself cancels to 0 below p = 1e-16
 
 
 def error_surprisal(p: Real) -> Tensor:
@@ -417,7 +224,7 @@ def error_surprisal(p: Real) -> Tensor:
 
     Proposition (Normalized Surprisal Gating), Eq. (app:48).
     """
-    return -torch.log1p(-_f64(p))
+    return -torch.log1p(-f64(p))
 
 
 def cayley_focus_from_surprisal(p: Real) -> Tensor:
@@ -443,7 +250,7 @@ def cayley_focus_near_zero(p: Real) -> Tensor:
 
     Proposition (Asymptotics of α*(p)), Eq. (app:47b).
     """
-    return _f64(p) / 4
+    return f64(p) / 4
 
 
 def cayley_focus_near_one(p: Real) -> Tensor:
@@ -485,7 +292,7 @@ def deft_focus(probs: Tensor) -> Tensor:
 
     Eq. (deft_alpha); Proposition (Range and extremizers of α_DEFT).
     """
-    return _f64(probs).square().sum(dim=-1)
+    return f64(probs).square().sum(dim=-1)
 
 
 def renyi2_entropy(probs: Tensor) -> Tensor:
@@ -511,7 +318,7 @@ def tail_concentration(probs: Tensor, target: int) -> Tensor:
 
     Proposition (General decomposition and bounds linking α_DEFT to target probability).
     """
-    p = _f64(probs)
+    p = f64(probs)
     tail = torch.cat([p[:target], p[target + 1 :]])
     # the tail's own sum, not 1 - p: with p near 1 the rounding of p would dwarf the tail
     return (tail / tail.sum()).square().sum()
@@ -527,7 +334,7 @@ def deft_decomposition(p: Real, tail: Real) -> Tensor:
 
     Eq. (deft_general_decomp).
     """
-    return _f64(p) ** 2 + (1 - _f64(p)) ** 2 * _f64(tail)
+    return f64(p) ** 2 + (1 - f64(p)) ** 2 * f64(tail)
 
 
 def deft_bounds(p: Real, *, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -568,7 +375,7 @@ def deft_signal(probs: Tensor, target: int) -> Tensor:
 
     Proposition (Conflict suppression under confidently misaligned predictive states).
     """
-    p = _f64(probs)[target]
+    p = f64(probs)[target]
     return signal(trust_gate(p, alpha=deft_focus(probs)), p)
 
 
@@ -632,8 +439,8 @@ def gradient_flow_rate(
 
     Definition (Gradient Flow Rate), Eq. (app:61), for one context with orthonormal features; g nonincreasing.
     """
-    p = _f64(q)
-    toward_true, toward_label = _one_hot(true, p) - p, _one_hot(label, p) - p
+    p = f64(q)
+    toward_true, toward_label = one_hot(true, p) - p, one_hot(label, p) - p
     gates = gate_of(risk_prime, p[true]) * gate_of(f_prime, p[label])
     return gates * (toward_true * toward_label).sum()
 

@@ -188,6 +188,8 @@ def full_disk_and_sigterm(size: Size) -> Figure:
         again = bench.start(run.name, settings).ended(600)
         if not (clear and intact and again == 0 and weights(run) == weights(reference)):
             misses.append(f"file limit {limit}: exit code {code}, {errors[:1]}")
+    if not tried:
+        misses.append("no limit was too small for a checkpoint, so no full disk was tried")
     settings = {"train.max_steps": 60, "train.save_steps": 1000}
     reference = bench.train("long", settings)
     for number in range(size(1, 5)):

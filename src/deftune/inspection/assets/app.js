@@ -187,16 +187,16 @@ function overview(data) {
     tile(number(summary.conflicts),
       `confident conflicts, ${percent(summary.conflicts / data.numTokens)} of the tokens; `
         + `${number(summary.format_conflicts)} are end or format tokens`,
-      `Tokens whose conflict is at least ${data.threshold}. Where end tokens are among them, an objective that lets go `
-        + "of conflicts may not learn to stop: see eos(nll)"),
+      `Tokens whose conflict is at least ${data.threshold}. Where end tokens are among them, an objective whose gate `
+        + "is small there may not learn to stop: see eos(nll)"),
     tile(percent(summary.loss_share), "of the loss (NLL) sits on them",
       "Sum of -log p over conflicts, over the sum of all"),
     tile(number(summary.contradicted_answers),
       `rows whose stated answer the model contradicts, of ${number(summary.stated_answers)}`,
       "A confident conflict on a token of the answer: first candidates for a wrong label"),
     element("div", { class: "tile wide",
-                     title: "Of all the push an objective makes on this data, gate (1 - p), the part on conflicts" },
-      element("span", {}, `Share of each objective's push that goes into conflicts (bars from 0 to ${percent(most)})`),
+                     title: "Sum of gate (1 - p) over conflicts, over the sum of all tokens" },
+      element("span", {}, `Share of each objective's gradient on conflicts (bars from 0 to ${percent(most)})`),
       element("div", { class: "objectives" }, ...shares)),
   ];
 }

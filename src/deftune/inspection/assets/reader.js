@@ -30,8 +30,9 @@ function snippet(data, token, column, before = 10, after = 8) {
   const middle = tokenSpan(data, token, column);
   middle.textContent = middle.textContent.replace(/\n/g, "↵") || "∅";
   middle.classList.remove("breaks", "empty");
+  const mark = "\u200e";  // left-to-right: a space at the very end would be drawn at the other end
   return [
-    element("span", { class: "left" }, element("bdi", {}, (first > start[row] ? "…" : "") + join(first, token))),
+    element("span", { class: "left" }, element("bdi", {}, (first > start[row] ? "…" : "") + join(first, token) + mark)),
     middle,
     element("span", { class: "right" }, join(token + 1, last) + (last < start[row + 1] ? "…" : "")),
   ];
@@ -218,9 +219,9 @@ function tokenDetails(data, token) {
     element("table", { class: "choices" },
       tableRow(target, meter(p, [0, 158, 115], `p ${number(p)}`), number(p)),
       tableRow(other, meter(otherP, [213, 94, 0], `p ${number(otherP)}`), number(otherP))),
-    element("h3", {}, "How much each objective listens"),
+    element("h3", {}, "Gate and signal of each objective"),
     element("table", { class: "gates" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...gates)),
-    element("h3", {}, "What the model thinks"),
+    element("h3", {}, "Statistics of the token"),
     element("table", { class: "facts" }, ...facts.map(([name, value, title]) => {
       const row = tableRow(name, value);
       row.title = title;
