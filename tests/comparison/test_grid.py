@@ -28,10 +28,12 @@ from deftune.comparison.summary import (
     Scores,
     Shown,
     averaged_columns,
+    common,
     difference_record,
     score_record,
     show,
     summarize_comparison,
+    view_record,
 )
 from deftune.comparison.tables import render_markdown
 from deftune.evaluation.statistics import equal_differences_interval, half_of, wilson_interval
@@ -159,7 +161,7 @@ def test_a_folder_grows_and_changes_in_nothing_else(tmp_path, model):
         open_comparison(Comparison.model_validate(other))
     regimes = json.loads(json.dumps(what["regimes"]))
     regimes["weak"]["tokens"][0]["limit"] = 5
-    with pytest.raises(FolderError, match=r"regimes.weak.tokens: .* -> "):
+    with pytest.raises(FolderError, match=r"regimes.weak.tokens.0.limit: 4 -> 5"):
         open_comparison(Comparison.model_validate(grown | {"regimes": regimes}))
 
 
@@ -425,6 +427,17 @@ def test_an_option_that_a_seed_lacks_is_not_offered():
     assert both.columns["task"].unique(dim=1).tolist() == [[0.1], [0.3]]
 
 
+def test_an_unfinished_sweep_is_shown_for_the_seeds_that_have_a_rate_in_common():
+    """Seed 0 has one rate and seed 1 has two: both are shown at the rate that both have."""
+    found = Scores()
+    for seed, rate in ((0, 1.0), (1, 1.0), (1, 2.0)):
+        found.values[seed, Option(0.0, rate)] = {"task": dict.fromkeys(ITEMS, rate / 10)}
+    whole = common(found)
+    assert whole.seeds == [0, 1] and show(whole, ["task"], None, whole.seeds).chosen[0].learning_rate == 1.0
+    view = view_record("T=0", 0.0, ["nll"], {"nll": found}, ["task"], ["task"])
+    assert view["rows"]["nll"]["seeds"] == 2 and view["rows"]["nll"]["columns"]["task"]["value"] == pytest.approx(0.1)
+
+
 def shown(**columns):
     """What `show` finds: for each column one list of item scores, or one for each seed."""
     tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
@@ -531,6 +544,10 @@ def test_the_summary_is_kept_until_a_cell_or_the_version_changes(finished, monke
     cell.set_state(**cell.state(), touched=True)
     summarize_comparison(finished)
     assert path.stat().st_mtime_ns > written
+    written = path.stat().st_mtime_ns
+    turned = finished.model_copy(update={"objectives": finished.objectives[::-1]})
+    assert summarize_comparison(turned)["config"]["objectives"] == ["deft", "nll"]
+    summarize_comparison(finished)
     written = path.stat().st_mtime_ns
     monkeypatch.setattr("deftune.comparison.summary.__version__", "another")
     summarize_comparison(finished)

@@ -11,14 +11,14 @@ import torch
 from deftune.comparison.evidence import Evidence
 from deftune.comparison.grid import Cell, Comparison, load_comparison
 from deftune.comparison.schedule import run_grid
-from deftune.comparison.summary import Option, Scores
+from deftune.comparison.summary import Option, Scores, common
 from deftune.evaluation.crossed import crossed
 from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective
 from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
 from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
 from deftune.paper.study_claims import StudyBoard, ledger
-from deftune.paper.study_effects import Section, common, effect_of, sections
+from deftune.paper.study_effects import Section, effect_of, sections
 from deftune.paper.study_evidence import evidence
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_report import default_answer, limits, results_page

@@ -124,6 +124,27 @@ class Shown:
         return [self.columns[column] - other.columns[column] for column in columns]
 
 
+def common(scores: Scores, *others: Scores, rate: float | None = None) -> Scores:
+    """The scores of the cells that all have (at one rate), for the option that most seeds have, and of these seeds.
+
+    In an unfinished comparison seeds differ in the learning rates that are there.
+
+    >>> common(Scores()).values
+    {}
+    """
+    keys = [
+        (seed, option) for seed, option in scores.values
+        if all((seed, option) in other.values for other in others) and rate in (None, option.learning_rate)
+    ]  # fmt: skip
+    by_option: dict[Option, list[int | None]] = {}
+    for seed, option in keys:
+        by_option.setdefault(option, []).append(seed)
+    seeds = max(by_option.values(), key=len, default=[])
+    found = Scores()
+    found.values = {key: scores.values[key] for key in keys if key[0] in seeds}
+    return found
+
+
 def show(scores: Scores, averaged: Sequence[str], temperature: float | None, seeds: Sequence[int | None]) -> Shown:
     """Each item at the option that is best on the other half; at the only one where there is one."""
     options = scores.options(seeds, temperature)
@@ -257,7 +278,8 @@ def view_record(
     name: str, temperature: float | None, order: Sequence[str], scores: Mapping[str, Scores], columns: Sequence[str],
     averaged: Sequence[str],
 ) -> Record:  # fmt: skip
-    shown = {objective: show(scores[objective], averaged, temperature, scores[objective].seeds) for objective in order}
+    whole = {objective: common(scores[objective]) for objective in order}
+    shown = {objective: show(whole[objective], averaged, temperature, whole[objective].seeds) for objective in order}
     rows: dict[str, Record] = {}
     for objective, mine in shown.items():
         cells = {column: score_record([mine.columns[column]]) for column in columns}
@@ -266,7 +288,7 @@ def view_record(
         by_seed: dict[str, float] = {}
         if averaged and len(mine.seeds) > 1:
             for seed in mine.seeds:
-                alone = show(scores[objective], averaged, temperature, [seed])
+                alone = show(whole[objective], averaged, temperature, [seed])
                 by_seed[str(seed)] = crossed([alone.columns[column] for column in averaged]).mean
         rows[objective] = {
             "columns": cells, "seeds": len(mine.seeds), "by_seed": by_seed,
@@ -287,14 +309,14 @@ def pair_record(
     a: str, b: str, scores: Mapping[str, Scores], averaged: Sequence[str], over: Sequence[str],
     temperature: float | None, column: str,
 ) -> Record:  # fmt: skip
-    """a - b on the seeds that both have; {} where they have none in common."""
-    sides: list[Shown] = []
-    common = [seed for seed in scores[a].seeds if seed in scores[b].seeds]
-    for objective in (a, b):
-        seeds = scores[objective].seeds if BASE in (a, b) else common
-        if not seeds:
-            return {}
-        sides.append(show(scores[objective], averaged, temperature, seeds))
+    """a - b on the cells that both have, of the untuned model on all; {} where they have none in common."""
+    if BASE in (a, b):
+        mine, theirs = common(scores[a]), common(scores[b])
+    else:
+        mine, theirs = common(scores[a], scores[b]), common(scores[b], scores[a])
+    if not mine.seeds or not theirs.seeds:
+        return {}
+    sides = [show(side, averaged, temperature, side.seeds) for side in (mine, theirs)]
     return {"a": a, "b": b, "column": column, **difference_record(sides[0], sides[1], over)}
 
 
@@ -455,7 +477,12 @@ def summarize_comparison(comparison: Comparison) -> Record:
     """Everything, unrounded, from the finished cells; kept in `comparison.json` until a cell changes."""
     path = Path(comparison.folder) / "comparison.json"
     cells = cell_states(comparison)
-    if (before := read_summary(path)) and before["cells"] == json.loads(json.dumps(cells)):
+    config = json.loads(comparison.model_dump_json())
+    if (
+        (before := read_summary(path))
+        and before["cells"] == json.loads(json.dumps(cells))
+        and before["config"] == config
+    ):
         return before
     regimes: dict[str, Record] = {}
     for name, regime in comparison.regimes.items():
@@ -468,7 +495,7 @@ def summarize_comparison(comparison: Comparison) -> Record:
             "focus": focus_record(comparison, name),
         }
     summary: Record = {
-        "config": json.loads(comparison.model_dump_json()),
+        "config": config,
         "cells": cells,
         "regimes": regimes,
     }

@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from deftune.comparison.grid import BASE
+from deftune.comparison.summary import common
 from deftune.comparison.tables import LEVEL
 from deftune.paper.board import Board, Difference, FocusPath, PaperBoard
 from deftune.paper.claims import CLAIMS
-from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, common, effect_of
+from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, effect_of
 from deftune.paper.study_plan import Plan
 from deftune.paper.study_text import seeds_text, table
 

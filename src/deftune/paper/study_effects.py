@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deftune.comparison.grid import BASE
-from deftune.comparison.summary import Option, Scores, Shown, averaged_columns, show
+from deftune.comparison.summary import Scores, Shown, averaged_columns, common, show
 from deftune.evaluation.statistics import drawn_counts, holm, interval_of
 from deftune.paper.study_cells import Study
 
@@ -68,25 +68,6 @@ def effect_of(columns: Sequence[Tensor]) -> Effect:
     beyond = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
     return Effect(value, interval.low, interval.high, round(p, 6), seeds, sum(c.shape[1] for c in columns))
-
-
-def common(scores: Scores, *others: Scores, rate: float | None = None) -> Scores:
-    """The scores of the cells that all have (at one rate), and of the seeds that then have the most rates.
-
-    >>> common(Scores()).values
-    {}
-    """
-    keys = [
-        (seed, option) for seed, option in scores.values
-        if all((seed, option) in other.values for other in others) and rate in (None, option.learning_rate)
-    ]  # fmt: skip
-    by_option: dict[Option, list[int | None]] = {}
-    for seed, option in keys:
-        by_option.setdefault(option, []).append(seed)
-    seeds = max(by_option.values(), key=len, default=[])
-    found = Scores()
-    found.values = {key: scores.values[key] for key in keys if key[0] in seeds}
-    return found
 
 
 def choose(scores: Scores, averaged: Sequence[str], temperature: float | None) -> Shown | None:
