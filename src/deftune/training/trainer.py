@@ -212,6 +212,9 @@ class DeftSFTTrainer(CheckpointingTrainer):
                 f"training step {self.state.global_step + 1}: none of its tokens is supervised, on any rank, so it has "
                 f"no loss; check the mask of the data (`deftune data preview`)"
             )
+        # a stream has ended: transformers would make no update, and add these gradients to the next epoch's first step
+        batches += [{**batches[-1], "labels": torch.full_like(batches[-1]["labels"], IGNORE_INDEX)}
+                    for _ in range(num_batches - len(batches))]  # fmt: skip
         self._mass, self._held["train"] = None, []
         self._inputs_before, self._inputs = self._inputs, inputs
         return batches, num_items
