@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
 from deftune.adapters import versions
 from deftune.adapters.check import TrainerLoss, check_trainer
@@ -68,6 +69,34 @@ def test_a_loss_in_force_passes_once(tmp_path, capsys):
         means.append(token_loss(model(ids).logits, shifted(labels), "deft").item())
     pairs = [(a + b) / 2 for a, b in itertools.combinations(means, 2)]
     assert min(abs(pair - float(printed)) for pair in pairs) < 1e-4
+
+
+def test_the_rest_of_a_stream_is_a_step_of_its_own(tmp_path):
+    """Six rows in three micro-batches, two in a step; transformers would add the third gradient to the next step."""
+    trainer = make_trainer(tmp_path)
+    trainer.args.max_steps, trainer.args.learning_rate, trainer.args.max_grad_norm = 2, 0.0, 0.0
+    rows = [*ROWS, *ROWS][:6]
+    trainer.train_dataset = Dataset.from_list(rows).to_iterable_dataset()
+    TrainerLoss("stack", trainer, "deft", trainer.processing_class)
+    found = []
+    trainer.add_callback(Gradients(found))
+    model = copy.deepcopy(trainer.model)
+    trainer.train()
+    ids, labels = (torch.tensor([row[name] for row in rows[4:]]) for name in ("input_ids", "labels"))
+    token_loss(model(ids).logits, shifted(labels), "deft").backward()
+    assert len(found) == 2
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[1][name], parameter.grad, rtol=1e-4, atol=1e-7)  # float32 sums
+
+
+class Gradients(transformers.TrainerCallback):
+    """Appends the gradients of each optimizer step to a list."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize(

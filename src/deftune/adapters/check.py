@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deftune.data.encoding import end_tokens_of
+from deftune.data.packing import fill_step
 from deftune.losses import token_loss, token_stats
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
@@ -78,6 +79,8 @@ class TrainerLoss:
         self.called = self.checked = False
         self.expected: Tensor | None = None
         self._compute_loss, self._training_step = trainer.compute_loss, trainer.training_step
+        self._get_batch_samples = trainer.get_batch_samples
+        trainer.get_batch_samples = self._fill_step
         trainer.compute_loss = self._watch_loss
         trainer.training_step = self._check_step
         trainer.compute_loss_func = self
@@ -104,6 +107,11 @@ class TrainerLoss:
     def _context(self) -> Context:
         state = self.trainer.state
         return Context(progress=min(1.0, state.global_step / max(1, state.max_steps)), special_ids=self.special_ids)
+
+    def _fill_step(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The trainer's get_batch_samples; the rest of a stream becomes a step of its own."""
+        batches, num_items = self._get_batch_samples(epoch_iterator, num_batches, device)
+        return fill_step(batches, num_batches) if batches else batches, num_items
 
     def _watch_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's compute_loss; at the first micro-batch the objective is computed beside it."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.data.encoding import end_tokens_of
+from deftune.data.packing import fill_step
 from deftune.losses import Sparse, raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
@@ -206,15 +207,13 @@ class DeftSFTTrainer(CheckpointingTrainer):
         if not batches:
             return batches, num_items
         assert num_items is not None, "batches have labels: DeftSFTTrainer's collators make them"
+        batches = fill_step(batches, num_batches)
         inputs = StepInputs(self.state.global_step + 1, batches, int(num_items))
         if inputs.num_items == 0:
             raise ValueError(
                 f"training step {self.state.global_step + 1}: none of its tokens is supervised, on any rank, so it has "
                 f"no loss; check the mask of the data (`deftune data preview`)"
             )
-        # a stream has ended: transformers would make no update, and add these gradients to the next epoch's first step
-        batches += [{**batches[-1], "labels": torch.full_like(batches[-1]["labels"], IGNORE_INDEX)}
-                    for _ in range(num_batches - len(batches))]  # fmt: skip
         self._mass, self._held["train"] = None, []
         self._inputs_before, self._inputs = self._inputs, inputs
         return batches, num_items
