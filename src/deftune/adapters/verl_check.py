@@ -21,7 +21,10 @@ from deftune.objectives.stats import from_columns
 from deftune.tokens.head import base_of, head_of, head_options
 
 SUPERVISED, IGNORED = 32, 8  # tokens of a micro-batch whose gradients are compared
-FLOAT32, FLOAT16 = 1e-3, 2e-2  # relative tolerances of the gradients; 16 bits round by 2^-9 or more
+# relative tolerances of the gradients in 4 and 2 bytes: bfloat16 rounds by 2^-9
+LOGITS = {4: 1e-3, 2: 2e-2}
+# with fused kernels the logits, of size 20 and more, are computed here a second time, and each time rounded
+FUSED = {4: 1e-2, 2: 0.1}
 
 
 def checked_worker(base: Any) -> Any:
@@ -138,8 +141,7 @@ class Gradients:
         self.model = base_of(getattr(engine.module, "module", engine.module))  # FSDP1 wraps the model
         self.outputs = self.arrived = 0
         self.difference = self.expected = 0.0  # squared norms
-        self.log_p_error = 0.0
-        self.tolerance = FLOAT32
+        self.log_p_error = self.tolerance = 0.0
         self.logits: Tensor | None = None  # of the sample, with fused kernels
 
     def forward_step(self, original: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,8 +184,7 @@ class Gradients:
         scale, softcap = head_options(self.model.config)
         logits = nn.functional.linear(hidden.flatten(0, 1)[rows].to(weight.dtype), weight, head.bias).double() * scale
         self.logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        if weight.element_size() < 4:
-            self.tolerance = FLOAT16
+        self.tolerance = FUSED[min(4, hidden.element_size(), weight.element_size())]
 
     def _watch_output(self, sample: Sample, _: Any, args: Any, options: dict[str, Any], output: Any) -> None:
         watched = output.log_probs if self.logits is not None else output.logits
@@ -199,6 +200,7 @@ class Gradients:
             )  # fmt: skip
             expected = sample.weights * self.loss.objective.gate(stats, sample.context) * self.factor
             if self.logits is None:
+                self.tolerance = LOGITS[min(4, watched.element_size())]
                 error = log_P.exp()
                 error[torch.arange(len(error)), sample.targets] -= 1
                 expected = expected[:, None] * error
@@ -206,8 +208,6 @@ class Gradients:
                 expected = -expected
                 apart = (watched.flatten(0, 1)[rows] - log_p).abs() / (1 - log_p)
                 self.log_p_error = max(self.log_p_error, *apart[sample.weights > 0].tolist(), 0.0)
-        if watched.element_size() < 4:
-            self.tolerance = FLOAT16
         self.outputs += 1
         self.logits = None
         watched.register_hook(partial(self._compare, rows, expected))
@@ -227,7 +227,7 @@ class Gradients:
         """What shows that another loss is trained, or None."""
         if self.arrived != self.outputs or not self.outputs:
             return f"a gradient reached the model's output in {self.arrived} of {self.outputs} micro-batches"
-        if self.log_p_error > FLOAT16:
+        if self.log_p_error > self.tolerance:
             return f"verl's log-probabilities and the model's differ by {self.log_p_error:.2g} (relative to 1 + NLL)"
         if self.error() > self.tolerance:
             return f"the gradient at the model's output differs from gate x error by {self.error():.2g} (relative)"
