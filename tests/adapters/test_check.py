@@ -14,9 +14,10 @@ from datasets import Dataset
 
 from deftune.adapters import versions
 from deftune.adapters.check import TrainerLoss, check_trainer
+from deftune.adapters.logits import plain_losses
 from deftune.adapters.versions import OLDEST
 from deftune.losses import token_loss
-from deftune.objectives import objective
+from deftune.objectives import Context, objective
 from deftune.selftest import tiny
 from deftune.tokens.head import shifted
 
@@ -116,6 +117,17 @@ def test_what_replaces_the_loss_is_an_error_before_the_first_update(options, mor
     with pytest.raises(ValueError, match=message):
         trainer.train()
     assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("spec", ["nll", "linear", "cayley", "deft", "eaft(5)", "eaft(norm=full)", "deft | floor(0.2)"])
+def test_plain_losses_are_those_that_are_trained(spec):
+    """Two ways to compute a loss: that of the check, and that of `deftune.losses`."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(3, 200, 11, dtype=torch.float64, generator=generator)  # more rows than are taken at a time
+    targets = torch.randint(0, 11, (3, 200), generator=generator).index_fill(1, torch.tensor([0, 7]), -100)
+    expected = token_loss(logits, targets, spec, reduction="none")[targets != -100]
+    torch.testing.assert_close(plain_losses(logits, targets, objective(spec), Context()), expected, rtol=1e-12, atol=0)
+    assert len(plain_losses(logits[:, :1], targets[:, :1], objective(spec), Context())) == 0
 
 
 def test_refused_at_once(tmp_path):

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deftune.adapters.logits import TOLERANCE, plain_losses
 from deftune.data.encoding import end_tokens_of
 from deftune.data.packing import fill_step
-from deftune.losses import token_loss, token_stats
+from deftune.losses import token_loss
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.head import base_of, shifted
-
-TOLERANCE = 1e-4  # relative; both losses are float32 sums over the same logits
 
 
 def parse_supported(stack: str, spec: str | Objective) -> Objective:
@@ -127,12 +126,12 @@ class TrainerLoss:
 
     @torch.no_grad()
     def _expect(self, outputs: Any, labels: Tensor | None, weights: Tensor | None) -> None:
-        """Sum of the objective's losses, from the statistics of the logits that the model returns."""
+        """Sum of the objective's losses, from the logits that the model returns."""
         logits = logits_of(outputs, labels)
         if labels is None or logits is None:
             return
         targets = shifted(labels)
-        losses = self.objective.loss(token_stats(logits, targets), self._context())
+        losses = plain_losses(logits, targets, self.objective, self._context())
         if weights is not None:
             losses = losses * torch.roll(weights, -1, -1)[targets != IGNORE_INDEX]
         self.expected = losses.sum()

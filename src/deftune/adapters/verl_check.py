@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from deftune.adapters.logits import plain_stats
 from deftune.adapters.verl_loss import ObjectiveLoss, aligned
 from deftune.objectives import IGNORE_INDEX, Context
-from deftune.objectives.stats import from_columns
 from deftune.tokens.head import base_of, head_of, head_options
 
 SUPERVISED, IGNORED = 32, 8  # tokens of a micro-batch whose gradients are compared
@@ -192,12 +192,7 @@ class Gradients:
         with torch.no_grad():
             logits = watched.flatten(0, 1)[rows].double() if self.logits is None else self.logits
             log_P = torch.log_softmax(logits, -1)
-            log_p = log_P.gather(-1, sample.targets[:, None])[:, 0]
-            stats = from_columns(
-                log_p, -torch.xlogy(log_P.exp(), log_P.exp()).sum(-1), torch.logsumexp(2 * log_P, -1).clamp(max=0),
-                vocab_size=log_P.shape[-1], targets=sample.targets,
-                top_log_p=log_P.topk(min(self.loss.objective.top_k, log_P.shape[-1]), -1).values,
-            )  # fmt: skip
+            stats = plain_stats(log_P, sample.targets, self.loss.objective.top_k)
             expected = sample.weights * self.loss.objective.gate(stats, sample.context) * self.factor
             if self.logits is None:
                 self.tolerance = LOGITS[min(4, watched.element_size())]
@@ -206,7 +201,7 @@ class Gradients:
                 expected = expected[:, None] * error
             else:
                 expected = -expected
-                apart = (watched.flatten(0, 1)[rows] - log_p).abs() / (1 - log_p)
+                apart = (watched.flatten(0, 1)[rows] - stats.log_p).abs() / (1 + stats.nll)
                 self.log_p_error = max(self.log_p_error, *apart[sample.weights > 0].tolist(), 0.0)
         self.outputs += 1
         self.logits = None
