@@ -154,8 +154,8 @@ def train(folder: Path, stack: str, python: Path, ranks: int) -> dict[str, dict[
         elif stack == "verl":
             environment |= {"VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_PLATFORM": "cpu",
                             "VERL_ENGINE_DEVICE": "cuda"}  # fmt: skip
-            more = ["trainer.device=cpu", "trainer.logger=[file]", "checkpoint.save_contents=[extra]"]
-            more += ["--config-name", "verl", f"hydra.run.dir={work}/hydra"]
+            more = ["--config-name", "verl", "trainer.device=cpu", "trainer.logger=[file]",  # options before overrides
+                    "checkpoint.save_contents=[extra]", f"hydra.run.dir={work}/hydra"]  # fmt: skip
             runs = [
                 {"name": name, "args": ["--config-path", str(work / f"{name}.files"), *more]} for name in OBJECTIVES
             ]
@@ -213,7 +213,8 @@ def measure(stacks: list[str], folder: Path) -> dict[str, Any]:
         if python is None:
             found[stack] = {"missing": "its environment is not built"}
             continue
-        result: dict[str, Any] = {"versions": versions_of(stack, python), "ranks": {}}
+        today = datetime.date.today().isoformat()
+        result: dict[str, Any] = {"date": today, "versions": versions_of(stack, python), "ranks": {}}
         try:
             for ranks in RANKS:
                 if stack in ("deftune", "torchtitan-tp") and ranks == 1:
@@ -226,7 +227,7 @@ def measure(stacks: list[str], folder: Path) -> dict[str, Any]:
             result["failed"] = str(error).splitlines()[0]
         found[stack] = result
     return {
-        "date": datetime.date.today().isoformat(), "steps": STEPS, "rows": ROWS, "micro_batch": MICRO,
+        "steps": STEPS, "rows": ROWS, "micro_batch": MICRO,
         "objectives": OBJECTIVES, "closest_objectives": apart,
         "reference": {name: run["losses"] for name, run in reference.items()}, "stacks": found,
     }  # fmt: skip
@@ -236,7 +237,7 @@ def render(found: dict[str, Any]) -> str:
     """The table of docs/stacks.md."""
     names = list(found["objectives"])
     titles = [f"`{found['objectives'][name]}`".replace("|", "\\|") for name in names]
-    lines = ["| stack | " + " | ".join(titles) + " | weights |", "|---|" + "---:|" * (len(names) + 1)]
+    lines = ["| stack | " + " | ".join(titles) + " | weights | date |", "|---|" + "---:|" * (len(names) + 2)]
     for stack, result in found["stacks"].items():
         versions = ", ".join(
             f"{name} {version}" for name, version in result.get("versions", {}).items() if name != "torch"
@@ -244,12 +245,13 @@ def render(found: dict[str, Any]) -> str:
         label = f"{STACKS[stack][0]} ({versions})" if versions else STACKS[stack][0]
         if "ranks" not in result or "failed" in result:
             reason = result.get("missing") or f"failed: {result['failed']}"
-            lines.append(f"| {label} | {reason} |" + " |" * len(names))
+            lines.append(f"| {label} | {reason} |" + " |" * (len(names) + 1))
             continue
         runs = list(result["ranks"].values())
         cells = [f"{max(run[name]['loss'] for run in runs):.1e}" for name in names]
         weights = [run[name]["weight"] for run in runs for name in names if "weight" in run[name]]
-        lines.append(f"| {label} | " + " | ".join([*cells, f"{max(weights):.1e}" if weights else "-"]) + " |")
+        cells += [f"{max(weights):.1e}" if weights else "-", result["date"]]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -41,6 +41,7 @@ HEAVY = {
         "swift",
         "torchtitan",
         "transformers",
+        "trl",
         "verl",
     ),
     "artifacts": ("checkpoints", "results"),

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
 from deftune.adapters import versions
 from deftune.adapters.check import TrainerLoss, check_trainer
+from deftune.adapters.logits import plain_losses
 from deftune.adapters.versions import OLDEST
 from deftune.losses import token_loss
-from deftune.objectives import objective
+from deftune.objectives import Context, objective
 from deftune.selftest import tiny
 from deftune.tokens.head import shifted
 
@@ -70,6 +72,34 @@ def test_a_loss_in_force_passes_once(tmp_path, capsys):
     assert min(abs(pair - float(printed)) for pair in pairs) < 1e-4
 
 
+def test_the_rest_of_a_stream_is_a_step_of_its_own(tmp_path):
+    """Six rows in three micro-batches, two in a step; transformers would add the third gradient to the next step."""
+    trainer = make_trainer(tmp_path)
+    trainer.args.max_steps, trainer.args.learning_rate, trainer.args.max_grad_norm = 2, 0.0, 0.0
+    rows = [*ROWS, *ROWS][:6]
+    trainer.train_dataset = Dataset.from_list(rows).to_iterable_dataset()
+    TrainerLoss("stack", trainer, "deft", trainer.processing_class)
+    found = []
+    trainer.add_callback(Gradients(found))
+    model = copy.deepcopy(trainer.model)
+    trainer.train()
+    ids, labels = (torch.tensor([row[name] for row in rows[4:]]) for name in ("input_ids", "labels"))
+    token_loss(model(ids).logits, shifted(labels), "deft").backward()
+    assert len(found) == 2
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[1][name], parameter.grad, rtol=1e-4, atol=1e-7)  # float32 sums
+
+
+class Gradients(transformers.TrainerCallback):
+    """Appends the gradients of each optimizer step to a list."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters()})
+
+
 @pytest.mark.parametrize(
     "options, more, message",
     [
@@ -87,6 +117,17 @@ def test_what_replaces_the_loss_is_an_error_before_the_first_update(options, mor
     with pytest.raises(ValueError, match=message):
         trainer.train()
     assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("spec", ["nll", "linear", "cayley", "deft", "eaft(5)", "eaft(norm=full)", "deft | floor(0.2)"])
+def test_plain_losses_are_those_that_are_trained(spec):
+    """Two ways to compute a loss: that of the check, and that of `deftune.losses`."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(3, 200, 11, dtype=torch.float64, generator=generator)  # more rows than are taken at a time
+    targets = torch.randint(0, 11, (3, 200), generator=generator).index_fill(1, torch.tensor([0, 7]), -100)
+    expected = token_loss(logits, targets, spec, reduction="none")[targets != -100]
+    torch.testing.assert_close(plain_losses(logits, targets, objective(spec), Context()), expected, rtol=1e-12, atol=0)
+    assert len(plain_losses(logits[:, :1], targets[:, :1], objective(spec), Context())) == 0
 
 
 def test_refused_at_once(tmp_path):

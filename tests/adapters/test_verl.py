@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ import pandas
 import transformers
 from omegaconf import OmegaConf
 
-from deftune.adapters.verl import choose_source, quoted, settings
+from deftune.adapters.verl import first_step_line, quoted, settings
+from deftune.adapters.verl_loss import choose_source
 from deftune.selftest import tiny
 
 STEPS, BATCH, ROWS = 20, 8, 64
@@ -30,6 +32,15 @@ OBJECTIVES = ["nll", "linear", "cayley", "deft", "deft | floor(0.2)", "eaft", "e
               "deft | warmup(0.3)", "clip(1)", "deft | mean_one"]  # fmt: skip
 COLUMNS = ["nll", "deft", "mile"]  # trained once more from verl's columns instead of its logits
 PADDED_PACKS = ["model.use_remove_padding=True", "engine.pad_to_length=True", "engine.pad_to_length_bucket=64"]
+HARMS = {  # what tests/adapters/verl_on_cpu.py does to verl: the error
+    "ignore_the_loss": "the engine did not call the objective's loss",
+    "backpropagate_another_loss": "the engine backpropagated 0 of 4 losses",
+    "show_other_logits": "the gradient at the model's output differs from gate x error by ",
+    "add_a_hidden_loss": "the gradient at the model's output differs from gate x error by ",
+    "divide_by_another_count": "the gradient at the model's output differs from gate x error by 3 (relative)",
+    "leave_out_tokens": " supervised tokens of a rank",
+    "keep_verls_loss": "verl replaced the objective by another loss, functools.partial(<function sft_loss",
+}
 PARALLEL = ["model.use_remove_padding=True", "engine.ulysses_sequence_parallel_size=2"]
 
 
@@ -69,7 +80,9 @@ def train(folder, ranks, entries):
     command = [sys.executable, *torchrun, str(HERE / "verl_on_cpu.py"), "runs.json"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {entry["name"]: outcome(work / entry["name"]) for entry in entries} | {"output": done.stdout}
+    return {entry["name"]: outcome(work / entry["name"]) for entry in entries} | {
+        "output": done.stdout, "updated": {path.stem for path in work.glob("*.updated")},
+    }  # fmt: skip
 
 
 def outcome(path):
@@ -95,9 +108,15 @@ def one_rank(folder):
         {"name": "dynamic", "args": overrides(folder, "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=200")},
         {"name": "fused deft", "args": overrides(folder, "model.use_fused_kernels=True", "deft.objective=deft")},
         *({"name": harm, "harm": harm, "args": overrides(folder, "trainer.total_training_steps=3")}
-          for harm in ("ignore_the_loss", "backpropagate_another_loss", "show_other_logits")),
+          for harm in HARMS),
+        {"name": "unchecked", "main": "verl", "harm": "ignore_the_loss", "args": overrides(folder)},
+        {"name": "bfloat16", "args": overrides(folder, "engine.mixed_precision.param_dtype=bf16")},
         # last: verl changes the model's class for its fused kernels
+        {"name": "fused harm", "harm": "divide_by_another_count",
+         "args": overrides(folder, "model.use_fused_kernels=True", "deft.objective=cayley")},
         {"name": "fused", "args": overrides(folder, "model.use_fused_kernels=True", "deft.objective=cayley")},
+        {"name": "fused bfloat16", "args": overrides(folder, "model.use_fused_kernels=True", "deft.objective=cayley",
+                                                     "engine.mixed_precision.param_dtype=bf16")},
     ]  # fmt: skip
     return train(folder, 1, entries)
 
@@ -199,16 +218,23 @@ def test_validation_reports_the_objective(folder, one_rank):
 
 
 def test_the_first_step_is_reported(one_rank):
-    assert "deftune: verl trains `deft | floor(0.2)`: loss " in one_rank["output"]
+    lines = re.findall(r"verl trains `(.*)`: loss .* gradient verified from the logits to (.*)", one_rank["output"])
+    assert {str(deftune.objective(spec)) for spec in OBJECTIVES} <= {name for name, _ in lines}
+    errors = sorted(float(error) for _, error in lines)
+    assert errors[-2] < 1e-6 < errors[-1] < 0.01  # the last one is in bfloat16
     assert not any("deft/" in key for step in one_rank["deft"] for key in step)
 
 
-def test_a_verl_that_trains_something_else_is_noticed(one_rank):
-    assert (
-        "`deft` has not been called; this verl or engine takes its loss from elsewhere" in one_rank["ignore_the_loss"]
-    )
-    assert "verl backpropagated 0 of the 4 losses of `deft` in step 1" in one_rank["backpropagate_another_loss"]
-    assert "so the logits belong to other tokens" in one_rank["show_other_logits"]
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_verl_that_trains_something_else_is_an_error_before_the_first_update(one_rank, harm):
+    assert HARMS[harm] in one_rank[harm]
+    assert HARMS["divide_by_another_count"] in one_rank["fused harm"]
+    assert one_rank["updated"] == {"unchecked"}  # verl's own trainer did update
+
+
+def test_a_worker_that_does_not_check_is_an_error():
+    with pytest.raises(RuntimeError, match=r"verl's engine was not checked in its first step.* than `deft`"):
+        first_step_line({"loss": 1.0, "deft/loss": [[1.0]], "deft/nll": [[2.0]]}, deftune.objective("deft"))
 
 
 def test_two_ranks(folder):
@@ -223,6 +249,7 @@ def test_two_ranks(folder):
     # attention on a CPU knows no sequence parallel, so only verl's own training is a reference
     stock = [(step["train/loss"], step["train/grad_norm"]) for step in found["parallel verl"]]
     assert_same(found["parallel deftune"], stock)
+    assert found["output"].count("gradient verified from the logits to ") == 3
 
 
 def test_ray(folder):
@@ -230,7 +257,7 @@ def test_ray(folder):
     more = ["deft.ray=True", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=3", "deft.objective=clip(1)"]
     found = train(folder, 0, [{"name": "ray", "args": overrides(folder, *more)}])
     assert_same(found["ray"], reference(folder, "clip(1)")[:3])
-    assert "deftune: verl trains `clip(k=1)`" in found["output"]
+    assert re.search(r"deftune: verl trains `clip\(k=1\)`: .* gradient verified from the logits", found["output"])
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -249,6 +276,7 @@ def config(**changes):
         ({"engine.ulysses_sequence_parallel_size": 2}, "eaft", "no whole logits with engine.ulysses_sequence_parallel"),
         ({"engine.strategy": "megatron"}, "eaft(k=5)", "no whole logits with engine.strategy=megatron"),
         ({"model.mtp.enable_train": True}, "nll", "multi-token heads with NLL"),
+        ({"engine.strategy": "megatron", "engine.dynamic_context_parallel": True}, "nll", "dynamic_context_parallel"),
     ],
 )
 def test_refusals(changes, objective, message):

@@ -138,18 +138,70 @@ def show_other_logits(engine, original):
     engine.forward_step = forward_step
 
 
-HARMS = {harm.__name__: harm for harm in (ignore_the_loss, backpropagate_another_loss, show_other_logits)}
+def add_a_hidden_loss(engine, original):
+    """The engine reports the objective's loss and trains NLL beside it, as a head with a loss of its own does."""
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        logits = []
+        hook = self.module.register_forward_hook(lambda *call: logits.append(call[-1].logits))
+        loss, output = original(self, micro_batch, loss_function, forward_only)
+        hook.remove()
+        nll = -logits[0].log_softmax(-1)[..., 0].mean()
+        return loss + nll - nll.detach(), output
+
+    engine.forward_step = forward_step
+
+
+def divide_by_another_count(engine, original):
+    """The engine trains a multiple of the objective, as if it divided by the tokens of a micro-batch."""
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        loss, output = original(self, micro_batch, loss_function, forward_only)
+        return 4 * loss, output
+
+    engine.forward_step = forward_step
+
+
+def leave_out_tokens(engine, original):
+    """The loss sees half of the supervised tokens."""
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        micro_batch = micro_batch.copy()
+        micro_batch["loss_mask"].values()[::2] = 0
+        return original(self, micro_batch, loss_function, forward_only)
+
+    engine.forward_step = forward_step
+
+
+def keep_verls_loss(engine, original):
+    """The worker trains with verl's NLL, whatever loss function it is given."""
+    from functools import partial
+
+    from verl.workers.utils.losses import sft_loss
+
+    train_batch = engine.train_batch
+    engine.train_batch = lambda self, data, loss_function: train_batch(self, data, partial(sft_loss, config=None))
+
+
+HARMS = {
+    harm.__name__: harm
+    for harm in (
+        ignore_the_loss, backpropagate_another_loss, show_other_logits, add_a_hidden_loss, divide_by_another_count,
+        leave_out_tokens, keep_verls_loss,
+    )
+}  # fmt: skip
 
 
 def run(entry):
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as Engine
 
-    original = Engine.forward_step
+    originals = {name: getattr(Engine, name) for name in ("forward_step", "train_batch", "optimizer_step")}
     os.environ["VERL_FILE_LOGGER_PATH"] = entry["name"] + ".jsonl"
     sys.argv[1:] = entry["args"]
     try:
         if "harm" in entry:
-            HARMS[entry["harm"]](Engine, original)
+            HARMS[entry["harm"]](Engine, originals["forward_step"])
+            Engine.optimizer_step = lambda self: Path(entry["name"] + ".updated").touch()
         if entry.get("main") == "verl":
             from verl.trainer import sft_trainer
 
@@ -161,7 +213,8 @@ def run(entry):
     except Exception as error:
         Path(entry["name"] + ".error").write_text(f"{type(error).__name__}: {error}")
     finally:
-        Engine.forward_step = original
+        for name, method in originals.items():
+            setattr(Engine, name, method)
 
 
 def let_ray_use_cpus():

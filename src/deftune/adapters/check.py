@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deftune.adapters.logits import TOLERANCE, plain_losses
 from deftune.data.encoding import end_tokens_of
-from deftune.losses import token_loss, token_stats
+from deftune.data.packing import fill_step
+from deftune.losses import token_loss
 from deftune.objectives import IGNORE_INDEX, Context, Objective
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.head import base_of, shifted
-
-TOLERANCE = 1e-4  # relative; both losses are float32 sums over the same logits
 
 
 def parse_supported(stack: str, spec: str | Objective) -> Objective:
@@ -78,6 +78,8 @@ class TrainerLoss:
         self.called = self.checked = False
         self.expected: Tensor | None = None
         self._compute_loss, self._training_step = trainer.compute_loss, trainer.training_step
+        self._get_batch_samples = trainer.get_batch_samples
+        trainer.get_batch_samples = self._fill_step
         trainer.compute_loss = self._watch_loss
         trainer.training_step = self._check_step
         trainer.compute_loss_func = self
@@ -105,6 +107,11 @@ class TrainerLoss:
         state = self.trainer.state
         return Context(progress=min(1.0, state.global_step / max(1, state.max_steps)), special_ids=self.special_ids)
 
+    def _fill_step(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The trainer's get_batch_samples; the rest of a stream becomes a step of its own."""
+        batches, num_items = self._get_batch_samples(epoch_iterator, num_batches, device)
+        return fill_step(batches, num_batches) if batches else batches, num_items
+
     def _watch_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's compute_loss; at the first micro-batch the objective is computed beside it."""
         if self.checked or not (model.training and torch.is_grad_enabled()):
@@ -119,12 +126,12 @@ class TrainerLoss:
 
     @torch.no_grad()
     def _expect(self, outputs: Any, labels: Tensor | None, weights: Tensor | None) -> None:
-        """Sum of the objective's losses, from the statistics of the logits that the model returns."""
+        """Sum of the objective's losses, from the logits that the model returns."""
         logits = logits_of(outputs, labels)
         if labels is None or logits is None:
             return
         targets = shifted(labels)
-        losses = self.objective.loss(token_stats(logits, targets), self._context())
+        losses = plain_losses(logits, targets, self.objective, self._context())
         if weights is not None:
             losses = losses * torch.roll(weights, -1, -1)[targets != IGNORE_INDEX]
         self.expected = losses.sum()

@@ -160,3 +160,18 @@ class Collator:
             "labels": torch.tensor([row.labels + [IGNORE_INDEX] * pad for row, pad in zip(rows, pads)]),
             "position_ids": torch.tensor([[*row.position_ids, *range(pad)] for row, pad in zip(rows, pads)]),
         }
+
+
+def fill_step(batches: list[Any], number: int) -> list[Any]:
+    """The micro-batches of a step, filled up to ``number`` with copies of the last one that have no labels.
+
+    transformers' Trainer updates the weights after ``number`` micro-batches. Where a stream ends before, the Trainer
+    would keep the gradients and add them to the next epoch's first step, each divided by its own token count.
+
+    >>> [batch["labels"].tolist() for batch in fill_step([{"labels": torch.tensor([5, 6])}], 2)]
+    [[5, 6], [-100, -100]]
+    """
+    last = batches[-1]
+    return batches + [
+        {**last, "labels": torch.full_like(last["labels"], IGNORE_INDEX)} for _ in range(number - len(batches))
+    ]

@@ -199,8 +199,8 @@ def head_of(model: Any) -> nn.Linear:
     if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
         raise ValueError(
             f"{name}: the head is a {type(head).__name__}, not a plain Linear, and the fused loss would leave out what "
-            f"it adds; keep adapters and quantisation off the head (LoRA: leave lm_head out of target_modules; to "
-            f"train it, use modules_to_save)"
+            f"it adds; keep adapters and quantisation off the head (LoRA: leave lm_head out of target_modules, and for "
+            f"a head that is tied to the embedding trainable_token_indices too; to train it, use modules_to_save)"
         )
     return head
 

@@ -36,6 +36,8 @@ def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> N
             refuse("Liger's cross-entropy", "it would compute plain NLL; leave Liger its layer kernels only")
     if not getattr(args, "average_tokens_across_devices", True):
         refuse("average_tokens_across_devices=False", "ranks with few tokens would weigh as much as full ones")
+    if getattr(args, "activation_offloading", False) and not torch.accelerator.is_available():
+        refuse("activation_offloading", "it moves activations from a GPU to the CPU, and there is no GPU; leave it out")
     if getattr(args, "deepspeed", None) is not None:
         refuse(
             "DeepSpeed",

@@ -23,6 +23,7 @@ from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.data.encoding import end_tokens_of
+from deftune.data.packing import fill_step
 from deftune.losses import Sparse, raise_pending
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
@@ -207,6 +208,7 @@ class DeftSFTTrainer(CheckpointingTrainer):
         if not batches:
             return batches, num_items
         assert num_items is not None, "batches have labels: DeftSFTTrainer's collators make them"
+        batches = fill_step(batches, num_batches)
         inputs = StepInputs(self.state.global_step + 1, batches, int(num_items))
         if inputs.num_items == 0:
             raise ValueError(
