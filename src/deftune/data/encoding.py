@@ -23,6 +23,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib.metadata import version
 from typing import Any, Literal, get_args
 
@@ -75,6 +76,7 @@ class Encoder:
     ``end_tokens``: tokens that end a turn, beside the tokenizer's EOS and `END_OF_TURN`.
     ``template_options``: passed to the template, such as ``{"enable_thinking": False}``.
     ``bos``: whether an example begins with BOS; None does what the tokenizer does. Never twice.
+    ``now``: the time that a template writes which writes the date; by default that of this call, for all rows.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Encoder:
         end_tokens: Sequence[str] = (),
         template_options: Mapping[str, Any] | None = None,
         bos: bool | None = None,
+        now: datetime | None = None,
     ):
         if mask not in get_args(Mask):
             raise ValueError(f"unknown mask {mask!r}. Known: {', '.join(get_args(Mask))}")
@@ -108,6 +111,7 @@ class Encoder:
             **self.template_options,
         }
         self._eos: str | None = tokenizer.eos_token
+        self.now = now or datetime.now()
         self._compiled: Template | None = None
         self.end_ids = end_tokens_of(tokenizer, self.template, end_tokens)
         self._end = re.compile("|".join(re.escape(token) for token in self.end_ids) or r"(?!)")
@@ -174,7 +178,7 @@ class Encoder:
     def _render(self, row: Row, messages: Sequence[dict[str, Any]], *, prompt: bool) -> str:
         try:
             if self._compiled is None:
-                self._compiled = Template(self.template)
+                self._compiled = Template(self.template, self.now)
             return self._compiled.render(
                 messages, tools=row.tools or None, add_generation_prompt=prompt, variables=self._variables
             )

@@ -47,15 +47,22 @@ class TemplateLimitError(ValueError):
 
 
 class Template:
-    """A chat template, compiled once. Not for several threads at once: they would share an allowance."""
+    """A chat template, compiled once. Not for several threads at once: they would share an allowance.
 
-    def __init__(self, text: str):
-        self.text = text
+    ``now``: the time that ``strftime_now`` writes; None: that of each call.
+    """
+
+    def __init__(self, text: str, now: datetime.datetime | None = None):
+        self.text, self.now = text, now
         self.environment = _Environment()
+        self.environment.globals["strftime_now"] = self._strftime_now
         self._compiled = self.environment.from_string(text)
 
-    def __reduce__(self) -> tuple[type[Template], tuple[str]]:
-        return Template, (self.text,)
+    def __reduce__(self) -> tuple[type[Template], tuple[str, datetime.datetime | None]]:
+        return Template, (self.text, self.now)
+
+    def _strftime_now(self, format: str) -> str:
+        return (self.now or datetime.datetime.now()).strftime(format[:100])
 
     def render(
         self,
@@ -158,7 +165,6 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals = {
             "range": jinja2.sandbox.safe_range, "cycler": jinja2.utils.Cycler, "joiner": jinja2.utils.Joiner,
             "namespace": _Namespace, "dict": _Dict(), "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
         }  # fmt: skip
 
     def allow(self, num_messages: int, num_characters: int) -> None:
@@ -459,7 +465,3 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format[:100])

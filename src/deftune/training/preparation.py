@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +59,7 @@ class Prepared:
     eval: EncodedRows | None
     bad: BadRows
     sequences: Sequence[Any]  # what a micro-batch is made of: rows, or packs of them
+    now: datetime | None = None  # what the chat template wrote as the time, if it writes one
     checkpointing: Checkpointing = NO_CHECKPOINTING
 
     @property
@@ -233,17 +235,20 @@ def _counted(rows: Iterable[Row], title: str, notice: Callable[[str], None]) -> 
             progress.update(number)
 
 
-def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = True) -> Prepared:
+def prepare(
+    config: RunConfig, notice: Callable[[str], None], now: datetime | None = None, *, here: bool = True
+) -> Prepared:
     """Read, mix, mask and pack the data; the model's weights are not touched.
 
+    ``now``: the time that the chat template writes, if it writes one; None: that of this call.
     ``here``: whether this machine is to train the run, so that what it cannot do is refused.
     """
     if here:
         check_config(config)
-    return plan_run(read_data(config, notice), config, here=here)
+    return plan_run(read_data(config, notice, now), config, here=here)
 
 
-def read_data(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
+def read_data(config: RunConfig, notice: Callable[[str], None], now: datetime | None = None) -> Prepared:
     """The part of `prepare` that depends on `data_key` alone; runs that have the key in common can share it.
 
     Files that an earlier start read with the same options are not read again, if their encoded rows are in the cache.
@@ -251,8 +256,8 @@ def read_data(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     """
     key = sources_key(config)
     if key is None:
-        return _read_rows(config, notice)
-    coding = _load_coding(config, notice)
+        return _read_rows(config, notice, now=now)
+    coding = _load_coding(config, notice, now)
     if not is_cached(coding.encoder):
         return _read_rows(config, notice, coding)
     if found := _find_prepared(config, key, coding, notice):
@@ -270,10 +275,10 @@ class _Coding:
     encoder: Encoder
 
 
-def _load_coding(config: RunConfig, notice: Callable[[str], None]) -> _Coding:
+def _load_coding(config: RunConfig, notice: Callable[[str], None], now: datetime | None) -> _Coding:
     source = resolve_model(config.model.name, notice, revision=config.model.revision)
     tokenizer = load_tokenizer(source, **_model_options(config))
-    encoder = Encoder(tokenizer, **encoder_options(config.data))
+    encoder = Encoder(tokenizer, **encoder_options(config.data), now=now)
     set_template(tokenizer, config.data.template)  # saved with the model
     return _Coding(source, tokenizer, encoder)
 
@@ -305,8 +310,9 @@ def _find_prepared(
 
 
 def _read_rows(
-    config: RunConfig, notice: Callable[[str], None], coding: _Coding | None = None, key: str | None = None
-) -> Prepared:
+    config: RunConfig, notice: Callable[[str], None], coding: _Coding | None = None, key: str | None = None,
+    now: datetime | None = None,
+) -> Prepared:  # fmt: skip
     """Read and encode the sources; with ``key``, remember under it what was read."""
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
@@ -324,7 +330,7 @@ def _read_rows(
         tell(f"{len(held):,} rows held out")
     is_stable = key is not None and sources_key(config) == key  # the files did not change while they were read
     unread = list(bad.rows)
-    coding = coding or _load_coding(config, notice)
+    coding = coding or _load_coding(config, notice, now)
     train = encode(rows, coding.encoder, bad, notice)
     try:
         evaluation = encode(held, coding.encoder, bad, notice) if held else None
@@ -344,7 +350,8 @@ def _assemble(
         check_embedding(encoded, coding.tokenizer, coding.source, **_model_options(config))
     data = config.data
     sequences: Sequence[Any] = pack(train.examples, data.max_length) if data.packing else train.examples
-    return Prepared(config, coding.tokenizer, coding.source, train, evaluation, bad, sequences)
+    now = coding.encoder.now if coding.encoder.depends_on_the_date else None
+    return Prepared(config, coding.tokenizer, coding.source, train, evaluation, bad, sequences, now)
 
 
 # options that change how rows are encoded or used, not which rows there are
@@ -477,6 +484,8 @@ def facts(prepared: Prepared) -> list[str]:
         lines.append(
             f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"
         )
+    if prepared.now is not None:
+        lines.append(f"the chat template writes the date: {prepared.now:%d %B %Y}, also when the run is resumed")
     if prepared.bad.skip and prepared.bad.rows:
         lines.append(f"{prepared.bad.summary()}; bad_rows.jsonl in the run's folder lists each with its reason")
     return lines

@@ -11,6 +11,7 @@ import gc
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ class Reuse:
         self._data: tuple[str, Prepared] | None = None
         self._model: tuple[dict[str, Any], Any] | None = None
 
-    def prepare(self, config: RunConfig, notice: Callable[[str], None]) -> Prepared:
+    def prepare(self, config: RunConfig, notice: Callable[[str], None], now: datetime | None = None) -> Prepared:
         """As `preparation.prepare`; the rows are read and encoded only if the last run had others."""
         check_config(config)
         key = data_key(config)
-        if self._data is None or self._data[0] != key:
+        if self._data is None or self._data[0] != key or self._data[1].now not in (None, now):
             self._data = None  # freed before the next is read
-            self._data = key, read_data(config, notice)
+            self._data = key, read_data(config, notice, now)
         else:
             notice(f"{len(self._data[1].train.examples):,} encoded rows of an earlier run in this process")
         return plan_run(self._data[1], config)

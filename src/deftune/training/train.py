@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -260,7 +261,7 @@ def train_run(
             old = run.config.exists()
             if is_main() and old:  # before the data is read, which may take long
                 held.enter_context(locked(run.folder, TRAINING))
-            prepared = (reuse.prepare if reuse else prepare)(config, say)
+            prepared = (reuse.prepare if reuse else prepare)(config, say, read_time([run, *alike]))
             refuse_other_rows(prepared, alike)
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run.folder, TRAINING))
@@ -477,6 +478,14 @@ def read_fingerprint(run: Run) -> str | None:
         raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
 
 
+def read_time(runs: Sequence[Run]) -> datetime:
+    """The time that the chat template wrote into the data of the first of ``runs`` that has one; else now."""
+    for run in runs:
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return datetime.fromisoformat(json.loads((run.folder / "data.json").read_text(encoding="utf-8"))["now"])
+    return datetime.now()
+
+
 def refuse_other_rows(prepared: Prepared, alike: Sequence[Run]) -> None:
     """Refuse data that is not that of runs which this one will be compared with."""
     begun = {run.folder: found for run in alike if (found := read_fingerprint(run)) and found.startswith(ARRAYS)}
@@ -503,7 +512,10 @@ def compare_ranks(prepared: Prepared) -> None:
 
 def record_data(prepared: Prepared, run: Run) -> None:
     """Write what the data was; a resumed run whose data changed is refused."""
-    now, before = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}, read_fingerprint(run)
+    now: dict[str, Any] = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}
+    if prepared.now is not None:
+        now["now"] = prepared.now.isoformat()
+    before = read_fingerprint(run)
     # a run that an earlier version began has the other kind
     own = fingerprint_of_lists(prepared) if before and not before.startswith(ARRAYS) else now["fingerprint"]
     if before is not None and before != own:
