@@ -162,7 +162,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "_round": self._round, "_written": self._written, "_emit": self._emit, "_scan": self._scan,
             "_concat": self._concat,
         }  # fmt: skip
-        self.globals = {
+        self.globals: dict[str, Any] = {
             "range": jinja2.sandbox.safe_range, "cycler": jinja2.utils.Cycler, "joiner": jinja2.utils.Joiner,
             "namespace": _Namespace, "dict": _Dict(), "raise_exception": _raise_exception,
         }  # fmt: skip

@@ -7,8 +7,7 @@ import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
-from deftune.artifacts.folders import locked_file
+from deftune.artifacts.folders import one_at_a_time
 from deftune.artifacts.models import (
     cache_folder,
     check_bitsandbytes,
@@ -29,7 +28,7 @@ from deftune.artifacts.models import (
 from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
-from deftune.data.cache import Reading, cache_bytes, encode_cached, find_encoded, is_cached, waiting, write_reading
+from deftune.data.cache import ENCODING, Reading, cache_bytes, encode_cached, find_encoded, is_cached, write_reading
 from deftune.data.digests import code_digest, digest_files
 from deftune.data.encoding import EncodedRows, Encoder, NoExamples
 from deftune.data.examples import Examples
@@ -262,7 +261,7 @@ def read_data(config: RunConfig, notice: Callable[[str], None], now: datetime | 
         return _read_rows(config, notice, coding)
     if found := _find_prepared(config, key, coding, notice):
         return found
-    with _sole_reader(key, notice):
+    with one_at_a_time(cache_folder() / "encoded" / f".lock-reading-{key[:2]}", notice, ENCODING):
         return _find_prepared(config, key, coding, notice, notice) or _read_rows(config, notice, coding, key)
 
 
@@ -285,17 +284,6 @@ def _load_coding(config: RunConfig, notice: Callable[[str], None], now: datetime
 
 def _model_options(config: RunConfig) -> dict[str, Any]:
     return {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
-
-
-@contextmanager
-def _sole_reader(key: str, notice: Callable[[str], None]) -> Generator[None]:
-    """Let one process at a time read these sources; all of them, where the cache's folder cannot be written."""
-    folder = cache_folder() / "encoded"
-    with ExitStack() as held:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked_file(folder / f".lock-reading-{key[:2]}", waiting(notice)))
-        yield
 
 
 def _find_prepared(
