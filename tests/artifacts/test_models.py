@@ -17,7 +17,8 @@ import transformers
 from deftune.artifacts import models
 from deftune.artifacts.config import ConfigError
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
-from deftune.training.preparation import check_config, prepare
+from deftune.training.machine import check_config
+from deftune.training.preparation import prepare
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from deftune.data.packing import Collator, Joined
 from deftune.losses import Sparse
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
+from deftune.training.machine import base_dtype, data_ranks, precision_of, tensor_ranks, world_size
 from deftune.training.optimizers import NAMES, muon_factory
-from deftune.training.preparation import Prepared, base_dtype, data_ranks, precision_of, tensor_ranks, world_size
+from deftune.training.preparation import Prepared
 from deftune.training.trackers import tracker_name
 
 NO_LIGER_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
 from deftune.artifacts.folders import one_at_a_time
 from deftune.artifacts.models import (
     cache_folder,
-    check_bitsandbytes,
     load_tokenizer,
-    quantized_dtype,
     resolve_model,
 )
-from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
 from deftune.data.cache import ENCODING, Reading, cache_bytes, encode_cached, find_encoded, is_cached, write_reading
 from deftune.data.digests import code_digest, digest_files
 from deftune.data.encoding import EncodedRows, Encoder, NoExamples
-from deftune.data.examples import Examples
 from deftune.data.mixing import exchange_partners, exchanged_row, mix_places, split_places
-from deftune.data.packing import Packs, pack
+from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
 from deftune.data.spool import Spool
-from deftune.objectives import objective as parse_objective
-from deftune.training.attention import auto_precision
 from deftune.training.display import RowProgress
+from deftune.training.machine import base_dtype, check_config, is_main, world_size
 from deftune.training.plan import NO_CHECKPOINTING, Checkpointing, choose_checkpointing
-from deftune.training.trackers import check_trackers
-
-MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
 
 
 @dataclass
@@ -66,113 +55,8 @@ class Prepared:
         """Optimizer steps of the run."""
         train = self.config.train
         per_epoch = -(-len(self.sequences) // train.batch_size)
-        return min(train.max_steps or per_epoch * 10**9, max(1, round(per_epoch * train.epochs)))
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def tensor_ranks(config: RunConfig) -> int:
-    """How many ranks share the layers of the model; a single process holds them all."""
-    return config.train.tensor_parallel if world_size() > 1 else 1
-
-
-def data_ranks(config: RunConfig) -> int:
-    """How many ranks have rows of their own; those that share a model have the same rows."""
-    return world_size() // tensor_ranks(config)
-
-
-def is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def can_shard() -> bool:
-    """Whether accelerate would heed fsdp: without GPUs it runs DDP and says nothing."""
-    return torch.accelerator.is_available()
-
-
-def precision_of(config: RunConfig) -> str:
-    """auto: bfloat16 compute where the GPU has it, float32 elsewhere."""
-    if config.train.precision != "auto":
-        return config.train.precision
-    return auto_precision()
-
-
-def base_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
-    """The dtype in which the model is loaded; auto is bfloat16 for the frozen weights of a LoRA run on a GPU.
-
-    With 4-bit layers this is the dtype of what is not quantised, and of the computation in the layers.
-    """
-    if config.model.quantization is not None:
-        return quantized_dtype(config.model)
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    frozen = config.model.lora is not None and not config.train.fsdp
-    return "bfloat16" if frozen and torch.cuda.is_available() and precision_of(config) == "bf16" else "float32"
-
-
-def base_name(config: RunConfig) -> str:
-    """The frozen weights in words: float32, bfloat16, or 4-bit and bfloat16."""
-    return ("4-bit and " if config.model.quantization else "") + base_dtype(config)
-
-
-def check_config(config: RunConfig) -> None:
-    """Refuse a config that this machine cannot run."""
-    train, ranks = config.train, world_size()
-    if ranks > 1 and train.tensor_parallel not in (1, ranks):
-        raise ConfigError(
-            f"train.tensor_parallel: {train.tensor_parallel} ranks share the model, and torchrun started {ranks}; "
-            f"start as many, or one"
-        )
-    ranks = data_ranks(config)
-    if train.batch_size % (train.micro_batch_size * ranks):
-        raise ConfigError(
-            f"train.batch_size: {train.batch_size} rows a step cannot be {ranks} ranks x {train.micro_batch_size} rows "
-            f"x a whole number; change batch_size or micro_batch_size"
-        )
-    ranks = world_size()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if train.workers * here > max(MOST_WORKERS, 4 * cores):
-        raise ConfigError(
-            f"train.workers: {train.workers} processes for each of {here} rank{'s' * (here > 1)} are too many for "
-            f"{cores} cores; at most {max(MOST_WORKERS, 4 * cores) // here}"
-        )
-    check_trackers(train.report_to)
-    if config.model.lora is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora: peft is not installed; pip install peft")
-    if config.model.attention_implementation.startswith("flash") and not torch.cuda.is_available():
-        raise ConfigError("model.attention_implementation: flash attention needs a GPU; leave it out")
-    if train.liger and importlib.util.find_spec("liger_kernel") is None:
-        raise ConfigError("train.liger: liger-kernel is not installed; pip install liger-kernel")
-    if train.liger and not torch.cuda.is_available():
-        raise ConfigError("train.liger: Liger's kernels need a GPU; leave it out")
-    if train.optimizer == "adamw_8bit":
-        check_bitsandbytes("train.optimizer")
-        if not torch.cuda.is_available():
-            raise ConfigError("train.optimizer: adamw_8bit needs a GPU; use adamw, or adafactor to save memory")
-    if train.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        raise ConfigError(f"train.optimizer: torch {torch.__version__} has no Muon; take torch 2.9 or newer, or adamw")
-    if config.model.quantization is not None:
-        check_bitsandbytes("model.quantization")
-    if train.weights != "float32" and ranks > 1:
-        raise ConfigError(f"train.weights: {train.weights} was not tested with several ranks; leave it out")
-    if train.weights != "float32" and precision_of(config) != "bf16":
-        raise ConfigError(f"train.weights: {train.weights} computes in bfloat16; set train.precision=bf16")
-    if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
-    if base_dtype(config) == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        raise ConfigError("model.dtype: this GPU has no bfloat16; use float32")
-    if train.fsdp and ranks > 1 and not can_shard():
-        raise ConfigError("train.fsdp: accelerate shards over GPUs only and would run DDP here; leave it out")
-    if tensor_ranks(config) > 1 and not can_shard():
-        raise ConfigError("train.tensor_parallel: accelerate divides models among GPUs only; leave it out")
-    if train.shard_size is not None and ranks > 1 and ranks % train.shard_size:
-        raise ConfigError(
-            f"train.shard_size: {ranks} ranks cannot be divided into groups of {train.shard_size}; use a divisor, or "
-            f"leave it out"
-        )
+        steps = max(1, round(per_epoch * train.epochs))
+        return steps if train.max_steps is None else min(steps, train.max_steps)
 
 
 def read_mixture(
@@ -427,79 +311,3 @@ def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options
             f"{found[0]} ({token!r}, {found[1]}) has no embedding; use the tokenizer that the model was trained with, "
             f"or enlarge the embedding with resize_token_embeddings({len(tokenizer)}) and save the model"
         )
-
-
-def facts(prepared: Prepared) -> list[str]:
-    """What follows from the config and the data, as a reader would want to check it."""
-    config, ranks = prepared.config, data_ranks(prepared.config)
-    train = config.train
-    micro = train.micro_batch_size
-    unit = "packed sequences" if config.data.packing else "rows"
-    model = shown_model(config.model.name)
-    lines = [
-        f"objective {config.objective} ({parse_objective(config.objective).kind}); model {model}"
-        + (f" with LoRA r={config.model.lora.r} over {base_name(config)} weights" if config.model.lora else ""),
-        *[f"train: {line}" for line in prepared.train.facts()],
-        *([f"eval: {line}" for line in prepared.eval.facts()] if prepared.eval else []),
-        f"{train.batch_size} {unit}/step = {ranks} rank{'s' * (ranks > 1)} x {micro} x "
-        f"{train.batch_size // (micro * ranks)}; {len(prepared.sequences):,} {unit}; {prepared.steps:,} steps",
-    ]
-    if train.tensor_parallel > 1:
-        lines.append(
-            f"tensor parallel: {train.tensor_parallel} ranks share each layer and the vocabulary"
-            if tensor_ranks(config) > 1
-            else "train.tensor_parallel: one rank holds all weights; start several with torchrun to divide them"
-        )
-    lines += (
-        ["the layers' matrices are bfloat16, with float32 masters in the optimizer"]
-        if train.weights != "float32"
-        else []
-    )
-    lines += [prepared.checkpointing.why] if prepared.checkpointing.why else []
-    if train.fsdp:
-        size = min(train.shard_size or ranks, ranks)
-        lines.append(
-            "train.fsdp: one rank holds all weights; start several with torchrun to shard them"
-            if ranks == 1
-            else f"FSDP2: {ranks // size} cop{'ies' if ranks > size else 'y'} of the weights, each over {size} ranks"
-        )
-    if train.max_steps is not None and train.max_steps > prepared.steps:
-        lines.append(
-            f"train.max_steps {train.max_steps:,} is more than train.epochs {train.epochs:g} allows: the run has "
-            f"{prepared.steps:,} steps; raise train.epochs for more"
-        )
-    if len(prepared.sequences) < train.batch_size:
-        lines.append(
-            f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"
-        )
-    if prepared.now is not None:
-        lines.append(f"the chat template writes the date: {prepared.now:%d %B %Y}, also when the run is resumed")
-    if prepared.bad.skip and prepared.bad.rows:
-        lines.append(f"{prepared.bad.summary()}; bad_rows.jsonl in the run's folder lists each with its reason")
-    return lines
-
-
-ARRAYS = "arrays-"  # begins the fingerprints that `fingerprint` makes
-
-
-def fingerprint(prepared: Prepared) -> str:
-    """Of the token ids, the masks and the packs: a resumed run must see the same."""
-    digest = hashlib.sha256()
-    for sequences in (prepared.sequences, prepared.eval.examples if prepared.eval else Examples()):
-        examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
-        members = sequences.members if isinstance(sequences, Packs) else []
-        columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
-        places = np.frombuffer(b"".join(members), "q").astype("<i8", copy=False)
-        columns += [np.array([len(pack) for pack in members], "<i8"), places]
-        for column in columns:
-            digest.update(b"%d\n" % len(column))
-            digest.update(np.ascontiguousarray(column).data)
-    return ARRAYS + digest.hexdigest()
-
-
-def fingerprint_of_lists(prepared: Prepared) -> str:
-    """As versions until 0.2.0 made it, of token ids and labels as JSON: seconds for every 100,000 rows."""
-    digest = hashlib.sha256()
-    for sequence in itertools.chain(prepared.sequences, prepared.eval.examples if prepared.eval else ()):
-        digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
-    return digest.hexdigest()

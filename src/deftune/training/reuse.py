@@ -21,7 +21,8 @@ from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import load_model
 from deftune.training.assembly import base_options
 from deftune.training.host_memory import empty_pinned_cache, free_memory, memory_limit, pinned_bytes
-from deftune.training.preparation import Prepared, check_config, data_key, plan_run, read_data
+from deftune.training.machine import check_config
+from deftune.training.preparation import Prepared, data_key, plan_run, read_data
 
 # of the memory of the machine or its container: several processes may keep a model at the same time
 MOST_KEPT = 1 / 8

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Collection, Generator
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +44,7 @@ from deftune.training.masters import FLOAT32, Masters
 from deftune.training.nonfinite import diagnose
 from deftune.training.recording import StepRecord, scalars
 from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model
+from deftune.training.stopping import Undisturbed
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
 
@@ -530,19 +530,6 @@ class DeftSFTTrainer(CheckpointingTrainer):
         if inner.num_workers:
             inner.worker_init_fn = Undisturbed(inner.worker_init_fn)
         return loader
-
-
-class Undisturbed:
-    """Start a data worker that ignores SIGTERM and SIGINT; the worker ends when its parent process is gone."""
-
-    def __init__(self, then: Callable[[int], None] | None):
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        if self.then is not None:
-            self.then(worker)
 
 
 @contextlib.contextmanager
