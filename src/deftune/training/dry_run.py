@@ -14,10 +14,11 @@ from deftune.artifacts.display import quiet
 from deftune.artifacts.runs import Run
 from deftune.training.assembly import make_trainer
 from deftune.training.data_record import facts
+from deftune.training.guard import StepInputs
 from deftune.training.machine import data_ranks, precision_of
 from deftune.training.plan import MOMENT_BYTES
 from deftune.training.preparation import prepare
-from deftune.training.trainer import StepInputs, peak_gib
+from deftune.training.trainer import peak_gib
 
 
 def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
