@@ -12,7 +12,7 @@ import torch
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import cannot_load, load_model
 from deftune.artifacts.runs import Run
-from deftune.data.encoding import end_tokens_of
+from deftune.data.end_tokens import end_tokens_of
 from deftune.data.packing import Collator, Joined
 from deftune.losses import Sparse
 from deftune.tokens.head import check_packing

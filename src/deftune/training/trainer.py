@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from deftune.data.encoding import end_tokens_of
+from deftune.data.end_tokens import end_tokens_of
 from deftune.losses import Sparse
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
@@ -71,7 +71,7 @@ class DeftSFTTrainer(GuardedTrainer):
         args: a ``trl.SFTConfig``.
         objective: a name, a spec such as ``"deft | floor(0.2)"``, or an `Objective`.
         special_ids: the tokens that end an answer, for ``eos(...)`` and the record ``eos_p``; by default those of the
-            tokenizer and its chat template (`deftune.data.encoding.end_tokens_of`).
+            tokenizer and its chat template (`deftune.data.end_tokens.end_tokens_of`).
         attention: the kernels that ``scaled_dot_product_attention`` may use: ``auto`` (all but cuDNN's, whose backward
             can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``; or ``varlen``, for a
             collator that lays rows end to end with their boundaries (`deftune.data.packing.Collator`).
