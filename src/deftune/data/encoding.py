@@ -30,8 +30,9 @@ from typing import Any, Literal, get_args
 from deftune.artifacts.templates import resolve_template
 from deftune.data.end_tokens import end_tokens_of
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
-from deftune.data.rendering import Template, TemplateLimitError
+from deftune.data.rendering import Template
 from deftune.data.rows import BadRows, Fault, Row, raw_text
+from deftune.data.sandbox import TemplateLimitError
 from deftune.data.written import EncodingError, check_written, divergence, snippet, strings_in
 
 Mask = Literal["assistant", "completion", "all"]
