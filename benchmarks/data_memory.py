@@ -60,7 +60,8 @@ def measure(folder: Path, number: int, packing: bool) -> dict[str, Any]:
     from deftune.data.packing import Collator
     from deftune.selftest import tiny
     from deftune.training.assembly import Batches, make_dataset
-    from deftune.training.preparation import fingerprint, prepare
+    from deftune.training.data_record import fingerprint
+    from deftune.training.preparation import prepare
 
     os.environ["DEFTUNE_CACHE"] = str(folder / "cache")
     write_rows(folder / "rows.jsonl", number)

@@ -49,7 +49,8 @@ def write_rows(path: Path, count: int) -> int:
 def prepare_once(data: Path, model: str, packing: bool) -> dict[str, Any]:
     """In this process: what `deftune train` does before it loads the model."""
     from deftune.artifacts.config import load_config
-    from deftune.training.preparation import fingerprint, prepare
+    from deftune.training.data_record import fingerprint
+    from deftune.training.preparation import prepare
 
     content = {"model": {"name": model}, "data": {"train": [{"path": str(data)}], "packing": packing}}
     config = load_config(None, base=content)

@@ -101,7 +101,8 @@ def train(prepared: Any, model: Any, steps: int, *, trl: bool) -> list[dict[str,
             trainer: Any = SFTTrainer(
                 model, arguments, data_collator=Batches(list(prepared.sequences), collator),
                 train_dataset=make_dataset(range(len(prepared.sequences))), processing_class=prepared.tokenizer,
-                peft_config=lora_config(prepared.config) if prepared.config.model.lora else None, callbacks=[Record()],
+                peft_config=lora_config(prepared.config, model) if prepared.config.model.lora else None,
+                callbacks=[Record()],
             )  # fmt: skip
             trainer.remove_callback(PrinterCallback)
         else:

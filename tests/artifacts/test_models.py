@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 
@@ -16,7 +17,8 @@ import transformers
 from deftune.artifacts import models
 from deftune.artifacts.config import ConfigError
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
-from deftune.training.preparation import check_config, prepare
+from deftune.training.machine import check_config
+from deftune.training.preparation import prepare
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_a_malformed_gguf_file_is_one_line(tmp_path, monkeypatch, content):
         resolve_model(str(path))
     text = str(raised.value)
     assert text.startswith(f"model: {path}: cannot be read (") and "download it again" in text and "\n" not in text
-    assert not list((tmp_path / "cache").rglob("*"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file() or path.name.startswith(".")]
 
 
 def test_another_file_under_the_name_of_gguf(tmp_path):
@@ -264,6 +266,37 @@ def test_a_converted_gguf_file_is_hashed_once(tmp_path, monkeypatch, tiny_model)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))  # as `cp -p` does
     assert (path.stat().st_size, path.stat().st_ino) == (about.st_size, about.st_ino)
     assert resolve_model(str(path)) not in (first, second)
+
+
+def test_of_two_processes_one_converts_a_model(tmp_path, monkeypatch, tiny_model):
+    """Ranks of torchrun: the second must not replace the folder that the first one loads from."""
+    monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
+    path, read, begun, go_on = gguf(tmp_path / "model.gguf"), [], threading.Event(), threading.Event()
+    tokenizer, weights = transformers.AutoTokenizer.from_pretrained(tiny_model), load_model(str(tiny_model))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+
+    def slow(*_, **__):
+        read.append(threading.get_ident())
+        begun.set()
+        go_on.wait()
+        return weights
+
+    monkeypatch.setattr(models, "read_weights", slow)
+    killed = tmp_path / "cache" / "models" / ".gguf3-0123-99"  # what a process left that was killed two days ago
+    killed.mkdir(parents=True)
+    os.utime(killed, (time.time() - 2 * 86400,) * 2)
+    said: list[str] = []
+    threads = [threading.Thread(target=resolve_model, args=(str(path), said.append)) for _ in range(2)]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    while not any("waiting" in line for line in said) and len(read) < 2:
+        time.sleep(0.01)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(read) == 1 and not killed.exists()
+    assert any(line.startswith("another process is making") and line.endswith("waiting for it") for line in said)
 
 
 @pytest.mark.parametrize("said", [True, False, None])

@@ -15,7 +15,8 @@ from deftune.comparison import cells
 from deftune.comparison.grid import Cell, load_comparison
 from deftune.comparison.summary import summarize_comparison
 from deftune.selftest import tiny
-from deftune.training.train import StopSignal, train_run
+from deftune.training.stopping import StopSignal
+from deftune.training.train import train_run
 from tiny_comparison import content, save_model, write
 from waiting import wait_for
 

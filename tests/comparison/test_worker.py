@@ -22,10 +22,11 @@ from deftune.comparison.cells import Shared, run_cell
 from deftune.comparison.grid import Cell, load_comparison, open_comparison
 from deftune.comparison.schedule import Children
 from deftune.comparison.worker import FLAGS, ProcessState, _read_requests
+from deftune.training.data_record import fingerprint
 from deftune.training.host_memory import pinned_bytes
-from deftune.training.preparation import fingerprint, prepare
+from deftune.training.preparation import prepare
 from deftune.training.reuse import copy_model, num_bytes, tensors_of
-from deftune.training.train import StopSignal
+from deftune.training.stopping import StopSignal
 from tiny_comparison import comparison_at, content, save_model, write
 
 CLOCKS = {"step_seconds", "tokens_per_second", "memory_gib"}

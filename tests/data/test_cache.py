@@ -198,3 +198,17 @@ def test_two_that_want_the_same_rows_encode_them_once(tmp_path, tokenizer):
     second.join()
     assert other.encoded == 0 and other.notices[0] == "another process is encoding rows: waiting for it"
     assert encoded_cache.MANIFEST in {path.name for path in tmp_path.glob("*/*")}
+
+
+def test_what_killed_processes_left_is_removed(tmp_path, tokenizer, monkeypatch):
+    """A staging folder is named by the process that writes it, which no later process has for a name."""
+    cache, encoder = Cache(tmp_path), Encoder(tokenizer, max_length=99)
+    old, new, half = tmp_path / f".{'a' * 64}-123", tmp_path / f".{'b' * 64}-123", tmp_path / ("c" * 64)
+    for folder in (old, new, half):
+        folder.mkdir()
+        (folder / "examples.safetensors").write_bytes(b"x" * 10**5)
+    os.utime(old, (time.time() - 2 * 86400,) * 2)
+    monkeypatch.setenv("DEFTUNE_DATA_CACHE_GB", str(5e-5))  # half an entry, whose removal was interrupted, is over it
+    cache(make_rows(3), encoder)
+    assert not old.exists() and new.exists() and not half.exists()
+    assert len(list(tmp_path.glob("*/manifest.json"))) == 1

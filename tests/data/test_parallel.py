@@ -19,8 +19,8 @@ from deftune.data import parallel
 from deftune.data.encoding import EncodedRows, Encoder, EncodingError, encode_rows
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
 from deftune.data.parallel import encode_packed
-from deftune.data.rendering import TemplateLimitError
 from deftune.data.rows import BadRows, PackedRows, Row, RowError
+from deftune.data.sandbox import TemplateLimitError
 
 CHATML = TEMPLATES["chatml"]
 

@@ -15,8 +15,9 @@ from small_tokenizer import small_tokenizer
 
 from deftune.artifacts.templates import TEMPLATES
 from deftune.data.encoding import Encoder, EncodingError
-from deftune.data.rendering import BASE_CHARACTERS, Template, TemplateLimitError
+from deftune.data.rendering import Template
 from deftune.data.rows import BadRows, Row
+from deftune.data.sandbox import BASE_CHARACTERS, TemplateLimitError
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -369,3 +369,11 @@ def test_a_generator_is_a_source_like_any_other():
         read_rows("generated:word_sorting", format="alpaca")
     with pytest.raises(ValueError, match=r"'word_sortin'\. Did you mean 'word_sorting'"):
         read_rows("generated:word_sortin")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without pipes in folders")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """Opened twice, it would lose its first rows, or wait for ever for a second writer."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(RowError, match=r"rows.jsonl: is a pipe or a device \(.*\); write the rows to a file"):
+        read_rows(tmp_path / "rows.jsonl")

@@ -1,12 +1,14 @@
 """Rows and tokens in a file, in processes that are started and not forked."""
 
 import multiprocessing
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
 from deftune.data import spool as spools
+from deftune.data.cache import _map_file, _save_file
 from deftune.data.examples import Encoded, Examples
 from deftune.data.packing import Collator, pack
 from deftune.data.rows import PackedRows, Row
@@ -34,6 +36,31 @@ def test_data_workers_that_are_not_forked_read_the_same_file(on_disk, method):
     for batch, own in zip(loader, expected, strict=True):
         assert all(torch.equal(batch[name], own[name]) for name in own)
     assert list(packs)[-1] == packs[len(packs) - 1]  # this process still reads it
+
+
+class Kinds:
+    """A collator that says in which process the tokens are a map of a file."""
+
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __call__(self, batch):
+        return self.examples.columns["input_ids"]._mmap is not None, [example.input_ids for example in batch]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_data_workers_that_are_not_forked_map_the_cached_rows(tmp_path, method):
+    """Otherwise each of them would get a copy of all tokens."""
+    made = Examples(Encoded([i, i + 1], [-100, i + 1], f"a:{i}", "a") for i in range(6))
+    _save_file(made.columns, tmp_path / "examples.safetensors")
+    examples = Examples.of_columns(_map_file(tmp_path / "examples.safetensors"), made.sources)
+    loader = torch.utils.data.DataLoader(
+        examples, batch_size=3, num_workers=1, collate_fn=Kinds(examples), multiprocessing_context=method
+    )
+    assert list(loader) == [(True, [[i, i + 1] for i in range(start, start + 3)]) for start in (0, 3)]
+    copied = pickle.loads(pickle.dumps(examples))
+    (tmp_path / "examples.safetensors").unlink()
+    assert list(copied) == list(examples) == list(made)
 
 
 def _compare(rows: PackedRows, answer) -> None:

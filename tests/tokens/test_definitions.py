@@ -16,7 +16,8 @@ from trl import SFTConfig
 import deftune
 from deftune.artifacts.models import cache_folder
 from deftune.artifacts.results import load_result
-from deftune.data.encoding import Encoder, encode_rows, end_tokens_of, stop_ids
+from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.end_tokens import end_tokens_of, stop_ids
 from deftune.evaluation.evaluate import Result
 from deftune.evaluation.heldout import HeldoutSettings
 from deftune.evaluation.heldout import measure as measure_heldout

@@ -21,7 +21,8 @@ from deftune.objectives import Context
 from deftune.tokens.head import shifted
 from deftune.training.assembly import load_base, lora_config
 from deftune.training.assembly import make_arguments as make_run_arguments
-from deftune.training.preparation import base_dtype, check_config, prepare
+from deftune.training.machine import base_dtype, check_config
+from deftune.training.preparation import prepare
 from deftune.training.refusals import check_model
 from deftune.training.results import merge
 from deftune.training.train import fits_in_memory, train_run

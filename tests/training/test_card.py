@@ -12,8 +12,9 @@ from rich.console import Console
 from deftune.artifacts.config import RunConfig, Source
 from deftune.artifacts.runs import Run
 from deftune.training.card import card_text, hub_dataset, render_merged_card
+from deftune.training.ending import push
 from deftune.training.results import merge
-from deftune.training.train import push, train_run
+from deftune.training.train import train_run
 
 LOCAL = re.compile(r"(?<![\w.:/])(?:/|~/|\.\./)\w")  # the beginning of a path, not of `a/b` or `https://`
 

@@ -29,7 +29,9 @@ from deftune.data.examples import Encoded, Examples
 from deftune.objectives import IGNORE_INDEX, Context
 from deftune.tokens.head import shifted
 from deftune.training import train
-from deftune.training.preparation import check_config
+from deftune.training.data_record import compare_ranks
+from deftune.training.machine import check_config, leave_ranks
+from deftune.training.reuse import Reuse
 from deftune.training.train import Outcome, train_run
 from ranks import run_ranks as fork_ranks
 from tolerances import tolerance
@@ -88,12 +90,12 @@ def test_a_run_leaves_its_process_group(monkeypatch):
     flags = dict.fromkeys(("skip_bad_rows", "no_cache", "dry_run", "trust_remote_code", "restart", "profile"), False)
     assert cli_train.run_train(argparse.Namespace(set=[], config=None, **flags)) == 0
     assert not dist.is_initialized()
+    leave_ranks()  # alone: nothing to leave
     for _ in range(100):  # the kernel may show a thread for a moment after its end
         if count_gloo_threads() <= before:
             return
         time.sleep(0.1)
     pytest.fail("threads of gloo are left")
-    train.leave_ranks()  # alone: nothing to leave
 
 
 def start_with_rows(rank: int, folder: str, rows: list[list[int]]) -> None:
@@ -101,7 +103,7 @@ def start_with_rows(rank: int, folder: str, rows: list[list[int]]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=len(rows))
     examples = Examples([Encoded(rows[rank], [IGNORE_INDEX, *rows[rank][1:]], "a.jsonl:1", "a.jsonl")])
     with pytest.raises(ValueError, match="rank 1 has other rows than rank 0") if rows[0] != rows[1] else nullcontext():
-        train.compare_ranks(SimpleNamespace(sequences=examples, eval=None))
+        compare_ranks(SimpleNamespace(sequences=examples, eval=None))
     dist.destroy_process_group()
 
 
@@ -355,7 +357,7 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path, monkeypatch):
 )
 def test_wrong_tensor_parallel_runs_are_refused(changes, ranks, message, tmp_path, make_config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("deftune.training.preparation.can_shard", lambda: True)
+    monkeypatch.setattr("deftune.training.machine.can_shard", lambda: True)
     options = {"train.batch_size": 8, "train.micro_batch_size": 2, "train.tensor_parallel": 2}
     with pytest.raises(ValueError, match=message):
         check_config(make_config(tmp_path, {**options, **changes}))
@@ -371,7 +373,7 @@ def test_wrong_tensor_parallel_runs_are_refused(changes, ranks, message, tmp_pat
 )
 def test_wrong_shard_sizes_are_refused(changes, ranks, message, tmp_path, make_config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("deftune.training.preparation.can_shard", lambda: True)
+    monkeypatch.setattr("deftune.training.machine.can_shard", lambda: True)
     options = {"train.batch_size": 8, "train.micro_batch_size": 2}
     with pytest.raises(ValueError, match=message):
         check_config(make_config(tmp_path, {**options, **changes}))
@@ -439,3 +441,11 @@ def test_sharding_without_a_gpu_is_refused(tmp_path, make_config, monkeypatch):
         check_config(make_config(tmp_path, {"train.fsdp": True}))
     with pytest.raises(ConfigError, match=r"train.tensor_parallel: accelerate divides models among GPUs only"):
         check_config(make_config(tmp_path, {"train.tensor_parallel": 2}))
+
+
+def test_ranks_share_no_kept_model(tmp_path, make_config, monkeypatch):
+    """The kept model would be loaded before the ranks have their devices."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"^reuse: every rank of a distributed launch loads its own part"):
+        train_run(make_config(tmp_path / "run", {}), reuse=Reuse())
+    assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from small import make_arguments, make_model, make_rows, make_trainer
@@ -101,6 +102,20 @@ def test_a_failure_that_does_not_repeat_is_not_blamed_on_the_learning_rate(tmp_p
     text = error_of(trainer)
     assert "each of the step's 2 micro-batches has finite gradients" in text
     assert "The failure did not repeat" in text and "learning rate" not in text
+
+
+def test_a_full_disk_does_not_hide_the_failure(tmp_path, monkeypatch):
+    """safetensors has a class of its own for it, which is no OSError."""
+
+    def full(*_):
+        raise safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    trainer = trainer_of(tmp_path)
+    break_flash(monkeypatch, call=0)
+    text = error_of(trainer)
+    assert "micro-batches could not be saved (Error while serializing: I/O error: No space left" in text
+    assert "set train.attention=math" in text
 
 
 @pytest.mark.parametrize("spec", ["mile", "clip"])

@@ -7,8 +7,8 @@ import torch
 from small import make_arguments, make_model, make_rows, make_trainer
 
 from deftune.artifacts.config import ConfigError
+from deftune.training.machine import check_config
 from deftune.training.optimizers import MuonAdamW, muon_factory
-from deftune.training.preparation import check_config
 
 
 def options(lr: float = 1e-2) -> dict:

@@ -26,8 +26,8 @@ from deftune.data.packing import Packs, pack
 from deftune.data.sources import read_rows
 from deftune.training import display
 from deftune.training.assembly import checkpointing_argument, make_arguments
-from deftune.training.preparation import check_embedding, facts, fingerprint, fingerprint_of_lists, prepare
-from deftune.training.train import record_data
+from deftune.training.data_record import facts, fingerprint, fingerprint_of_lists, record_data
+from deftune.training.preparation import check_embedding, prepare
 
 
 def silent(_: str) -> None:

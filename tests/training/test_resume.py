@@ -12,6 +12,7 @@ from rich.console import Console
 from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import ConfigError
 from deftune.artifacts.runs import Run, summary
+from deftune.artifacts.templates import TEMPLATES
 from deftune.training.train import Outcome, train_run
 from tiny import make_tokenizer, save_model
 
@@ -289,3 +290,20 @@ def test_checkpoints_at_given_steps_stay(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.save_at: step 8 never comes, the run has 7"):
         train(make_config(tmp_path / "other", {**settings, "train.save_at": [8]}))
     assert not (tmp_path / "other").exists()
+
+
+def test_a_template_that_writes_the_time_writes_that_of_the_beginning(tmp_path, make_config):
+    """Llama 3.2's template writes the date: a run resumed on another day has the rows that it began with."""
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + TEMPLATES["chatml"])
+    short = {"train.max_steps": 4, "train.save_steps": 1, "train.keep": 50, "data.template": str(template)}
+    said = io.StringIO()
+    train(make_config(tmp_path / "run", short), Console(file=said, width=200))
+    copy = rewound(tmp_path / "run", 2, tmp_path / "copy")
+    train(make_config(copy, short))
+    check_same(copy, tmp_path / "run", 4)
+    assert "the chat template writes the date: " in said.getvalue()
+    other = make_config(tmp_path / "other", short)  # to be compared with the first: its rows are the same
+    train(other, alike=[Run(tmp_path / "run")])
+    found = [json.loads((tmp_path / name / "data.json").read_text()) for name in ("run", "other")]
+    assert found[0] == found[1]

@@ -20,8 +20,8 @@ from deftune.data import digests
 from deftune.data.rows import RowError
 from deftune.selftest import tiny
 from deftune.training import preparation
-from deftune.training.preparation import facts, fingerprint, prepare, sources_key
-from deftune.training.train import record_data
+from deftune.training.data_record import facts, fingerprint, record_data
+from deftune.training.preparation import prepare, sources_key
 
 
 @pytest.fixture(autouse=True)

@@ -26,17 +26,16 @@ from small import (
 )  # fmt: skip
 
 import deftune
-import deftune.training.trainer as trainer_module
 from deftune.data.encoding import Encoded
 from deftune.data.packing import Collator, pack
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives.stats import from_columns
 from deftune.tokens.head import shifted
 from deftune.training import guard
-from deftune.training.assembly import Batches, make_dataset
+from deftune.training.batches import Batches, input_tokens, make_dataset
 from deftune.training.recording import P_EDGES, StepRecord
 from deftune.training.refusals import check_divided
-from deftune.training.trainer import DeftSFTTrainer, input_tokens
+from deftune.training.trainer import DeftSFTTrainer
 
 PARAMETERS = {"alpha": "alpha(0.7)", "top": "top(0.02)", "bottom": "bottom(0.02)"}
 SPECS = [PARAMETERS.get(name, name) for name in deftune.OBJECTIVES] + [
@@ -203,8 +202,7 @@ def test_a_token_without_a_distribution_is_named_with_its_step(tmp_path, monkeyp
             flags.clear()
             raise ValueError("hidden x weight: token 7")
 
-    for module in (trainer_module, guard):
-        monkeypatch.setattr(module, "raise_pending", raise_noted)
+    monkeypatch.setattr(guard, "raise_pending", raise_noted)
     monkeypatch.setattr(guard, "pending_flags", lambda device: list(flags))
     model = watched.trainer.model
     monkeypatch.setattr(model, "forward", forward_noting(model.forward, raise_noted, flags, watched))
@@ -278,7 +276,7 @@ def test_a_guarded_step_is_the_step(tmp_path, monkeypatch):
         arguments = make_arguments(tmp_path, max_grad_norm=0.1, optim="adamw_torch_fused", learning_rate=1e-2)
         trainer, _ = make_trainer(model, arguments, ROWS[:12], objective="deft")
         if not guarded:
-            monkeypatch.setattr(trainer_module, "skip_nonfinite", lambda optimizer, norm: None)
+            monkeypatch.setattr(guard, "skip_nonfinite", lambda optimizer, norm: None)
         told = Told()
         trainer.add_callback(told)
         trainer.train()

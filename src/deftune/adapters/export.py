@@ -17,7 +17,8 @@ from deftune.adapters.export_stacks import STACKS
 from deftune.artifacts.config import ConfigError, RunConfig
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.suggest import did_you_mean
-from deftune.training.preparation import Prepared, facts, prepare
+from deftune.training.data_record import facts
+from deftune.training.preparation import Prepared, prepare
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from deftune.artifacts.files import sync, write_atomic
 
 LOCK = ".lock"
 LOCK_SECONDS = 1.0  # how long to wait for a lock: `deftune runs` holds it for a moment to see whether it is free
+WAITING_SECONDS = 15.0  # between two lines that say what a process waits for
+LEFTOVER_SECONDS = 24 * 3600.0  # without a change, after which nobody is writing into a staging folder
 MANIFEST = "manifest.json"
 
 
@@ -156,6 +158,29 @@ def locked_file(path: Path, wait: Callable[[float], None]) -> Generator[None]:
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # for a process forked this moment, too
             _release(handle)
+
+
+def waiting(notice: Callable[[str], None], doing: str) -> Callable[[float], None]:
+    """A function for `locked_file` that says now and then: another process is ``doing``."""
+    said = -WAITING_SECONDS
+
+    def wait(seconds: float) -> None:
+        nonlocal said
+        if seconds - said >= WAITING_SECONDS:
+            notice(f"another process is {doing}: waiting for it")
+            said = seconds
+
+    return wait
+
+
+@contextmanager
+def one_at_a_time(path: Path, notice: Callable[[str], None], doing: str) -> Generator[None]:
+    """Wait for other processes inside with the same ``path``; nobody waits where its folder cannot be written."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked_file(path, waiting(notice, doing)))
+        yield
 
 
 def _open_lock(path: Path) -> int:
@@ -350,6 +375,15 @@ def remove(folder: Path) -> None:
         return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def clear_leftovers(root: Path) -> None:
+    """Remove the staging folders (.NAME-PID) of killed processes from a cache: those without a change for a day."""
+    for folder in root.glob(".*-*"):
+        with suppress(OSError):
+            is_old = time.time() - folder.stat().st_mtime > LEFTOVER_SECONDS
+            if is_old and folder.is_dir() and not folder.is_symlink() and folder.name.rpartition("-")[2].isdecimal():
+                shutil.rmtree(folder)
 
 
 def disk_error(error: BaseException) -> str:

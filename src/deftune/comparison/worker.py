@@ -29,7 +29,7 @@ import torch
 from deftune.comparison.cells import Shared, run_cell
 from deftune.comparison.grid import Cell, Comparison
 from deftune.losses import graphs, pending
-from deftune.training.train import ask_to_stop
+from deftune.training.stopping import ask_to_stop
 
 STOPPED = 143  # the exit code of a process whose cell was stopped
 

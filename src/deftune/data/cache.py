@@ -22,14 +22,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deftune.artifacts.folders import MANIFEST, FolderError, disk_error, locked_file, remove, sealed_folder, verify
+from deftune.artifacts.folders import (
+    MANIFEST,
+    FolderError,
+    clear_leftovers,
+    disk_error,
+    locked_file,
+    remove,
+    sealed_folder,
+    verify,
+    waiting,
+)
 from deftune.data.encoding import EncodedRows, Encoder, EncodingError, checked
 from deftune.data.examples import Examples
 from deftune.data.rows import BadRow, BadRows, PackedRows
 
 SIZE_VARIABLE = "DEFTUNE_DATA_CACHE_GB"
 DEFAULT_GIGABYTES = 20.0
-WAITING_SECONDS = 15.0
+ENCODING = "encoding rows"  # what another process does while this one waits
 BLOCK = 2**20  # values that are copied at a time
 _DTYPES = {"I32": "<i4", "U8": "<u1"}
 _LISTS = ("fully_truncated", "overlong", "fully_masked")
@@ -70,7 +80,7 @@ def encode_cached(
     entry = folder / _entry_name(rows.digest(), encoder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked_file(folder / f".lock-{entry.name[0]}", waiting(notice)):
+        with locked_file(folder / f".lock-{entry.name[0]}", waiting(notice, ENCODING)):
             if found := _read(entry, notice):
                 notice(_taken_from(found, entry))
                 return checked(found, encoder, bad)
@@ -164,19 +174,6 @@ def write_reading(
     _make_room(folder, cache_bytes(), keep=[entry, *rows])
 
 
-def waiting(notice: Callable[[str], None]) -> Callable[[float], None]:
-    """A function for `locked_file` that says every 15 seconds what this process waits for."""
-    said = -WAITING_SECONDS
-
-    def wait(seconds: float) -> None:
-        nonlocal said
-        if seconds - said >= WAITING_SECONDS:
-            notice("another process is encoding rows: waiting for it")
-            said = seconds
-
-    return wait
-
-
 def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> bool:
     """Whether an entry was written; a full disk is only a notice, since the run can go on without the cache."""
     about: dict[str, Any] = {
@@ -262,13 +259,15 @@ def _map_file(path: Path) -> dict[str, NDArray[Any]]:
 
 def _make_room(folder: Path, limit: int, *, keep: Collection[Path]) -> None:
     """Remove the entries that were not used for the longest time, until the rest is within ``limit`` bytes."""
+    clear_leftovers(folder)
     used: list[tuple[float, int, Path]] = []
     for entry in folder.iterdir():
         if entry.name.startswith(".") or not entry.is_dir() or entry.is_symlink():
             continue
         with suppress(OSError):
-            size = sum(file.stat().st_size for file in entry.iterdir())
-            used.append(((entry / MANIFEST).stat().st_mtime, size, entry))
+            manifest = entry / MANIFEST
+            last = manifest.stat().st_mtime if manifest.exists() else 0.0  # none: its removal was interrupted
+            used.append((last, sum(file.stat().st_size for file in entry.iterdir()), entry))
     total = sum(size for _, size, _ in used)
     for _, size, entry in sorted(used):
         if total <= limit:

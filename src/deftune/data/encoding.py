@@ -23,48 +23,22 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib.metadata import version
 from typing import Any, Literal, get_args
 
 from deftune.artifacts.templates import resolve_template
+from deftune.data.end_tokens import end_tokens_of
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
-from deftune.data.rendering import Template, TemplateLimitError
+from deftune.data.rendering import Template
 from deftune.data.rows import BadRows, Fault, Row, raw_text
+from deftune.data.sandbox import TemplateLimitError
+from deftune.data.written import EncodingError, check_written, divergence, snippet, strings_in
 
 Mask = Literal["assistant", "completion", "all"]
 Overlong = Literal["truncate", "drop"]
 
-# What ends a turn in the templates of the field, where the tokenizer has it as a token of its own.
-END_OF_TURN = (
-    "<|im_end|>",  # ChatML: Qwen, SmolLM, LFM2, Nemotron
-    "<|eot_id|>",  # Llama 3
-    "<|eom_id|>",  # Llama 3, before a tool's result
-    "<|eot|>",  # Llama 4, Muse
-    "<end_of_turn>",  # Gemma 1 to 3
-    "<turn|>",  # Gemma 4
-    "<|end|>",  # Phi 3, gpt-oss
-    "<|return|>",  # gpt-oss, the last turn
-    "<|call|>",  # gpt-oss, a tool call
-    "<|END_OF_TURN_TOKEN|>",  # Cohere
-    "<end_of_utterance>",  # Idefics, SmolVLM
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
-    "<|endoftext|>",
-    "</s>",
-)
 ENOUGH_ENDS = 0.9  # below this share of rows that end their answer, a model may not learn to stop
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_THINK_TAGS = re.compile(r"</?think>")
-
-
-class EncodingError(ValueError):
-    """A row whose mask cannot be verified; ``where`` names the row, ``raw`` is the start of its text."""
-
-    def __init__(self, where: str, problem: str, raw: str = ""):
-        super().__init__(where, problem, raw)  # all, so that the error survives pickling between processes
-        self.where, self.problem, self.raw = where, problem, raw
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.problem}"
 
 
 class Encoder:
@@ -75,6 +49,7 @@ class Encoder:
     ``end_tokens``: tokens that end a turn, beside the tokenizer's EOS and `END_OF_TURN`.
     ``template_options``: passed to the template, such as ``{"enable_thinking": False}``.
     ``bos``: whether an example begins with BOS; None does what the tokenizer does. Never twice.
+    ``now``: the time that a template writes which writes the date; by default that of this call, for all rows.
     """
 
     def __init__(
@@ -88,6 +63,7 @@ class Encoder:
         end_tokens: Sequence[str] = (),
         template_options: Mapping[str, Any] | None = None,
         bos: bool | None = None,
+        now: datetime | None = None,
     ):
         if mask not in get_args(Mask):
             raise ValueError(f"unknown mask {mask!r}. Known: {', '.join(get_args(Mask))}")
@@ -108,6 +84,7 @@ class Encoder:
             **self.template_options,
         }
         self._eos: str | None = tokenizer.eos_token
+        self.now = now or datetime.now()
         self._compiled: Template | None = None
         self.end_ids = end_tokens_of(tokenizer, self.template, end_tokens)
         self._end = re.compile("|".join(re.escape(token) for token in self.end_ids) or r"(?!)")
@@ -150,7 +127,7 @@ class Encoder:
             for i in turns:
                 whole, span = self._span(row, i, whole)
                 spans.append(span)
-        _check_written(row, whole, dict(zip(turns, spans)))
+        check_written(row, whole, dict(zip(turns, spans)))
         input_ids, offsets = self._tokenize(whole)
         labels, straddled = self._labels(row, whole, spans, input_ids, offsets)
         return Encoded(
@@ -174,7 +151,7 @@ class Encoder:
     def _render(self, row: Row, messages: Sequence[dict[str, Any]], *, prompt: bool) -> str:
         try:
             if self._compiled is None:
-                self._compiled = Template(self.template)
+                self._compiled = Template(self.template, self.now)
             return self._compiled.render(
                 messages, tools=row.tools or None, add_generation_prompt=prompt, variables=self._variables
             )
@@ -197,21 +174,21 @@ class Encoder:
         last = turn == len(row.messages) - 1
         full = whole if last else self._render(row, row.messages[: turn + 1], prompt=False)
         if not full.startswith(prompt):
-            at = _divergence(prompt, full)
+            at = divergence(prompt, full)
             raise EncodingError(
                 row.where,
-                f"turn {turn}: the template prompts the model with {_snippet(prompt[at:])} where it writes the "
-                f"finished turn as {_snippet(full[at:])}, so no answer can follow its prompt; give the turn's "
+                f"turn {turn}: the template prompts the model with {snippet(prompt[at:])} where it writes the "
+                f"finished turn as {snippet(full[at:])}, so no answer can follow its prompt; give the turn's "
                 f"reasoning, pass template_options such as enable_thinking=False, or set data.template to another",
             )
         closing = self._closing.search(full, len(prompt))
         stop = closing.start() if closing else len(full)
         if not whole.startswith(full[:stop]):
-            at = _divergence(whole, full)
+            at = divergence(whole, full)
             raise EncodingError(
                 row.where,
                 f"turn {turn}: the template rewrites this turn once others follow "
-                f"({_snippet(full[at:])} becomes {_snippet(whole[at:])}), so what the model should write is not in the "
+                f"({snippet(full[at:])} becomes {snippet(whole[at:])}), so what the model should write is not in the "
                 f"rendered conversation; use mask=completion (one row per answer supervises them all), or supply "
                 f"reasoning only in the last turn",
             )
@@ -223,7 +200,7 @@ class Encoder:
             return whole, (len(prompt), len(whole))
         raise EncodingError(
             row.where,
-            f"turn {turn}: no end-of-turn token after {_snippet(full[:stop][-24:])}, so the model would not learn "
+            f"turn {turn}: no end-of-turn token after {snippet(full[:stop][-24:])}, so the model would not learn "
             f"to stop; declare the template's own in end_tokens, or use mask=completion",
         )
 
@@ -274,7 +251,7 @@ class Encoder:
                 got = "no token" if last is None else repr(self._backend.id_to_token(last))
                 raise EncodingError(
                     row.where,
-                    f"the answer {_snippet(whole[start:stop])} should be supervised up to its end-of-turn token, "
+                    f"the answer {snippet(whole[start:stop])} should be supervised up to its end-of-turn token, "
                     f"but its tokens end in {got}; the tokenizer merges text across the template's boundaries",
                 )
         labels[:1] = [IGNORE_INDEX]  # nothing comes before the first token
@@ -282,12 +259,12 @@ class Encoder:
 
     def _refuse_end_tokens(self, row: Row) -> None:
         said = [value for message in row.messages for key, value in message.items() if key != "role"]
-        for text in _strings([*said, *(row.tools or ())]):
+        for text in strings_in([*said, *(row.tools or ())]):
             found = self._end.search(text)
             if found:
                 raise EncodingError(
                     row.where,
-                    f"the text spells the end-of-turn token {found[0]} (in {_snippet(text[found.start() :][:24])}), "
+                    f"the text spells the end-of-turn token {found[0]} (in {snippet(text[found.start() :][:24])}), "
                     f"which would be read as the end of a turn; remove it from the row or pass --skip-bad-rows",
                 )
 
@@ -418,47 +395,6 @@ def _nothing_left(result: EncodedRows, encoder: Encoder) -> str:
     return f"no row has a supervised token left ({result.facts()[0]}); {'; '.join(advice)}"
 
 
-def end_tokens_of(tokenizer: Any, template: str | None = None, declared: Sequence[str] = ()) -> dict[str, int]:
-    """The tokens that end an answer, {text: id}: the one definition for masks, ``eos(...)``, records and samplers.
-
-    They are the tokenizer's EOS token, each token of `END_OF_TURN` that the tokenizer marks as special or the chat
-    template writes, and the tokens that the user declares (``data.end_tokens``).
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        template: the chat template's Jinja text; None is the tokenizer's own, where it has one.
-        declared: further tokens, by their text.
-
-    Raises:
-        ValueError: a declared token is not a token of its own in this tokenizer.
-    """
-    if template is None:
-        own: str | dict[str, str] | None = tokenizer.chat_template
-        template = (own.get("default") if isinstance(own, dict) else own) or ""
-    vocabulary: dict[str, int] = tokenizer.get_added_vocab()
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    known = {
-        token: vocabulary[token]
-        for token in END_OF_TURN
-        if token in vocabulary and (token in special or token in template)
-    }
-    if tokenizer.eos_token is not None:
-        known[tokenizer.eos_token] = tokenizer.eos_token_id
-    for token in declared:
-        if token not in vocabulary:
-            raise ValueError(
-                f"end_tokens: {token!r} is not a token of its own in this tokenizer; add it, or leave it out"
-            )
-        known[token] = vocabulary[token]
-    return known
-
-
-def stop_ids(model: Any, end_ids: Iterable[int]) -> set[int]:
-    """The ids at which generation stops: the end tokens, and those that the model's generation config names."""
-    own: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return {*end_ids, *(int(i) for i in (own if isinstance(own, list) else [own]) if i is not None)}
-
-
 def _bos_id(tokenizer: Any, wanted: bool | None) -> int | None:
     bos: int | None = tokenizer.bos_token_id
     if wanted and bos is None:
@@ -466,70 +402,6 @@ def _bos_id(tokenizer: Any, wanted: bool | None) -> int | None:
     if wanted is None:
         wanted = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     return bos if wanted else None
-
-
-def _check_written(row: Row, whole: str, spans: Mapping[int, tuple[int, int]]) -> None:
-    """Every text of the row is in the render, and a supervised turn's whole text in its span; whitespace aside."""
-    rendered = _squeezed(whole)
-    for tool in row.tools or ():
-        if _function_name(tool) not in whole:
-            raise EncodingError(row.where, f"the template leaves out the tool {_function_name(tool)!r}; {_OTHER}")
-    for i, message in enumerate(row.messages):
-        role = message["role"]
-        if role == "tool":  # results are rewritten freely, as JSON for one, and never supervised
-            continue
-        parts = [part for text in _texts(message) for part in _THINK_TAGS.split(text)]
-        inside = rendered
-        if i in spans:
-            inside = _squeezed(whole[slice(*spans[i])])
-            parts += [message[key] for key in _REASONING if isinstance(message.get(key), str)]
-            parts += [_function_name(call) for call in message.get("tool_calls") or ()]
-        elif role == "assistant":
-            parts = parts[-1:]  # reasoning may be left out of what is only context
-        for part in parts:
-            if _squeezed(part) not in inside:
-                raise EncodingError(
-                    row.where, f"the template leaves out {_snippet(part)} of turn {i} ({role}); {_OTHER}"
-                )
-
-
-_OTHER = "fix the row or set data.template to one that writes it"
-
-
-def _texts(message: Mapping[str, Any]) -> list[str]:
-    content = message.get("content")
-    if isinstance(content, str):
-        return [content]
-    blocks: list[Any] = list(content or ())
-    return [block["text"] for block in blocks if isinstance(block, dict) and isinstance(block.get("text"), str)]
-
-
-def _function_name(tool: Mapping[str, Any]) -> str:
-    return str((tool.get("function") or tool).get("name", ""))
-
-
-def _strings(values: list[Any]) -> Iterable[str]:
-    """Every string inside, at any depth."""
-    while values:
-        value = values.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            values.extend(value.values())
-        elif isinstance(value, list | tuple):
-            values.extend(value)
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def _divergence(one: str, other: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-
-
-def _snippet(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
 def _named(rows: Sequence[str]) -> str:

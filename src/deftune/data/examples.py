@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +63,23 @@ class Examples(Sequence[Encoded]):
         return examples
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without arrays that are views of the spools: they are made again."""
-        is_grown = self._growing["size"].num_bytes > 0
-        return {**vars(self), "_columns": None} if is_grown else vars(self)
+        """Without arrays that are views of the spools: they are made again.
+
+        A process that is being started (a data worker under spawn) maps the files of the other arrays itself.
+        """
+        if self._growing["size"].num_bytes > 0:
+            return {**vars(self), "_columns": None}
+        if self._columns is None or get_spawning_popen() is None:
+            return vars(self)
+        return {**vars(self), "_columns": {name: _place_of(values) for name, values in self._columns.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        columns: dict[str, Any] = state["_columns"] or {}
+        if any(isinstance(values, _Mapped) for values in columns.values()):
+            self._columns = {
+                name: values.open() if isinstance(values, _Mapped) else values for name, values in columns.items()
+            }
 
     def append(self, example: Encoded) -> None:
         ids, labels = np.array(example.input_ids, dtype=np.int32), np.array(example.labels, dtype=np.int32)
@@ -172,6 +188,24 @@ class Examples(Sequence[Encoded]):
             return None
         at = int(np.argmax(ids >= limit))
         return int(ids[at]), self[int(np.searchsorted(self._starts, at, side="right")) - 1].where
+
+
+class _Mapped(NamedTuple):
+    """Where an array lies that is a map of a file."""
+
+    path: Path
+    dtype: str
+    offset: int
+    size: int
+
+    def open(self) -> NDArray[Any]:
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=(self.size,))
+
+
+def _place_of(values: NDArray[Any]) -> NDArray[Any] | _Mapped:
+    if not isinstance(values, np.memmap) or not isinstance(values.filename, Path):
+        return values
+    return _Mapped(values.filename, values.dtype.str, values.offset, len(values))
 
 
 _CODES = {

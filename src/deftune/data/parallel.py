@@ -32,8 +32,12 @@ def default_workers(ranks: int = 1) -> int:
         if not asked.isdecimal() or not 1 <= int(asked) <= 10 * MAX_WORKERS:
             raise ValueError(f"DEFTUNE_DATA_WORKERS: a number from 1 to {10 * MAX_WORKERS}, got {asked!r}")
         return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_WORKERS, cores // ranks))
+    return max(1, min(MAX_WORKERS, num_cores() // ranks))
+
+
+def num_cores() -> int:
+    """The cores that this process may run on; macOS does not say, and has all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_packed(

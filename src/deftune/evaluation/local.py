@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deftune.artifacts.options import check_counts
-from deftune.data.encoding import stop_ids
+from deftune.data.end_tokens import stop_ids
 from deftune.evaluation.chance import derive_key, signed
 from deftune.evaluation.sampler import Output, Prompt, Settings, TokenSampler
 

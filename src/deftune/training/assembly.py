@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import cannot_load, load_model
 from deftune.artifacts.runs import Run
-from deftune.data.encoding import end_tokens_of
+from deftune.data.end_tokens import end_tokens_of
 from deftune.data.packing import Collator, Joined
 from deftune.losses import Sparse
 from deftune.objectives.suggest import did_you_mean
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
+from deftune.training.batches import Batches, make_dataset
+from deftune.training.machine import base_dtype, data_ranks, precision_of, tensor_ranks, world_size
 from deftune.training.optimizers import NAMES, muon_factory
-from deftune.training.preparation import Prepared, base_dtype, data_ranks, precision_of, tensor_ranks, world_size
+from deftune.training.preparation import Prepared
 from deftune.training.trackers import tracker_name
 
 NO_LIGER_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -106,32 +107,6 @@ def make_arguments(prepared: Prepared, run: Run) -> Any:
 def best_metric(best: str) -> str | None:
     """The name under which an evaluation reports what ``train.best`` chooses by."""
     return None if best == "none" else best if best.startswith("eval_") else f"eval_{best}"
-
-
-class Batches:
-    """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
-    them."""
-
-    def __init__(self, sequences: Joined | Sequence[Any], collator: Collator):
-        self.sequences, self.collator = sequences, collator
-
-    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        sequences = [self.sequences[row["place"]] for row in rows]
-        batch = self.collator(sequences)
-        batch["places"] = torch.tensor([row["place"] for row in rows])  # names the rows of a batch that is not finite
-        if "attention_mask" not in batch:  # the batch itself does not show where a sequence ends: -1 is padding
-            lengths = [len(sequence.input_ids) for sequence in sequences]
-            batch["row_of"] = torch.full_like(batch["labels"], -1)
-            places = batch["row_of"].view(-1).split(lengths) if self.collator.padding_free else batch["row_of"]
-            for row, (place, length) in enumerate(zip(places, lengths)):
-                place[:length] = row
-        return batch
-
-
-def make_dataset(places: range) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_dict({"place": np.arange(places.start, places.stop)})  # no list of Python's integers
 
 
 def lora_config(config: RunConfig, model: Any) -> Any:

@@ -13,7 +13,8 @@ from deftune.artifacts.config import RunConfig, Source, render_yaml
 from deftune.artifacts.names import HUB_ID, hub_model, is_local, model_license, shown_model, shown_path
 from deftune.artifacts.runs import Run
 from deftune.data.files import SUFFIXES
-from deftune.training.preparation import Prepared, facts
+from deftune.training.data_record import facts
+from deftune.training.preparation import Prepared
 
 NUMBERS = {"train": ("loss", "nll", "p", "focus", "gate"), "eval": ("eval_loss", "eval_nll", "eval_p")}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,16 @@ class CheckpointingTrainer(SFTTrainer):
         for path in list(written.iterdir()):
             path.rename(written.parent / path.name)
         written.rmdir()
+
+
+@contextlib.contextmanager
+def unsaved(args: Any) -> Generator[None]:
+    """transformers refuses to save the optimizer of a model that was divided at its loading; `sharded.save` can."""
+    if args is None:
+        yield
+        return
+    before, args.save_only_model = args.save_only_model, True
+    try:
+        yield
+    finally:
+        args.save_only_model = before

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import itertools
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
-from deftune.artifacts.folders import locked_file
+from deftune.artifacts.folders import one_at_a_time
 from deftune.artifacts.models import (
     cache_folder,
-    check_bitsandbytes,
     load_tokenizer,
-    quantized_dtype,
     resolve_model,
 )
-from deftune.artifacts.names import shown_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
-from deftune.data.cache import Reading, cache_bytes, encode_cached, find_encoded, is_cached, waiting, write_reading
+from deftune.data.cache import ENCODING, Reading, cache_bytes, encode_cached, find_encoded, is_cached, write_reading
 from deftune.data.digests import code_digest, digest_files
 from deftune.data.encoding import EncodedRows, Encoder, NoExamples
-from deftune.data.examples import Examples
 from deftune.data.mixing import exchange_partners, exchanged_row, mix_places, split_places
-from deftune.data.packing import Packs, pack
+from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
 from deftune.data.spool import Spool
-from deftune.objectives import objective as parse_objective
-from deftune.training.attention import auto_precision
 from deftune.training.display import RowProgress
+from deftune.training.machine import base_dtype, check_config, is_main, world_size
 from deftune.training.plan import NO_CHECKPOINTING, Checkpointing, choose_checkpointing
-from deftune.training.trackers import check_trackers
-
-MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
 
 
 @dataclass
@@ -58,6 +47,7 @@ class Prepared:
     eval: EncodedRows | None
     bad: BadRows
     sequences: Sequence[Any]  # what a micro-batch is made of: rows, or packs of them
+    now: datetime | None = None  # what the chat template wrote as the time, if it writes one
     checkpointing: Checkpointing = NO_CHECKPOINTING
 
     @property
@@ -65,113 +55,8 @@ class Prepared:
         """Optimizer steps of the run."""
         train = self.config.train
         per_epoch = -(-len(self.sequences) // train.batch_size)
-        return min(train.max_steps or per_epoch * 10**9, max(1, round(per_epoch * train.epochs)))
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def tensor_ranks(config: RunConfig) -> int:
-    """How many ranks share the layers of the model; a single process holds them all."""
-    return config.train.tensor_parallel if world_size() > 1 else 1
-
-
-def data_ranks(config: RunConfig) -> int:
-    """How many ranks have rows of their own; those that share a model have the same rows."""
-    return world_size() // tensor_ranks(config)
-
-
-def is_main() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def can_shard() -> bool:
-    """Whether accelerate would heed fsdp: without GPUs it runs DDP and says nothing."""
-    return torch.accelerator.is_available()
-
-
-def precision_of(config: RunConfig) -> str:
-    """auto: bfloat16 compute where the GPU has it, float32 elsewhere."""
-    if config.train.precision != "auto":
-        return config.train.precision
-    return auto_precision()
-
-
-def base_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
-    """The dtype in which the model is loaded; auto is bfloat16 for the frozen weights of a LoRA run on a GPU.
-
-    With 4-bit layers this is the dtype of what is not quantised, and of the computation in the layers.
-    """
-    if config.model.quantization is not None:
-        return quantized_dtype(config.model)
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    frozen = config.model.lora is not None and not config.train.fsdp
-    return "bfloat16" if frozen and torch.cuda.is_available() and precision_of(config) == "bf16" else "float32"
-
-
-def base_name(config: RunConfig) -> str:
-    """The frozen weights in words: float32, bfloat16, or 4-bit and bfloat16."""
-    return ("4-bit and " if config.model.quantization else "") + base_dtype(config)
-
-
-def check_config(config: RunConfig) -> None:
-    """Refuse a config that this machine cannot run."""
-    train, ranks = config.train, world_size()
-    if ranks > 1 and train.tensor_parallel not in (1, ranks):
-        raise ConfigError(
-            f"train.tensor_parallel: {train.tensor_parallel} ranks share the model, and torchrun started {ranks}; "
-            f"start as many, or one"
-        )
-    ranks = data_ranks(config)
-    if train.batch_size % (train.micro_batch_size * ranks):
-        raise ConfigError(
-            f"train.batch_size: {train.batch_size} rows a step cannot be {ranks} ranks x {train.micro_batch_size} rows "
-            f"x a whole number; change batch_size or micro_batch_size"
-        )
-    ranks = world_size()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if train.workers * here > max(MOST_WORKERS, 4 * cores):
-        raise ConfigError(
-            f"train.workers: {train.workers} processes for each of {here} rank{'s' * (here > 1)} are too many for "
-            f"{cores} cores; at most {max(MOST_WORKERS, 4 * cores) // here}"
-        )
-    check_trackers(train.report_to)
-    if config.model.lora is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora: peft is not installed; pip install peft")
-    if config.model.attention_implementation.startswith("flash") and not torch.cuda.is_available():
-        raise ConfigError("model.attention_implementation: flash attention needs a GPU; leave it out")
-    if train.liger and importlib.util.find_spec("liger_kernel") is None:
-        raise ConfigError("train.liger: liger-kernel is not installed; pip install liger-kernel")
-    if train.liger and not torch.cuda.is_available():
-        raise ConfigError("train.liger: Liger's kernels need a GPU; leave it out")
-    if train.optimizer == "adamw_8bit":
-        check_bitsandbytes("train.optimizer")
-        if not torch.cuda.is_available():
-            raise ConfigError("train.optimizer: adamw_8bit needs a GPU; use adamw, or adafactor to save memory")
-    if train.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-        raise ConfigError(f"train.optimizer: torch {torch.__version__} has no Muon; take torch 2.9 or newer, or adamw")
-    if config.model.quantization is not None:
-        check_bitsandbytes("model.quantization")
-    if train.weights != "float32" and ranks > 1:
-        raise ConfigError(f"train.weights: {train.weights} was not tested with several ranks; leave it out")
-    if train.weights != "float32" and precision_of(config) != "bf16":
-        raise ConfigError(f"train.weights: {train.weights} computes in bfloat16; set train.precision=bf16")
-    if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")
-    if base_dtype(config) == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        raise ConfigError("model.dtype: this GPU has no bfloat16; use float32")
-    if train.fsdp and ranks > 1 and not can_shard():
-        raise ConfigError("train.fsdp: accelerate shards over GPUs only and would run DDP here; leave it out")
-    if tensor_ranks(config) > 1 and not can_shard():
-        raise ConfigError("train.tensor_parallel: accelerate divides models among GPUs only; leave it out")
-    if train.shard_size is not None and ranks > 1 and ranks % train.shard_size:
-        raise ConfigError(
-            f"train.shard_size: {ranks} ranks cannot be divided into groups of {train.shard_size}; use a divisor, or "
-            f"leave it out"
-        )
+        steps = max(1, round(per_epoch * train.epochs))
+        return steps if train.max_steps is None else min(steps, train.max_steps)
 
 
 def read_mixture(
@@ -233,17 +118,20 @@ def _counted(rows: Iterable[Row], title: str, notice: Callable[[str], None]) -> 
             progress.update(number)
 
 
-def prepare(config: RunConfig, notice: Callable[[str], None], *, here: bool = True) -> Prepared:
+def prepare(
+    config: RunConfig, notice: Callable[[str], None], now: datetime | None = None, *, here: bool = True
+) -> Prepared:
     """Read, mix, mask and pack the data; the model's weights are not touched.
 
+    ``now``: the time that the chat template writes, if it writes one; None: that of this call.
     ``here``: whether this machine is to train the run, so that what it cannot do is refused.
     """
     if here:
         check_config(config)
-    return plan_run(read_data(config, notice), config, here=here)
+    return plan_run(read_data(config, notice, now), config, here=here)
 
 
-def read_data(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
+def read_data(config: RunConfig, notice: Callable[[str], None], now: datetime | None = None) -> Prepared:
     """The part of `prepare` that depends on `data_key` alone; runs that have the key in common can share it.
 
     Files that an earlier start read with the same options are not read again, if their encoded rows are in the cache.
@@ -251,13 +139,13 @@ def read_data(config: RunConfig, notice: Callable[[str], None]) -> Prepared:
     """
     key = sources_key(config)
     if key is None:
-        return _read_rows(config, notice)
-    coding = _load_coding(config, notice)
+        return _read_rows(config, notice, now=now)
+    coding = _load_coding(config, notice, now)
     if not is_cached(coding.encoder):
         return _read_rows(config, notice, coding)
     if found := _find_prepared(config, key, coding, notice):
         return found
-    with _sole_reader(key, notice):
+    with one_at_a_time(cache_folder() / "encoded" / f".lock-reading-{key[:2]}", notice, ENCODING):
         return _find_prepared(config, key, coding, notice, notice) or _read_rows(config, notice, coding, key)
 
 
@@ -270,27 +158,16 @@ class _Coding:
     encoder: Encoder
 
 
-def _load_coding(config: RunConfig, notice: Callable[[str], None]) -> _Coding:
+def _load_coding(config: RunConfig, notice: Callable[[str], None], now: datetime | None) -> _Coding:
     source = resolve_model(config.model.name, notice, revision=config.model.revision)
-    tokenizer = load_tokenizer(source, **_model_options(config))
-    encoder = Encoder(tokenizer, **encoder_options(config.data))
+    tokenizer = load_tokenizer(source, **model_options(config))
+    encoder = Encoder(tokenizer, **encoder_options(config.data), now=now)
     set_template(tokenizer, config.data.template)  # saved with the model
     return _Coding(source, tokenizer, encoder)
 
 
-def _model_options(config: RunConfig) -> dict[str, Any]:
+def model_options(config: RunConfig) -> dict[str, Any]:
     return {"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code}
-
-
-@contextmanager
-def _sole_reader(key: str, notice: Callable[[str], None]) -> Generator[None]:
-    """Let one process at a time read these sources; all of them, where the cache's folder cannot be written."""
-    folder = cache_folder() / "encoded"
-    with ExitStack() as held:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked_file(folder / f".lock-reading-{key[:2]}", waiting(notice)))
-        yield
 
 
 def _find_prepared(
@@ -305,8 +182,9 @@ def _find_prepared(
 
 
 def _read_rows(
-    config: RunConfig, notice: Callable[[str], None], coding: _Coding | None = None, key: str | None = None
-) -> Prepared:
+    config: RunConfig, notice: Callable[[str], None], coding: _Coding | None = None, key: str | None = None,
+    now: datetime | None = None,
+) -> Prepared:  # fmt: skip
     """Read and encode the sources; with ``key``, remember under it what was read."""
     data = config.data
     bad = BadRows(skip=data.skip_bad_rows)
@@ -324,7 +202,7 @@ def _read_rows(
         tell(f"{len(held):,} rows held out")
     is_stable = key is not None and sources_key(config) == key  # the files did not change while they were read
     unread = list(bad.rows)
-    coding = coding or _load_coding(config, notice)
+    coding = coding or _load_coding(config, notice, now)
     train = encode(rows, coding.encoder, bad, notice)
     try:
         evaluation = encode(held, coding.encoder, bad, notice) if held else None
@@ -341,10 +219,11 @@ def _assemble(
     config: RunConfig, coding: _Coding, train: EncodedRows, evaluation: EncodedRows | None, bad: BadRows
 ) -> Prepared:
     for encoded in (train, *([evaluation] if evaluation else [])):
-        check_embedding(encoded, coding.tokenizer, coding.source, **_model_options(config))
+        check_embedding(encoded, coding.tokenizer, coding.source, **model_options(config))
     data = config.data
     sequences: Sequence[Any] = pack(train.examples, data.max_length) if data.packing else train.examples
-    return Prepared(config, coding.tokenizer, coding.source, train, evaluation, bad, sequences)
+    now = coding.encoder.now if coding.encoder.depends_on_the_date else None
+    return Prepared(config, coding.tokenizer, coding.source, train, evaluation, bad, sequences, now)
 
 
 # options that change how rows are encoded or used, not which rows there are
@@ -412,7 +291,7 @@ def encode(rows: PackedRows, encoder: Encoder, bad: BadRows, notice: Callable[[s
     return encode_cached(rows, encoder, cache_folder() / "encoded", bad=bad, encode=make, notice=notice)
 
 
-def _text_config(source: str, **options: Any) -> Any:
+def text_config(source: str, **options: Any) -> Any:
     import transformers
 
     try:
@@ -423,7 +302,7 @@ def _text_config(source: str, **options: Any) -> Any:
 
 def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options: Any) -> None:
     """A token without a row in the model's embedding is an IndexError on a CPU and a device assert on a GPU."""
-    size = _text_config(source, **options).vocab_size
+    size = text_config(source, **options).vocab_size
     if tokenizer.pad_token_id >= size:
         found: tuple[int, str] | None = (tokenizer.pad_token_id, "the padding token")
     else:
@@ -435,84 +314,3 @@ def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options
             f"{found[0]} ({token!r}, {found[1]}) has no embedding; use the tokenizer that the model was trained with, "
             f"or enlarge the embedding with resize_token_embeddings({len(tokenizer)}) and save the model"
         )
-
-
-def facts(prepared: Prepared) -> list[str]:
-    """What follows from the config and the data, as a reader would want to check it."""
-    config, ranks = prepared.config, data_ranks(prepared.config)
-    train = config.train
-    micro = train.micro_batch_size
-    unit = "packed sequences" if config.data.packing else "rows"
-    model = shown_model(config.model.name)
-    lines = [
-        f"objective {config.objective} ({parse_objective(config.objective).kind}); model {model}"
-        + (f" with LoRA r={config.model.lora.r} over {base_name(config)} weights" if config.model.lora else ""),
-        *[f"train: {line}" for line in prepared.train.facts()],
-        *([f"eval: {line}" for line in prepared.eval.facts()] if prepared.eval else []),
-        f"{train.batch_size} {unit}/step = {ranks} rank{'s' * (ranks > 1)} x {micro} x "
-        f"{train.batch_size // (micro * ranks)}; {len(prepared.sequences):,} {unit}; {prepared.steps:,} steps",
-    ]
-    if train.tensor_parallel > 1:
-        lines.append(
-            f"tensor parallel: {train.tensor_parallel} ranks share each layer and the vocabulary"
-            if tensor_ranks(config) > 1
-            else "train.tensor_parallel: one rank holds all weights; start several with torchrun to divide them"
-        )
-    lines += (
-        ["the layers' matrices are bfloat16, with float32 masters in the optimizer"]
-        if train.weights != "float32"
-        else []
-    )
-    lines += [prepared.checkpointing.why] if prepared.checkpointing.why else []
-    if train.fsdp:
-        size = min(train.shard_size or ranks, ranks)
-        lines.append(
-            "train.fsdp: one rank holds all weights; start several with torchrun to shard them"
-            if ranks == 1
-            else f"FSDP2: {ranks // size} cop{'ies' if ranks > size else 'y'} of the weights, each over {size} ranks"
-        )
-    context = getattr(_text_config(prepared.source, **_model_options(config)), "max_position_embeddings", None)
-    longest = max(prepared.train.examples.sizes, default=0)
-    if context and longest > context:
-        lines.append(
-            f"WARNING: the longest row has {longest:,} tokens, and the model was made for {context:,} "
-            f"(max_position_embeddings); set data.max_length to {context} at most"
-        )
-    if train.max_steps is not None and train.max_steps > prepared.steps:
-        lines.append(
-            f"train.max_steps {train.max_steps:,} is more than train.epochs {train.epochs:g} allows: the run has "
-            f"{prepared.steps:,} steps; raise train.epochs for more"
-        )
-    if len(prepared.sequences) < train.batch_size:
-        lines.append(
-            f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"
-        )
-    if prepared.bad.skip and prepared.bad.rows:
-        lines.append(f"{prepared.bad.summary()}; bad_rows.jsonl in the run's folder lists each with its reason")
-    return lines
-
-
-ARRAYS = "arrays-"  # begins the fingerprints that `fingerprint` makes
-
-
-def fingerprint(prepared: Prepared) -> str:
-    """Of the token ids, the masks and the packs: a resumed run must see the same."""
-    digest = hashlib.sha256()
-    for sequences in (prepared.sequences, prepared.eval.examples if prepared.eval else Examples()):
-        examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
-        members = sequences.members if isinstance(sequences, Packs) else []
-        columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
-        places = np.frombuffer(b"".join(members), "q").astype("<i8", copy=False)
-        columns += [np.array([len(pack) for pack in members], "<i8"), places]
-        for column in columns:
-            digest.update(b"%d\n" % len(column))
-            digest.update(np.ascontiguousarray(column).data)
-    return ARRAYS + digest.hexdigest()
-
-
-def fingerprint_of_lists(prepared: Prepared) -> str:
-    """As versions until 0.2.0 made it, of token ids and labels as JSON: seconds for every 100,000 rows."""
-    digest = hashlib.sha256()
-    for sequence in itertools.chain(prepared.sequences, prepared.eval.examples if prepared.eval else ()):
-        digest.update(json.dumps([sequence.input_ids, sequence.labels]).encode())
-    return digest.hexdigest()

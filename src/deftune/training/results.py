@@ -14,7 +14,7 @@ from deftune.artifacts.folders import sealed_folder
 from deftune.artifacts.results import is_adapter, load_result, result_folder
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import resolve_template
-from deftune.data.encoding import end_tokens_of, stop_ids
+from deftune.data.end_tokens import end_tokens_of, stop_ids
 from deftune.data.rendering import Template
 from deftune.training.card import render_merged_card
 

@@ -11,6 +11,7 @@ import gc
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import load_model
 from deftune.training.assembly import base_options
 from deftune.training.host_memory import empty_pinned_cache, free_memory, memory_limit, pinned_bytes
-from deftune.training.preparation import Prepared, check_config, data_key, plan_run, read_data
+from deftune.training.machine import check_config
+from deftune.training.preparation import Prepared, data_key, plan_run, read_data
 
 # of the memory of the machine or its container: several processes may keep a model at the same time
 MOST_KEPT = 1 / 8
@@ -33,13 +35,13 @@ class Reuse:
         self._data: tuple[str, Prepared] | None = None
         self._model: tuple[dict[str, Any], Any] | None = None
 
-    def prepare(self, config: RunConfig, notice: Callable[[str], None]) -> Prepared:
+    def prepare(self, config: RunConfig, notice: Callable[[str], None], now: datetime | None = None) -> Prepared:
         """As `preparation.prepare`; the rows are read and encoded only if the last run had others."""
         check_config(config)
         key = data_key(config)
-        if self._data is None or self._data[0] != key:
+        if self._data is None or self._data[0] != key or self._data[1].now not in (None, now):
             self._data = None  # freed before the next is read
-            self._data = key, read_data(config, notice)
+            self._data = key, read_data(config, notice, now)
         else:
             notice(f"{len(self._data[1].train.examples):,} encoded rows of an earlier run in this process")
         return plan_run(self._data[1], config)

@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import json
 import os
-import signal
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from deftune.artifacts import checkpoints
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.display import quiet
-from deftune.artifacts.files import write_atomic
-from deftune.artifacts.folders import FolderError, disk_error, locked, sealed_folder
+from deftune.artifacts.folders import locked
 from deftune.artifacts.models import first_line
 from deftune.artifacts.runs import Run, cut_metrics, find_run, open_run
 from deftune.artifacts.terminal import line_printer
-from deftune.tokens.head import base_of, detach_objective
-from deftune.training.assembly import ScoreTasks, best_metric, load_base, make_trainer
-from deftune.training.card import name_base_model, render_card
+from deftune.training.assembly import ScoreTasks, load_base, make_trainer
+from deftune.training.data_record import compare_ranks, facts, read_time, record_data, refuse_other_rows
 from deftune.training.display import StepDisplay
-from deftune.training.plan import MOMENT_BYTES
-from deftune.training.preparation import (
-    ARRAYS,
-    Prepared,
-    base_dtype,
-    data_ranks,
-    facts,
-    fingerprint,
-    fingerprint_of_lists,
-    is_main,
-    precision_of,
-    prepare,
-    world_size,
-)
+from deftune.training.ending import Settings, keep_best, push, save_result, take_model
+from deftune.training.machine import base_dtype, from_main, is_main, world_size
+from deftune.training.preparation import Prepared, prepare
 from deftune.training.reuse import Reuse
+from deftune.training.stopping import StopSignal
 from deftune.training.trackers import tracking
 
 TRAINING = "training this run"
@@ -61,31 +44,6 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict[str, float])  # wall time of prepare, train, evaluate, save
     model: Any = None  # with save=False: the tuned model, ready to measure
     tokenizer: Any = None  # with save=False
-
-
-def leave_ranks() -> None:
-    """Leave the process group and end its threads before exit.
-
-    A thread of gloo that still holds a tensor while Python exits may abort the process. The threads end with the last
-    reference to the group, and the trainer's model, which is part of a cycle, has one.
-    """
-    if dist.is_available() and dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
-
-
-def has_ranks() -> bool:
-    """Whether torch.distributed runs, with several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def from_main(value: Any) -> Any:
-    """The value that rank 0 has; every rank calls this once torch.distributed runs."""
-    if not has_ranks():
-        return value
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -162,51 +120,6 @@ def check_profile(left: int) -> None:
         )
 
 
-class StopSignal:
-    """SIGTERM and SIGINT: finish the step, save, stop. A second one is the usual sudden end."""
-
-    last: ClassVar[StopSignal | None] = None  # the newest one that has listened in this process
-
-    def __init__(self) -> None:
-        self.heard = self.listens = False
-        self.number: int = signal.SIGTERM  # the signal, where one was heard
-
-    def _hear(self, number: int, frame: Any) -> None:
-        self.heard, self.number = True, number
-        if number == signal.SIGINT and is_main():
-            with suppress(OSError):  # not print: the signal may have come in the middle of a print
-                os.write(2, b"\nfinishing the step, then saving; Ctrl-C again stops without saving\n")
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-
-    @contextmanager
-    def listening(self) -> Generator[None]:
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        StopSignal.last, self.listens = self, True
-        try:
-            yield
-        finally:
-            self.listens = False
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def heard_anywhere(self, device: Any) -> bool:
-        """Whether any rank received the signal; all ranks stop at the same step."""
-        if not has_ranks():
-            return self.heard
-        flag = torch.tensor(int(self.heard), device=device)
-        dist.all_reduce(flag)
-        return bool(flag)
-
-
-def ask_to_stop() -> None:
-    """Stop this process as a first SIGTERM does; a run that has been asked already goes on to save."""
-    last = StopSignal.last
-    if last is not None and (last.listens or last.heard):
-        last.heard = True
-    else:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +157,8 @@ def train_run(
             "save=False: several ranks, train.best, train.push_to_hub, train.fsdp, a frozen base in fewer bits and "
             "model.attention_implementation need saved files"
         )
+    if reuse is not None and world_size() > 1:
+        raise ValueError("reuse: every rank of a distributed launch loads its own part of the model; leave reuse out")
     if config.data.tasks and score_tasks is None:
         raise ValueError("data.tasks: pass score_tasks=deftune.evaluation.in_training.task_scorer(config)")
     console = console or Console(stderr=True)
@@ -263,7 +178,7 @@ def train_run(
             old = run.config.exists()
             if is_main() and old:  # before the data is read, which may take long
                 held.enter_context(locked(run.folder, TRAINING))
-            prepared = (reuse.prepare if reuse else prepare)(config, say)
+            prepared = (reuse.prepare if reuse else prepare)(config, say, read_time([run, *alike]))
             refuse_other_rows(prepared, alike)
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run.folder, TRAINING))
@@ -375,222 +290,3 @@ class Clock:
     def end(self, part: str) -> None:
         now = time.perf_counter()
         self.seconds[part], self.last = now - self.last, now
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What trainers change in a model's configs: the cache, and the special tokens, which generation stops at."""
-
-    config: dict[str, Any]
-    generation: Any
-
-    @classmethod
-    def of(cls, model: Any) -> Settings:
-        names = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
-        text = model.config.get_text_config()
-        found = {name: getattr(text, name) for name in names if hasattr(text, name)}
-        return cls(found, copy.deepcopy(getattr(model, "generation_config", None)))
-
-
-def take_model(trainer: Any, untrained: Settings) -> Any:
-    """The trained model as `load_result` would load it from the run's folder; the trainer is of no use afterwards.
-
-    The model is in evaluation mode, without the forwards, hooks and checkpointing of the training. The optimizer's
-    state and the gradients are freed, so that a GPU has their memory for what follows.
-    """
-    import gc
-
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-    base = base_of(model)
-    if trainer.masters is not None:
-        trainer.masters.release()
-    detach_objective(base)
-    for name in ("forward", "_original_forward"):  # accelerate's autocast, around PEFT's wrapper if there is one
-        model.__dict__.pop(name, None)
-    if any(getattr(module, "gradient_checkpointing", False) for module in base.modules()):
-        old, new = "gradient_checkpointing_disable", "activation_checkpointing_disable"  # since transformers 5.23
-        getattr(base, new if hasattr(base, new) else old)()
-    for module in base.modules():  # TRL and transformers both add this hook, and keep the handle of one
-        for key, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "__name__", "") == "make_inputs_require_grads":
-                del module._forward_hooks[key]
-    text = base.config.get_text_config()
-    if model is base:  # its own configs are saved with it, but the cache is switched off for the training alone
-        if "use_cache" in untrained.config:
-            base.config.use_cache = text.use_cache = untrained.config["use_cache"]
-    else:  # an adapter is loaded into the untrained model, for inference
-        for name, value in untrained.config.items():
-            setattr(text, name, value)
-        base.generation_config = untrained.generation
-        model.requires_grad_(False)
-    model.zero_grad(set_to_none=True)
-    trainer.optimizer.state.clear()
-    trainer.accelerator.free_memory()
-    trainer.model = trainer.model_wrapped = trainer.optimizer = trainer.lr_scheduler = None
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return model.eval()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The step whose weights the run ends with, and by which measure (``train.best``) it was chosen."""
-
-    kept: int
-    by: str = "none"
-    value: float | None = None
-    last: float | None = None  # the measure at the last step
-    stopped_early: str | None = None  # why the run ended before its steps were done
-
-    def __str__(self) -> str:
-        if self.by == "none":
-            return f"the weights of step {self.kept}, the last"
-        text = f"the weights of step {self.kept}: best {self.by} {self.value:.4g}"
-        if self.value != self.last:
-            text += f" (last step: {self.last:.4g})"
-        return text + (f"; stopped early: {self.stopped_early}" if self.stopped_early else "")
-
-
-def keep_best(trainer: Any, config: RunConfig, run: Run) -> Kept:
-    """Load the weights that ``train.best`` asks for into the model; by default those of the last step stay."""
-    step, best = trainer.state.global_step, trainer.state.best_global_step
-    metric = best_metric(config.train.best)
-    if metric is None:
-        return Kept(step)
-    assert best is not None, "the last step is evaluated"
-    last = next(r[metric] for r in reversed(trainer.state.log_history) if metric in r)
-    if best != step:
-        trainer.load_checkpoint_weights(run.checkpoints / f"{checkpoints.PREFIX}{best}")
-    early = None
-    if trainer.has_stopped_early and step < trainer.state.max_steps:
-        number = config.train.stop_after
-        early = (
-            f"{number} evaluation{'s' * (number != 1)} without improvement at step {step} of {trainer.state.max_steps}"
-        )
-    return Kept(best, config.train.best, float(trainer.state.best_metric), float(last), early)
-
-
-def read_fingerprint(run: Run) -> str | None:
-    """The fingerprint of the data that a run began with; None for a run that has not begun."""
-    path = run.folder / "data.json"
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["fingerprint"]) if path.is_file() else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{path}: is damaged; restore it, or start another run with --set run=...") from None
-
-
-def refuse_other_rows(prepared: Prepared, alike: Sequence[Run]) -> None:
-    """Refuse data that is not that of runs which this one will be compared with."""
-    begun = {run.folder: found for run in alike if (found := read_fingerprint(run)) and found.startswith(ARRAYS)}
-    now = fingerprint(prepared) if begun else None
-    if other := next((folder for folder, before in begun.items() if before != now), None):
-        raise ValueError(
-            f"{other}: was trained on other rows (tokens or masks differ), so the runs cannot be compared; restore the "
-            f"data, or begin another comparison with --set folder=..."
-        )
-
-
-def compare_ranks(prepared: Prepared) -> None:
-    """Refuse ranks with different data, on all of them: machines may have files of their own."""
-    if not has_ranks():
-        return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, fingerprint(prepared))
-    if others := [rank for rank, one in enumerate(found) if one != found[0]]:
-        raise ValueError(
-            f"rank {others[0]} has other rows than rank 0 (tokens or masks differ); give every machine the same files, "
-            f"and leave them as they are while the run starts"
-        )
-
-
-def record_data(prepared: Prepared, run: Run) -> None:
-    """Write what the data was; a resumed run whose data changed is refused."""
-    now, before = {"fingerprint": fingerprint(prepared), "facts": facts(prepared)}, read_fingerprint(run)
-    # a run that an earlier version began has the other kind
-    own = fingerprint_of_lists(prepared) if before and not before.startswith(ARRAYS) else now["fingerprint"]
-    if before is not None and before != own:
-        raise ValueError(
-            f"{run.folder}: the data is not what the run began with (tokens or masks differ); restore it, or start "
-            f"another run with --set run=..."
-        )
-    write_atomic(run.folder / "data.json", json.dumps(now, indent=1))
-    if prepared.bad.skip and prepared.bad.rows:
-        prepared.bad.write(run.folder / "bad_rows.jsonl")
-
-
-def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
-    """The tuned model (or adapter) and its tokenizer, sealed, with a card."""
-    trainer.accelerator.wait_for_everyone()
-    staging = run.folder / f".model-{os.environ.get('MASTER_PORT', '0')}"
-    main = is_main()
-    try:
-        with sealed_folder(staging, run.model) if main else nullcontext():
-            trainer.accelerator.wait_for_everyone()
-            trainer.save_model(str(staging))
-            trainer.accelerator.wait_for_everyone()
-            if main:
-                prepared.tokenizer.save_pretrained(staging)
-                # what the trainer keeps for itself
-                (staging / "training_args.bin").unlink(missing_ok=True)
-                card = render_card(prepared, run, kept=kept.kept, holds=str(kept))
-                (staging / "README.md").write_text(card, encoding="utf-8")
-                name_base_model(staging, prepared.config)
-    except (OSError, RuntimeError) as error:
-        if reason := disk_error(error):
-            raise FolderError(f"{run.model}: could not be written ({reason})") from error
-        raise
-    trainer.accelerator.wait_for_everyone()
-
-
-def push(run: Run, hub_id: str, say: Callable[[str], None], *, private: bool = False) -> None:
-    """Upload the result, on request; ``private`` is for a repository that this call makes."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        api = HfApi()
-        api.create_repo(hub_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=hub_id, folder_path=str(run.model))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ValueError(f"push_to_hub: {hub_id}: {error}; the model is safe in {run.model}") from error
-    say(f"uploaded to {hub_id}")
-
-
-def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
-    """One micro-batch forward and backward: what a run would take, without a run's folder."""
-    import tempfile
-
-    from deftune.training.trainer import StepInputs, peak_gib
-
-    with quiet(), tempfile.TemporaryDirectory() as folder:
-        prepared = prepare(config, say)
-        for line in facts(prepared):
-            say(line)
-        trainer = make_trainer(prepared, Run(Path(folder)), [])
-        model = trainer.model
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        everything = sum(p.numel() for p in model.parameters())
-        batches = iter(trainer.get_train_dataloader())
-        first, seconds = next(batches), 0.0
-        supervised = int((first["labels"] != -100).sum())
-        say(f"first micro-batch: {tuple(first['input_ids'].shape)} tokens, {supervised:,} of them supervised")
-        for _ in range(2):  # the first time warms up
-            trainer._inputs = StepInputs(1, [first], max(1, supervised))
-            start = time.perf_counter()
-            with trainer.accelerator.autocast():
-                loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
-            loss.backward()
-            seconds = time.perf_counter() - start if not torch.cuda.is_available() else _synced(start)
-            model.zero_grad(set_to_none=False)
-        state = MOMENT_BYTES[config.train.optimizer] * trainable / 2**30
-        accumulation = config.train.batch_size // (config.train.micro_batch_size * data_ranks(config))
-        say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)}")
-        say(f"memory about {peak_gib(trainer.accelerator.device) + state:.1f} GiB, {state:.1f} of it the optimizer's")
-        step = seconds * accumulation
-        say(f"a step takes about {step:.1f} s, the run {step * prepared.steps / 60:.0f} min")
-
-
-def _synced(start: float) -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter() - start

@@ -6,14 +6,11 @@ step is divided does not change it.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
 import math
-import signal
 import time
-from collections.abc import Callable, Collection, Generator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from deftune.data.encoding import end_tokens_of
+from deftune.data.end_tokens import end_tokens_of
 from deftune.data.packing import fill_step
-from deftune.losses import Sparse, raise_pending
+from deftune.losses import Sparse
 from deftune.objectives import IGNORE_INDEX, Context, Objective, StepStats, TokenStats
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.step import step_stats
@@ -39,28 +36,19 @@ from deftune.tokens.head import (
     shifted,
 )
 from deftune.training.attention import VARLEN, attention_kernels, kernels_of, why_not_varlen
-from deftune.training.checkpointing import CheckpointingTrainer
+from deftune.training.batches import input_tokens, rows_of
+from deftune.training.checkpointing import unsaved
 from deftune.training.compiling import compiled_layers
-from deftune.training.guard import UnseenNorm, clear_skip, skip_nonfinite
+from deftune.training.guard import GuardedTrainer, StepInputs
 from deftune.training.masters import FLOAT32, Masters
-from deftune.training.nonfinite import diagnose
 from deftune.training.recording import StepRecord, scalars
 from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model
+from deftune.training.stopping import Undisturbed
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
 
 
-@dataclass
-class StepInputs:
-    """The micro-batches of an optimizer step, kept until its gradient is known to be finite."""
-
-    step: int
-    batches: list[Any]
-    num_items: int
-    stats: StepStats | None = None  # of the whole step, for objectives that need them
-
-
-class DeftSFTTrainer(CheckpointingTrainer):
+class DeftSFTTrainer(GuardedTrainer):
     """TRL's SFTTrainer, trained with ``objective`` instead of NLL.
 
         step loss = sum over the step's supervised tokens of L / their number,  d / d z = gate (P - onehot)
@@ -84,7 +72,7 @@ class DeftSFTTrainer(CheckpointingTrainer):
         args: a ``trl.SFTConfig``.
         objective: a name, a spec such as ``"deft | floor(0.2)"``, or an `Objective`.
         special_ids: the tokens that end an answer, for ``eos(...)`` and the record ``eos_p``; by default those of the
-            tokenizer and its chat template (`deftune.data.encoding.end_tokens_of`).
+            tokenizer and its chat template (`deftune.data.end_tokens.end_tokens_of`).
         attention: the kernels that ``scaled_dot_product_attention`` may use: ``auto`` (all but cuDNN's, whose backward
             can return NaN for padded batches), ``flash``, ``efficient``, ``math`` or ``cudnn``; or ``varlen``, for a
             collator that lays rows end to end with their boundaries (`deftune.data.packing.Collator`).
@@ -169,12 +157,9 @@ class DeftSFTTrainer(CheckpointingTrainer):
         self.checkpoint_root, self.keep, self.pinned = checkpoint_root, keep, frozenset(pinned)
         self.distributed_checkpoints = distributed_checkpoints
         self.last_record: dict[str, float | list[int]] = {}
-        self._inputs: StepInputs | None = None
-        self._inputs_before: StepInputs | None = None
         # what is recorded once the whole step, or evaluation set, is known
         self._held: dict[str, list[tuple[TokenStats, Tensor]]] = {"train": [], "eval": []}
         self._mass: Tensor | None = None
-        self._unseen: UnseenNorm | None = None
         self._clock = time.perf_counter()
         if weights != FLOAT32:  # after the checks, which run without autocast
             check_masters(weights, self)
@@ -201,6 +186,11 @@ class DeftSFTTrainer(CheckpointingTrainer):
         if "progress" in self.objective.requires:
             progress = min(1.0, self.state.global_step / max(1, self.state.max_steps))
         return Context(progress=progress, special_ids=self.special_ids, step=step)
+
+    def _call(self, step: StepInputs) -> ObjectiveCall:
+        """The objective for a micro-batch of a step."""
+        context = self._context("deferred" if self.objective.kind == "mass" else step.stats)
+        return ObjectiveCall(self.objective, context, step.num_items, sparse=self.sparse)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """The step's micro-batches; a step without supervised tokens is an error."""
@@ -272,22 +262,20 @@ class DeftSFTTrainer(CheckpointingTrainer):
         assert step is not None, "get_batch_samples comes before the losses of its micro-batches"
         if self.objective.kind == "step" and step.stats is None:
             step.stats = self._pre_pass(model, step.batches)
-        context = self._context("deferred" if self.objective.kind == "mass" else step.stats)
+        call = self._call(step)
         try:
-            output = self._forward(
-                model, inputs, ObjectiveCall(self.objective, context, step.num_items, sparse=self.sparse)
-            )
+            output = self._forward(model, inputs, call)
         except ValueError as error:  # on a CPU a NaN is seen at once
             if "NaN" in str(error) and "training step" not in str(error):
                 self.state.global_step = step.step - 1
                 raise self._explained(step, error) from error
             raise
         if self.objective.kind == "mass":
-            mass = self.objective.mass(output.stats, context).sum()
+            mass = self.objective.mass(output.stats, call.context).sum()
             self._mass = mass if self._mass is None else self._mass + mass
             self._held["train"].append((output.stats, input_tokens(inputs)))
         else:
-            self.records["train"].add(output.stats, context, input_tokens(inputs), output.gated)
+            self.records["train"].add(output.stats, call.context, input_tokens(inputs), output.gated)
         assert output.loss is not None
         # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
         return output.loss * self.data_ranks
@@ -339,82 +327,16 @@ class DeftSFTTrainer(CheckpointingTrainer):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        trained = self.masters or model
-        self._before_clipping(trained)
-        return super()._clip_grad_norm(trained)
+    def _loss_again(self, model: Any, batch: Any, inputs: StepInputs) -> Tensor:
+        output = self._forward(model, self._prepare_inputs(dict(batch)), self._call(inputs))
+        assert output.loss is not None
+        return output.loss
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """As in transformers, and have the optimizer skip an update whose gradient is not finite."""
-        trained = self.masters or model
-        if grad_norm is None:  # clipping is off
-            self._before_clipping(trained)
-        norm = super()._get_grad_norm(trained, grad_norm)
-        if self.accelerator.scaler is not None:  # float16's skips such a step by itself
-            raise_pending()
-            return norm
-        self._unseen = UnseenNorm(self.state.global_step + 1, norm, skip_nonfinite(self.optimizer, norm))
-        if not self._unseen.skips:
-            self._look_back()
-        return norm
-
-    def _look_back(self, met: ValueError | None = None) -> None:
-        """Raise an error if the last update was skipped; ``met`` is an error that the step has already raised."""
-        unseen, self._unseen = self._unseen, None
-        if unseen is None:
-            return
-        try:
-            if not unseen.bad():
-                return
-            raise_pending()
-        except ValueError as error:
-            met = met or error
-        self.state.global_step = unseen.step - 1
-        why = met or ValueError(f"the gradient's norm is {float(unseen.norm)}")
-        inputs = next((i for i in (self._inputs, self._inputs_before) if i is not None and i.step == unseen.step), None)
-        if inputs is None or "NaN" not in str(met or "NaN"):
-            raise ValueError(f"training step {unseen.step}: {why}") from met
-        raise self._explained(inputs, why) from met
-
-    def _explained(self, inputs: StepInputs, why: ValueError) -> ValueError:
-        """The error of a step that was not finite: what reruns of its micro-batches show, and where they are saved."""
-        text = f"training step {inputs.step}: {why}; the weights were not changed."
-        folder = (self.checkpoint_root or Path(self.args.output_dir or ".") / "checkpoints").parent / "nonfinite"
-        name = f"step-{inputs.step}" + (f"-rank{dist.get_rank()}" if self.accelerator.num_processes > 1 else "")
-        try:
-            saved = save_batches(folder / name, inputs.batches)
-            text += f" Its micro-batches are in {saved}."
-        except OSError as error:
-            text += f" Its micro-batches could not be saved ({error})."
-        if self.accelerator.is_fsdp2 or self.get_tp_size() > 1:
-            return ValueError(text + " They were not run again: the model is sharded.")
-        try:
-            found = self._diagnose(inputs)
-        except Exception as error:  # the reruns must not hide what they were to explain
-            return ValueError(f"{text} Running them again failed ({type(error).__name__}: {error}).")
-        with contextlib.suppress(OSError):
-            (folder / name / "diagnosis.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
-        return ValueError(f"{text} {found}")
-
-    def _diagnose(self, inputs: StepInputs) -> Any:
-        """Run the micro-batches of a step again, on this rank alone."""
-        model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
-        model.train()
-        self._unseen = None
-        context = self._context("deferred" if self.objective.kind == "mass" else inputs.stats)
-        call = ObjectiveCall(self.objective, context, inputs.num_items, sparse=self.sparse)
-
-        def loss_of(batch: Any, autocast: bool) -> Tensor:
-            # bfloat16 weights take no float32 states: without autocast they could not be run at all
-            with self.accelerator.autocast() if autocast or self.masters else contextlib.nullcontext():
-                output = self._forward(model, self._prepare_inputs(dict(batch)), call)
-            assert output.loss is not None
-            raise_pending()
-            return output.loss
-
-        lower = self.accelerator.mixed_precision != "no" and self.masters is None
-        with self.masters.paused() if self.masters else contextlib.nullcontext():
-            return diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.compile_layers:
+            return super().train(*args, **kwargs)
+        with compiled_layers(self.model, dynamic=self.attention == VARLEN or None):
+            return super().train(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; with masters, over them."""
@@ -423,28 +345,6 @@ class DeftSFTTrainer(CheckpointingTrainer):
         if self.masters is not None and new:
             self.masters.drive(optimizer)
         return optimizer
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
-            self._look_back()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        # a NaN is an error here: nothing to filter, and to look at the loss after every backward is to wait for it
-        filtered, self.args.logging_nan_inf_filter = self.args.logging_nan_inf_filter, False
-        try:
-            with (
-                compiled_layers(self.model, dynamic=self.attention == VARLEN or None)
-                if self.compile_layers
-                else (contextlib.nullcontext())
-            ):
-                output = super().train(*args, **kwargs)
-            self._look_back()
-            return output
-        finally:
-            self.args.logging_nan_inf_filter = filtered
-            self._unseen = None
-            clear_skip(self.optimizer)
 
     # --- the records --------------------------------------------------------------------------------------------------
 
@@ -535,32 +435,6 @@ class DeftSFTTrainer(CheckpointingTrainer):
         return loader
 
 
-class Undisturbed:
-    """Start a data worker that ignores SIGTERM and SIGINT; the worker ends when its parent process is gone."""
-
-    def __init__(self, then: Callable[[int], None] | None):
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        if self.then is not None:
-            self.then(worker)
-
-
-@contextlib.contextmanager
-def unsaved(args: Any) -> Generator[None]:
-    """transformers refuses to save the optimizer of a model that was divided at its loading; `sharded.save` can."""
-    if args is None:
-        yield
-        return
-    before, args.save_only_model = args.save_only_model, True
-    try:
-        yield
-    finally:
-        args.save_only_model = before
-
-
 def prepare_quantised(model: Any) -> None:
     """Adapters in float32 over 4-bit layers whose gradients are right on a CPU, too."""
     for parameter in model.parameters():
@@ -575,35 +449,6 @@ def prepare_quantised(model: Any) -> None:
                     f"DeftSFTTrainer: bitsandbytes has packed {name} for inference on a CPU, which has no gradient; "
                     f"load the model again and train it before it is evaluated"
                 )
-
-
-def save_batches(folder: Path, batches: list[Any]) -> Path:
-    """Write a step's micro-batches as safetensors files, one each, for a look or a rerun."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, batch in enumerate(batches):
-        # copies: some are one tensor under two names, which safetensors refuses
-        tensors = {name: value.cpu().clone().contiguous() for name, value in batch.items() if isinstance(value, Tensor)}
-        save_file(tensors, folder / f"micro-batch-{number + 1}.safetensors")
-    return folder
-
-
-def rows_of(batch: dict[str, Any]) -> Tensor | None:
-    """Which row of the batch a token belongs to; None where TRL's collator laid rows end to end without a trace."""
-    labels = batch["labels"]
-    if "row_of" in batch:
-        return batch["row_of"]
-    if "position_ids" in batch and "attention_mask" not in batch:
-        return None
-    return torch.arange(len(labels), device=labels.device)[:, None]
-
-
-def input_tokens(inputs: dict[str, Any]) -> Tensor:
-    """How many tokens went into the model, padding left out."""
-    mask = inputs["row_of"] >= 0 if "row_of" in inputs else inputs.get("attention_mask")
-    ids = inputs["input_ids"]
-    return torch.full((), ids.numel(), device=ids.device) if mask is None else mask.sum()  # made there: no waiting
 
 
 def peak_gib(device: torch.device) -> float:

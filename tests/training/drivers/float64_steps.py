@@ -19,7 +19,7 @@ from small import Gradients, make_arguments, make_model, make_tokenizer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from deftune.training.train import leave_ranks
+from deftune.training.machine import leave_ranks
 from deftune.training.trainer import DeftSFTTrainer
 
 FSDP = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-from deftune.training import preparation
+from deftune.training import machine
 
 
 def allow_on_cpu() -> None:
@@ -24,10 +24,10 @@ def allow_on_cpu() -> None:
             self.fsdp_plugin = plugin
 
     AcceleratorState.__init__ = shard_anywhere
-    preparation.can_shard = lambda: True
+    machine.can_shard = lambda: True
 
 
 def allow_tensor_parallel_on_cpu() -> None:
     """accelerate takes a tensor-parallel model on several GPUs only."""
     Accelerator.multi_device = property(lambda self: self.num_processes > 1)
-    preparation.can_shard = lambda: True
+    machine.can_shard = lambda: True
