@@ -292,12 +292,12 @@ def test_a_run_from_before_a_key_was_there(tmp_path, make_config, saved):
     run = tmp_path / "run"
     shutil.copytree(saved, run)
     written = yaml.safe_load((run / "config.yaml").read_text())
-    assert written["train"].pop("save_at") == []
+    assert written["train"].pop("sparse") is None
     (run / "config.yaml").write_text(yaml.safe_dump(written))
     options = {"train.save_steps": 1, "train.keep": 9}
     assert find_run(make_config(run, options)).folder == run
-    with pytest.raises(folders.FolderError, match=r"another run \(train.save_at: \[\] -> \[1\]\)"):
-        find_run(make_config(run, {**options, "train.save_at": [1]}))
+    with pytest.raises(folders.FolderError, match=r"another run \(train.sparse: None -> 0.5\)"):
+        find_run(make_config(run, {**options, "train.sparse": 0.5}))
 
 
 def test_a_folder_that_is_no_run(tmp_path, make_config):

@@ -81,6 +81,22 @@ def test_resumed_twice(tmp_path, make_config, reference):
     check_same(again, reference)
 
 
+def test_resumed_with_smaller_micro_batches(tmp_path, make_config, reference):
+    """After running out of memory: the same rows in each step, gradients that differ by rounding."""
+    run = rewound(reference, 33, tmp_path / "run")
+    said = io.StringIO()
+    changes = {"train.micro_batch_size": 1, "train.save_steps": 5}
+    assert train(make_config(run, {**LONG, **changes}), Console(file=said, width=200)).step == STEPS
+    assert "changed since the run began: train.micro_batch_size: 4 -> 1" in said.getvalue()
+    assert "changed since the run began: train.save_steps: 1 -> 5" in said.getvalue()
+    for record, expected in zip(metrics(run), metrics(reference), strict=True):
+        assert record["nll"] == pytest.approx(expected["nll"], rel=1e-5)
+    assert not (run / "checkpoints" / "checkpoint-34").exists() and (run / "checkpoints" / "checkpoint-35").exists()
+    assert train(make_config(run, {**LONG, **changes})).state == "finished"
+    with pytest.raises(folders.FolderError, match=r"another run \(train.seed: 1 -> 2\)"):
+        train(make_config(run, {**LONG, **changes, "train.seed": 2}))
+
+
 @pytest.mark.parametrize("kind", ["model.safetensors", "optimizer.pt", "rng_state.pth", "manifest.json"])
 def test_a_damaged_checkpoint_costs_its_steps_only(tmp_path, make_config, reference, kind):
     copy = rewound(reference, 37, tmp_path / "copy")

@@ -37,7 +37,8 @@ def hold(run: Run):
 @pytest.fixture
 def run(tmp_path, make_config) -> Run:
     """A run that was killed while it trained."""
-    made = open_run(make_config(tmp_path / "runs" / "one"))
+    made, changed = open_run(make_config(tmp_path / "runs" / "one"))
+    assert not changed
     made.set_status("running", step=3)
     return made
 
@@ -100,7 +101,7 @@ def test_a_read_only_file_system_is_listed(tmp_path, make_config, capsys):
     if not mounted:
         pytest.skip("needs the right to mount a file system")
     try:
-        open_run(make_config(place / "one")).set_status("running", step=1)
+        open_run(make_config(place / "one"))[0].set_status("running", step=1)
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
         assert [found["state"] for found in list_runs(place, capsys)] == ["interrupted"]
     finally:

@@ -19,9 +19,13 @@ from deftune.artifacts.checkpoints import checkpoints
 from deftune.artifacts.config import ConfigError, RunConfig, parse_yaml, render_yaml
 from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.folders import MANIFEST, Kind, is_locked
+from deftune.artifacts.folders import MANIFEST, Kind, differences, is_locked
 
 RUN = Kind("run", "config.yaml", "--set run=...")
+MAY_CHANGE = frozenset(  # keys of train that may differ when a run is resumed: they change no result
+    ("micro_batch_size", "gradient_checkpointing", "workers", "save_steps", "save_at", "keep", "report_to",
+     "push_to_hub", "push_private")
+)  # fmt: skip
 BEGINNING = ("environment.json", ".environment.json.writing", ".config.yaml.writing")  # written before the config
 
 
@@ -88,32 +92,48 @@ class Run:
 def find_run(config: RunConfig) -> Run:
     """The run's folder; a folder that holds something else is refused. Nothing is written."""
     run = Run(Path(config.run))
-    if not RUN.is_begun(run.folder, BEGINNING):
-        return run
+    if RUN.is_begun(run.folder, BEGINNING):
+        before, now = _recorded(run), yaml.safe_load(render_yaml(config))
+        RUN.refuse_changes(run.folder, _fixed(before), _fixed(now))
+    return run
+
+
+def _recorded(run: Run) -> Any:
+    """The content of a run's config.yaml; a key that came later has its default."""
     try:
-        before = parse_yaml(run.config.read_text(encoding="utf-8"))
+        content = parse_yaml(run.config.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{run.config}: is damaged; restore it, or choose another folder with {RUN.option}"
         ) from error
-    with suppress(ValidationError):  # a key that came later has its default
-        before = yaml.safe_load(render_yaml(RunConfig.model_validate(before)))
-    now = yaml.safe_load(render_yaml(config))
-    for content in (before, now):  # a folder that was moved is the same run
-        if isinstance(content, dict):
-            content.pop("run", None)  # pyright: ignore[reportUnknownMemberType]
-    RUN.refuse_changes(run.folder, before, now)
-    return run
+    with suppress(ValidationError):
+        content = yaml.safe_load(render_yaml(RunConfig.model_validate(content)))
+    return content
 
 
-def open_run(config: RunConfig) -> Run:
-    """The run's folder, made or continued; a folder that holds something else is refused."""
+def _fixed(content: Any) -> Any:
+    """The part of a config that a resumed run must have in common; a folder that was moved is the same run."""
+    match content:
+        case {"train": {} as train}:
+            kept = {key: value for key, value in train.items() if key not in MAY_CHANGE}
+            return {key: value for key, value in content.items() if key != "run"} | {"train": kept}
+        case _:
+            return content
+
+
+def open_run(config: RunConfig) -> tuple[Run, list[str]]:
+    """The run's folder, made or continued, and the keys that changed; a folder that holds something else is refused."""
     run = find_run(config)
     if not run.config.exists():
         run.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(run.folder / "environment.json", json.dumps(environment(), indent=1))
         write_atomic(run.config, render_yaml(config))
-    return run
+        return run, []
+    before, now = _recorded(run), yaml.safe_load(render_yaml(config))
+    changed = differences(before | {"run": now["run"]}, now)
+    if changed:
+        write_atomic(run.config, render_yaml(config))
+    return run, changed
 
 
 def cut_metrics(run: Run, step: int) -> None:

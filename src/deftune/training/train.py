@@ -60,6 +60,7 @@ def make_callback(
 
     class RunCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.save_steps = args.save_steps  # transformers would go on with that of the checkpoint
             if state.is_world_process_zero:
                 display.start(state.global_step, state.max_steps)
 
@@ -182,7 +183,9 @@ def train_run(
             refuse_other_rows(prepared, alike)
             if is_main() and not old:  # wrong data leaves no folder behind
                 held.enter_context(locked(run.folder, TRAINING))
-                open_run(config)
+            if is_main():
+                for change in open_run(config)[1]:
+                    say(f"changed since the run began: {change}")
             with tracking(config.train.report_to, run.folder / "logs"):
                 return _train(prepared, run, console, say, title, score_tasks, restart, save, reuse, profile, begin)
 
