@@ -558,6 +558,8 @@ VERDICTS = [
     ("7", "7", True, "exact"),
     ("7", " 7. ", True, "exact"),
     ("7", "$7$", True, "exact"),
+    ("7", "= 7", True, "exact"),
+    ("7", r"\approx 7", True, "exact"),
     ("7", "8", False, "math_verify"),
     ("\\frac{1}{2}", "\\dfrac12", True, "exact"),
     ("\\frac{1}{2}", "0.5", True, "math_verify"),
@@ -614,6 +616,11 @@ def test_verdicts_that_units_decide():
         assert grader.grade([("5 cm", "5 m")]) == [Verdict(False, "exact", "the units differ: cm and m")]
         with_unit = grader.grade([("5", "5 m"), ("5", "5 km")], [Rule(unit="km")] * 2)
         assert with_unit == [Verdict(False, "exact", "the units differ: km and m"), Verdict(True, "exact")]
+
+
+@pytest.mark.parametrize("formula", ["$7$", "$$7$$", r"\(7\)", r"\[7.\]", r"$\(7\)$.", "$ 7 $"])
+def test_the_signs_around_a_formula_are_typography(formula):
+    assert normalize_answer(formula) == "7"
 
 
 @given(st.text(alphabet=st.sampled_from("\\{}$.,! 0123456789abcfrtx-+^_dé°\x00")) | st.text())

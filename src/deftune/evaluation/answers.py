@@ -48,6 +48,9 @@ EQUAL = Rule()
 
 # --- equal text ------------------------------------------------------------------------------------------------------
 
+_FORMULAS = [
+    re.compile(pattern, re.DOTALL) for pattern in (r"\$\$(.+)\$\$", r"\$(.+)\$", r"\\\((.+)\\\)", r"\\\[(.+)\\\]")
+]
 _SPACING = re.compile(r"\\[!,;: ]|\\(?:quad|qquad|left|right|displaystyle|limits)(?![A-Za-z])|~")
 _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])(?![0-9])")
@@ -57,7 +60,7 @@ _SPACE_TO_DROP = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+")
 _DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
 _BIG = re.compile(r"\\(?:(?:big|Big|bigg|Bigg)[lrm]?|displaystyle|textstyle)(?![A-Za-z])")
-_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*(\{.*\})", re.DOTALL)
+_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{(.*)\}", re.DOTALL)
 _RADICAL = re.compile(r"\N{SQUARE ROOT}\s*+(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]++|[A-Za-z]))")
 _BARE_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
 _LETTER_O = re.compile(r"(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)")
@@ -72,8 +75,8 @@ def tidy_answer(answer: str) -> str:
     ('(3\\sqrt{13}, 2*\\pi )', '90^{\\circ}')
     """
     answer = _BIG.sub("", answer.replace("\N{MINUS SIGN}", "-")).strip()
-    while (bold := _BOLD.fullmatch(answer)) and is_balanced(bold[1][1:-1]):
-        answer = bold[1][1:-1].strip()
+    while (bold := _BOLD.fullmatch(answer)) and is_balanced(bold[1]):
+        answer = bold[1].strip()
     answer = _RADICAL.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", answer)
     return _LETTER_O.sub(r"^{\\circ}", _BARE_PI.sub(r"\\pi ", _UPRIGHT.sub(r"\1", answer)))
 
@@ -91,9 +94,9 @@ def normalize_answer(answer: str) -> str:
     ('12345', '1 1/2')
     """
     answer = _trimmed(answer)
-    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if len(answer) > len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
-            answer = answer[len(opening) : -len(closing)].strip().removesuffix(".")
+    for pattern in _FORMULAS:
+        if formula := pattern.fullmatch(answer):
+            answer = formula[1].strip().removesuffix(".")
     answer = answer.replace("{,}", ",").replace(r"\$", "").replace("\N{MINUS SIGN}", "-")
     listed = re.search(r",\s", answer)  # "32, 349" is two numbers, "32,349" is one
     answer = _DEGREES.sub("", _SPACING.sub(" ", answer.replace(r"\!", "")))
@@ -153,13 +156,13 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
     ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
     if ours and theirs:  # 42_7 would be 42_8
         return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
-    if theirs and _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(theirs[1]):  # a gold without a base is decimal
+    if theirs and _INTEGER.fullmatch(gold):  # a gold without a base is decimal
         return Verdict((theirs[1], theirs[2]) == (gold, "10"), "exact", "a numeral with a base")
     if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
         other = _CLOCK.fullmatch(answer)
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
-    shapes = [match and match[1] == r"\{" for match in (_BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer))]
-    if None not in shapes and shapes[0] != shapes[1] and r"\cup" not in gold + answer:
+    ours, theirs = _BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer)
+    if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer:
         return Verdict(False, "exact", "a set, and a pair or an interval")
     return None
 
@@ -216,7 +219,7 @@ _NOT_VARIABLES = re.compile(
 _PERCENT = re.compile(
     r"\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
 )
-_ABOUT = re.compile(r"\s*(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
+_ABOUT = re.compile(r"\s*(?:=|\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
 _IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
 # what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
 _LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
