@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deftune.evaluation import grading_worker
-from deftune.evaluation.answers import Rule, Verdict, normalize_answer
+from deftune.evaluation.answers import Rule, Verdict, normalize_answer, prepare_pair
 from deftune.evaluation.grading import Grader
 from growth import assert_linear
 from waiting import HANG_SECONDS, wait_for
@@ -639,6 +639,13 @@ def test_different_integers_stay_different(a, b):
 @pytest.mark.parametrize("piece", ["{", "\\text{", " ", "1,", "\\frac", "$", "\\"])
 def test_normalising_is_linear(piece):
     assert_linear(lambda size: normalize_answer(piece * size + "x"), 100_000)
+
+
+@pytest.mark.parametrize(
+    "piece", ["{", "\\text{", " ", "1,", "1,000", "$", "\\", "%", "AB=", ",AB", "\\!", "percent", "5 m"]
+)
+def test_preparing_a_pair_is_linear(piece):
+    assert_linear(lambda size: prepare_pair("5", "x" + piece * size + "x", Rule()), 5_000)
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------

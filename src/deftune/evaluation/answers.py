@@ -65,7 +65,8 @@ _RADICAL = re.compile(r"\N{SQUARE ROOT}\s*+(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]++
 _BARE_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
 _LETTER_O = re.compile(r"(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)")
 _UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
-_STATED_THOUSANDS = re.compile(r"(=\s*(?:\\?\$)?-?)([0-9]{1,3}(?:(?:,|\{,\}|,?\\!|\\,)[0-9]{3})++)(?![0-9,])")
+_SET_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\!|\\,)(?=[0-9]{3}(?![0-9]))")
+_STATED_THOUSANDS = re.compile(r"(=\s*(?:\\?\$)?-?)([0-9]{1,3}(?:,[0-9]{3})++)(?![0-9,])")
 
 
 def tidy_answer(answer: str) -> str:
@@ -74,7 +75,7 @@ def tidy_answer(answer: str) -> str:
     >>> tidy_answer(r"\displaystyle \big(3√13, 2*pi\big)"), tidy_answer(r"\mathbf{90^{o}}")
     ('(3\\sqrt{13}, 2*\\pi )', '90^{\\circ}')
     """
-    answer = _BIG.sub("", answer.replace("\N{MINUS SIGN}", "-")).strip()
+    answer = _BIG.sub("", _SET_THOUSANDS.sub("", answer.replace("\N{MINUS SIGN}", "-"))).strip()
     while (bold := _BOLD.fullmatch(answer)) and is_balanced(bold[1]):
         answer = bold[1].strip()
     answer = _RADICAL.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", answer)
@@ -217,15 +218,15 @@ _NOT_VARIABLES = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])"
 )
 _PERCENT = re.compile(
-    r"\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
+    r"(?<!\s)\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
 )
 _ABOUT = re.compile(r"\s*(?:=|\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
 _IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
 # what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
 _LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
 _LABELLED = re.compile(
-    rf"(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
-    r"\s*=\s*(?=[^=<>]*[0-9])"
+    rf"(^\s*|,\s*)(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
+    r"\s*=\s*(?=[^=<>,]*[0-9])"
 )
 
 
@@ -249,14 +250,12 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
     gold, answer = (tidy_answer(_trimmed(_IN_DOLLARS.sub(r"\1", text))) for text in (gold, answer))
     if about := _ABOUT.match(answer):
         answer = answer[about.end() :].strip()
-    if "=" in gold and "=" not in answer:
-        parts = gold.split(",")
-        if all(_LABELLED.match(part.strip()) for part in parts):
-            gold = ", ".join(_LABELLED.sub("", part.strip(), count=1) for part in parts)
-    if rule.several and answer.count(",") == gold.count(","):  # "8,221" beside "221,8" is no number of thousands
+    if "=" not in answer:
+        gold = _LABELLED.sub(r"\1", gold)
+    if rule.several:  # "8,221" beside "221,8" is no number of thousands
         gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
-    if not rule.several:  # x = 14,000
-        answer = _STATED_THOUSANDS.sub(lambda m: m[1] + re.sub(r"[^0-9]", "", m[2]), answer)
+    else:  # x = 14,000
+        gold, answer = (_STATED_THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text) for text in (gold, answer))
     value, unit = split_unit(gold, words=True)
     letter = re.fullmatch(r"[A-Za-z](?:\s?\^.*)?", unit)
     if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or letter:
@@ -264,9 +263,9 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
     named, said = _has_variables(value), drop_unit(answer, rule.unit)
     theirs, other = split_unit(said, words=not named)
     percents: list[str] = []
-    if percent := _PERCENT.search(value, max(0, len(value) - 32)):
+    if percent := _PERCENT.search(value):
         value, percents = value[: percent.start()].strip(), ["gold"]
-    if percent := _PERCENT.search(theirs, max(0, len(theirs) - 32)):
+    if percent := _PERCENT.search(theirs):
         theirs, percents = theirs[: percent.start()].strip(), [*percents, "answer"]
     unit = unit or rule.unit
     differ = f"the units differ: {unit} and {other}" if units_differ(unit, other) else ""
