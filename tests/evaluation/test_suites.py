@@ -247,6 +247,7 @@ def test_the_hubs_spellings(tmp_path):
         ("nejm", {**CHOICE, "options": ["x"] * 27}, "too many options"),
         ("nejm", {"question": "Q?", "options": ["x", "x"], "answer": "x"}, "answer is no option"),
         ("medmcqa", {**MED, "cop": 2}, "'cop' cannot be told"),
+        ("medmcqa", {**MED, "cop": [1]}, r"'cop' cannot be told .*the file has \[1\]"),
         ("pubmedqa", {"QUESTION": "Q?", "CONTEXTS": "One.", "final_decision": "no"}, "'CONTEXTS' is not a list"),
         ("pubmedqa", {"QUESTION": "Q?", "CONTEXTS": ["One."], "final_decision": "perhaps"}, "answer is no option"),
     ],
