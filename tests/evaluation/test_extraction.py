@@ -150,7 +150,7 @@ FINALS = [
     ("Step 1.\n\n### Final Answer\n\n$\\frac{1}{2}$", "\\frac{1}{2}", "stated"),
     ("Step 1.\n\n**Answer**\nThe sum of both is 45.", "45", "stated"),
     ("Now to the answer\n9 - 2 = 7", "7", "last_number"),  # no heading
-    ("The answer is $5 \\text{ apples in each of the bags}$", "5 \\text{ apples in each of the bags}", "stated"),
+    ("The answer is $x \\text{ in each of the bags}$, so 12 in all", "x \\text{ in each of the bags}", "stated"),
     ("The answer is Room number 7.", "Room number 7", "stated"),
     ("The answer is the room number 7.", "7", "stated"),  # of a whole sentence its last number
     ("<answer>18</answer>", "18", "stated"),
@@ -163,6 +163,8 @@ FINALS = [
     ("answering 14", "14", "last_number"),
     ("10 - 3 = 7 eggs", "7", "last_number"),
     ("it falls to -7", "-7", "last_number"),
+    ("it falls to \u22127", "\u22127", "last_number"),
+    ("The answer is \u22127 degrees.", "\u22127", "stated"),
     ("from 10-3", "3", "last_number"),  # a difference, not minus three
     ("f(x)-3", "3", "last_number"),
     ("costs $1,234.50!", "1,234.50", "last_number"),

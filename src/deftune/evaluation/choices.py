@@ -167,18 +167,17 @@ _NOT_MEANT = re.compile(
 )
 _SUPPOSED = re.compile(r"\b(?:if|unless|had)\b[^.;!?\n]*\Z", re.IGNORECASE)  # before "would be B"
 _IF_AFTER = re.compile(r"[)\]*_.]*+\s++if\b", re.IGNORECASE)
+_WRONG = r"(?:wrong|incorrect|false|unlikely|ruled|eliminated|excluded)\b"
+_IS_WRONG = rf"(?:is|are|was|would\s++be)\s++(?:{_WRONG}|not\s++(?:the\s++)?(?:correct|right|best|answer)\b)"
 _TAKEN_BACK = re.compile(  # after a statement, and perhaps its option's text
-    r"[)\]*_\"'>]*+(?:\?|\s++(?:is|are|was|would\s++be)\s++"
-    r"(?:wrong|incorrect|false|unlikely|ruled|eliminated|excluded|not\s++(?:the\s++)?(?:correct|right|best|answer))\b)",
-    re.IGNORECASE,
+    rf"[)\]*_\"'>]*+(?:\?|\s++{_IS_WRONG})", re.IGNORECASE
 )
 _NOT_AFTER = re.compile(r"[)\]*_\"'>]*+\s++(?:is|are|was|would\s++be)\s++not\b", re.IGNORECASE)
 _NOT_BEFORE = re.compile(r"(?:\bnot|n['\u2019]t|\bnever|\bexcept|\bthan|\bexclud\w+|\beliminat\w+|\brul\w+\s+out)"
                          r"\s+(?:be\s+)?(?:option\s+|choice\s+|the\s+)*\Z", re.IGNORECASE)  # fmt: skip
 _DENIED_AFTER = re.compile(
     r"[)\]*_.:,\s]*+(?:(?:is|are|was|would|can|could)(?:\s+be)?\s*+)?"
-    r"(?:not\b|n['\u2019]t\b|cannot\b|wrong\b|incorrect\b|false\b|unlikely\b|(?:ruled|eliminated|excluded)\b)"
-    r"|[^.\n]{0,80}\b(?:is|are|was)\s+(?:wrong|incorrect|false|not\s+(?:the\s+)?(?:correct|right|best|answer))\b",
+    rf"(?:not\b|n['\u2019]t\b|cannot\b|{_WRONG})|[^.\n]{{0,80}}\b{_IS_WRONG}",
     re.IGNORECASE,
 )
 _ABBREVIATION = re.compile(r"\.[ ]([a-z]{3,})")
@@ -328,7 +327,7 @@ def _letter_before(line: str, question: _Question) -> re.Match[str] | None:
 
 
 _NO_IDEA = re.compile(
-    r"\b(?:(?:do|does|did|can|could)\s*(?:not|n['\u2019]t)|cannot|unable\s+to|no\s+idea|not\s+sure|unsure|uncertain)\b"
+    r"\b(?:(?:do|does|did|can|could)\s*(?:not|n['\u2019]t)|cannot|unable\s+to|unsure|uncertain)\b"
     r"[^.\n]*(?:\b(?:know|determine|answer|say|tell|decide|provide|help)\b|\Z)|\bno\s+idea\b|\bnot\s+sure\b",
     re.IGNORECASE,
 )

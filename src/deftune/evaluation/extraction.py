@@ -144,12 +144,12 @@ _STATED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?"
-_LAST_NUMBER = re.compile(rf"(?<![0-9.,])(?:(?<![\w)\]}}])-)?\$?{_NUMBER}")
+_LAST_NUMBER = re.compile(rf"(?<![0-9.,])(?:(?<![\w)\]}}])[-\u2212])?\$?{_NUMBER}")
 _DENIED_BEFORE = re.compile(r"(?:\bnot|n['\u2019]t|\bcannot|\bnever)\s+(?:be\s+|equal\s+(?:to\s+)?)?\Z", re.IGNORECASE)
-_BEGINS_WITH_NUMBER = re.compile(rf"-?\$?{_NUMBER}")
+_BEGINS_WITH_NUMBER = re.compile(rf"[-\u2212]?\$?{_NUMBER}")
 _HEDGES = re.compile(
     r"(?:(?:therefore|thus|hence|then|so|now|just|simply|clearly|indeed|actually|approximately|approx\.?|about|roughly|"
-    r"around|nearly|almost|exactly|equal\s+to|given\s+by|indeed)(?:[:,]|(?=\s))\s*+|[=:\u2248~]\s*+|\\approx\b\s*+)++",
+    r"around|nearly|almost|exactly|equal\s+to|given\s+by)(?:[:,]|(?=\s))\s*+|[=:\u2248~]\s*+|\\approx\b\s*+)++",
     re.IGNORECASE,
 )
 _WORDS_AFTER = re.compile(r"(?:\s+|\s*[/-]\s*)([A-Za-z]{2,})[^,;(]*+")  # a number's unit, or what is said about it
