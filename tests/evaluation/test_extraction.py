@@ -469,6 +469,10 @@ def test_strict_gives_no_credit_for_an_options_text():
     assert credited == []
 
 
+def test_a_question_without_options_has_no_answer():
+    assert extract_choice("A", [], []) == Extraction(None, "none")
+
+
 def test_choice_arguments_are_checked():
     with pytest.raises(ValueError, match=r"unknown rule 'loose'. Known: strict, lenient"):
         extract_choice("A", "AB", ["x", "y"], rule="loose")  # type: ignore[arg-type]

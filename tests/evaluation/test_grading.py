@@ -481,6 +481,7 @@ def test_a_worker_that_dies_between_answers_costs_nothing(leaves_nothing):
         grader.grade([("1", "1+0")])
         (idle,) = grader._running
         os.kill(idle.process.pid, signal.SIGKILL)
+        wait_for(lambda: _state(idle.process.pid) in (None, "Z"), lambda: "the worker is still running")
         assert grader.grade([("2", "1+1")]) == [Verdict(True, "math_verify")]
 
 
@@ -503,6 +504,20 @@ def test_an_answer_is_a_crash_when_two_workers_die_of_it(deaths, how, leaves_not
         graded.set()
         killer.join()
     assert slow.how == how and fine == Verdict(True, "math_verify")
+
+
+@pytest.mark.parametrize(
+    "program, message",
+    [
+        ("raise ImportError('no antlr')", "a grading worker could not start: ImportError: no antlr"),
+        ("import os; os._exit(3)", r"ended while starting \(exit status 3\); is memory_mib too small"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_an_error(program, message, tmp_path, monkeypatch, leaves_nothing):
+    (tmp_path / "math_verify.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Grader(workers=1) as grader, pytest.raises(RuntimeError, match=message):
+        grader.grade([("1", "1+0")])
 
 
 @pytest.mark.parametrize("workers, answers", [(1, 3), (2, 1)])
