@@ -531,7 +531,7 @@ def test_the_parent_sleeps_while_workers_start_and_grade(leaves_nothing):
     with Grader(workers=1, seconds=1, wall_seconds=HANG_SECONDS) as grader:
         before = time.process_time()
         assert grader.grade([("1", SLOW)])[0].how == "timeout"
-        assert time.process_time() - before < 0.5
+        assert time.process_time() - before < 0.1  # a loop that polls takes as long as the start
 
 
 def test_workers_are_recycled(leaves_nothing):
