@@ -373,7 +373,10 @@ def attempted(attempt: str, folder: Path) -> "subprocess.CompletedProcess[bytes]
 def test_a_limit_that_cannot_be_set_ends_the_worker_on_linux(system, refused, fails, monkeypatch):
     """macOS has no limit of the address space, and some containers none of the processes."""
 
-    def setrlimit(limit, _):
+    wanted = {}
+
+    def setrlimit(limit, values):
+        wanted[limit] = values
         if limit == getattr(resource, refused):
             raise ValueError("not allowed")
 
@@ -381,6 +384,9 @@ def test_a_limit_that_cannot_be_set_ends_the_worker_on_linux(system, refused, fa
     monkeypatch.setattr(sys, "platform", system)
     with pytest.raises(ValueError, match="not allowed") if fails else contextlib.nullcontext():
         grading_worker._limit(1024)
+    limits = {"AS": 1024 << 20, "NOFILE": 32, "FSIZE": 0, "CORE": 0, "NPROC": 0}
+    expected = {getattr(resource, f"RLIMIT_{name}"): (value, value) for name, value in limits.items()}
+    assert wanted == expected or (fails and wanted.items() <= expected.items() and wanted)
 
 
 def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leaves_nothing):
