@@ -204,6 +204,13 @@ def labelled_pairs(count: int, *, seed: int) -> list[tuple[str, str, str, bool]]
 EXACT, NEAR, SEVERAL = Rule(), Rule(relative=1e-4), Rule(several=True)
 
 DIFFERENT = [
+    ("ABC", "CBA", EXACT),
+    *[(r"50\%", answer, EXACT) for answer in ("5000", "5", "0.05")],
+    *[(gold, r"50\%", EXACT) for gold in ("5000", "5", "0.05")],
+    *[("5", answer, EXACT) for answer in ("500", "0.05")],
+    ("AB = 5, CD = 7", "5", EXACT),
+    ("AB = 5, CD = 7", "5, 8", EXACT),
+    *[("1,234", answer, EXACT) for answer in ("234,1", "1")],
     # a tolerance does not read the right-hand side of just any relation
     *[("x>3", answer, NEAR) for answer in ("x<3", "3")],
     (r"x \ne 3", "3", NEAR),
@@ -322,6 +329,18 @@ DIFFERENT = [
 ]
 
 SAME = [
+    ("10", r"\binom{5}{2}", EXACT),
+    ("1", r"\binom{3}{3}", EXACT),
+    ("AB", "BA", EXACT),  # two letters are a product, three are a name
+    *[("AB = 5, CD = 7", answer, EXACT) for answer in ("5, 7", "7, 5", "AB = 5, CD = 7")],
+    *[("AB = 1,000", answer, EXACT) for answer in ("1,000", "1000")],
+    ("5 men", "5", EXACT),
+    *[(r"50\%", answer, EXACT) for answer in ("50", "0.5", "1/2", "50 percent")],
+    *[(gold, r"50\%", EXACT) for gold in ("50", "0.5")],
+    ("221,8", "8,221", SEVERAL),
+    *[("2000, 3000", r"3{,}000, 2,\!000", rule) for rule in (EXACT, SEVERAL)],
+    *[("x = 14000", answer, EXACT) for answer in ("x = 14,000", r"x = 14{,}000", r"x=14\,000", r"x = \$14,\!000")],
+    *[("x = 14,000", answer, EXACT) for answer in ("14000", "x = 14000", "x = 14,000 eggs")],
     *[
         ("18", answer, EXACT)
         for answer in (

@@ -38,6 +38,7 @@ BOXES = [
     (r"\boxed {3}", "3"),
     (r"\fbox{4}", "4"),
     (r"\boxed{5} and \fbox{6}", "6"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
 ]
 
 
@@ -64,7 +65,7 @@ def test_boxes(text, box):
 def test_several_boxes_are_a_list_where_several_answers_are_asked(text, box):
     assert extract_boxed(text, several=True) == box
     assert extract_final(text, several=True) == Extraction(box, "boxed")
-    assert extract_boxed(text) == box.rpartition(", ")[2]
+    assert extract_boxed(text) == extract_final(text).answer == box.rpartition(", ")[2]
 
 
 def test_equal_boxes_are_one_answer_unless_there_are_as_many_as_answers():
@@ -77,7 +78,7 @@ def test_equal_boxes_are_one_answer_unless_there_are_as_many_as_answers():
     "gold, number",
     [("1,-2", 2), ("58,500", 1), (r"10,\!080", 1), (r"\$32,\!348", 1), ("3, 5, 7", 3), ("(2,12) \\cup (12,102)", 1),
      (r"\{1\pm\sqrt{5},-2\}", 2), (r"\{1,2\}", 2), (r"x=1 \text{ or } x=2", 2), (r"1 \pm \sqrt{19}", 2), ("7", 1),
-     ("(1,2),(3,4)", 2), (r"\text{Evelyn}", 1), ("", 1)],
+     ("(1,2),(3,4)", 2), ("((1,2),3)", 1), (r"\text{Evelyn}", 1), ("", 1)],
 )  # fmt: skip
 def test_how_many_answers_a_gold_answer_lists(gold, number):
     assert count_answers(gold) == number
@@ -149,6 +150,12 @@ FINALS = [
     ("Step 1.\n\n### Final Answer\n\n$\\frac{1}{2}$", "\\frac{1}{2}", "stated"),
     ("Step 1.\n\n**Answer**\nThe sum of both is 45.", "45", "stated"),
     ("Now to the answer\n9 - 2 = 7", "7", "last_number"),  # no heading
+    ("The answer is $x \\text{ in each of the bags}$, so 12 in all", "x \\text{ in each of the bags}", "stated"),
+    ("The answer is Room number 7.", "Room number 7", "stated"),
+    ("The answer is the room number 7.", "7", "stated"),  # of a whole sentence its last number
+    ("<answer>18</answer>", "18", "stated"),
+    ("<answer>\n$\\frac{1}{2}$\n</answer>", "\\frac{1}{2}", "stated"),
+    ("<answer>x + 1</answer> as 1 < 2", "x + 1", "stated"),
     ("The answer is not 5 but 6.", "6", "last_number"),
     ("The answer isn't 5", None, "none"),
     ("It cannot be 5.", None, "none"),
@@ -156,6 +163,8 @@ FINALS = [
     ("answering 14", "14", "last_number"),
     ("10 - 3 = 7 eggs", "7", "last_number"),
     ("it falls to -7", "-7", "last_number"),
+    ("it falls to \u22127", "\u22127", "last_number"),
+    ("The answer is \u22127 degrees.", "\u22127", "stated"),
     ("from 10-3", "3", "last_number"),  # a difference, not minus three
     ("f(x)-3", "3", "last_number"),
     ("costs $1,234.50!", "1,234.50", "last_number"),
@@ -200,6 +209,7 @@ CHOICES = [
     ("\\boxed{\\textbf{(C) hepatitis B}}", "C", "boxed"),
     ("\\boxed{B. zinc}", "B", "boxed"),
     ("\\boxed{A, C}", None, "ambiguous"),
+    ("\\boxed{A. iron, B. zinc}", None, "ambiguous"),
     ("\\boxed{A \\text{ or } B}", None, "ambiguous"),
     ("The answer is A. \\boxed{B}", "B", "boxed"),
     ("\\boxed{zinc} so the answer is B", "B", "stated"),
@@ -216,6 +226,7 @@ CHOICES = [
     ("The answer is A and C.", None, "ambiguous"),
     ("The answer is (A), (B)", None, "ambiguous"),
     ("The answer is B or option B", "B", "stated"),
+    ("Answer: A\nAnswer: B\nThe answer is C? No.", None, "ambiguous"),
     ("The answer is a drug", None, "none"),  # an article
     ("The answer is Zinc", None, "none"),
     ("The answer is C-reactive protein", None, "none"),
@@ -240,6 +251,9 @@ CHOICES = [
         (text, "B", "stated")
         for text in (
             "Answer: <letter>B</letter>",
+            "<answer>B</answer>",
+            "<answer> (b) </answer>",
+            "<answer>\nB. zinc\n</answer>",
             "Answer: {B}",
             "Answer\uff1aB",
             "Ans: B",
@@ -259,6 +273,9 @@ CHOICES = [
     (" (b) ", "B", "lone"),
     ("B.", "B", "lone"),
     ("**B**", "B", "lone"),
+    ("B,", "B", "lone"),
+    ("b:", "B", "lone"),
+    ("A A A", None, "none"),  # a loop
     ("A B", None, "ambiguous"),
     ("I would choose **B** here, as zinc", "B", "stated"),
     ("I would choose **B. zinc** here", "B", "stated"),
@@ -333,15 +350,21 @@ CHOICES = [
             "Vitamin D is the correct answer",
             "hepatitis B is correct",
             "**A** is wrong",
+            "Not **A**, for iron is normal",
             "I don't know",
             "I cannot answer this",
         )
     ],
     ("A. iron\nB. zinc\nC. hepatitis B\nD. zinc deficiency\n\nI hope this helps!", None, "ambiguous"),
     ("A. iron B. zinc C. hepatitis B D. zinc deficiency", None, "ambiguous"),
+    ("A. iron B. zinc", None, "ambiguous"),
+    ("Two options:\nA. iron\nB. zinc", None, "ambiguous"),
+    ("A. 1\nB. 2\nC. 3\nD. 4", None, "ambiguous"),
     ("(A) iron (B) zinc (C) hepatitis B (D) zinc deficiency", None, "ambiguous"),
     ("B. zinc\n\nExplanation:\nA. iron is wrong\nB. zinc is right\nC. no", "B", "edge"),
     ("A. no\nB. no\nC. no\n\nB. zinc", "B", "edge"),
+    ("B. zinc\nA. no\nC. no\nI hope this helps!", "B", "edge"),
+    ("Let us see.\nA. no\nC. no\nB. zinc", "B", "edge"),
     ("Answer: <A> or <B>", None, "ambiguous"),
 ]
 
@@ -396,6 +419,30 @@ def test_a_choice_that_was_cut_off(text, letter, how):
         assert extract_choice(text, "ABCD", OPTIONS, rule=rule, cut_off=True) == Extraction(letter, how)
 
 
+@pytest.mark.parametrize("distance, letter", [(80, None), (81, "B")])
+def test_what_stands_far_before_a_statement_is_not_about_it(distance, letter):
+    text = "many think ".ljust(distance) + "Answer: B"
+    assert extract_choice(text, "ABCD", OPTIONS).answer == letter
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("Of these (B) zinc is what is low here", Extraction("B", "option_text")),
+        ("Of these (A) zinc is what is low here", Extraction(None, "none")),
+        ("Of these (B) zinc and iron deficiency are low here", Extraction(None, "none")),
+    ],
+)
+def test_lenient_takes_an_options_text_beside_its_own_letter_only(text, answer):
+    assert extract_choice(text, "ABCD", OPTIONS) == Extraction(None, "none")
+    assert extract_choice(text, "ABCD", OPTIONS, rule="lenient") == answer
+
+
+def test_a_letter_at_the_end_of_an_options_text_names_no_option():
+    options = ["hepatitis B", "hepatitis"]
+    assert extract_choice("It must be hepatitis B", "AB", options, rule="lenient") == Extraction("A", "option_text")
+
+
 def test_a_lenient_tie_is_no_answer():
     assert extract_choice("q", "AB", ["qx", "qy"], rule="lenient") == Extraction(None, "none")
 
@@ -422,6 +469,10 @@ def test_strict_gives_no_credit_for_an_options_text():
     assert credited == []
 
 
+def test_a_question_without_options_has_no_answer():
+    assert extract_choice("A", [], []) == Extraction(None, "none")
+
+
 def test_choice_arguments_are_checked():
     with pytest.raises(ValueError, match=r"unknown rule 'loose'. Known: strict, lenient"):
         extract_choice("A", "AB", ["x", "y"], rule="loose")  # type: ignore[arg-type]
@@ -431,6 +482,9 @@ def test_choice_arguments_are_checked():
         extract_choice("A", ["A", "A"], ["x", "y"])
     with pytest.raises(ValueError, match="distinct single capitals"):
         extract_choice("A", ["a", "yes"], ["x", "y"])
+    for wrong in ("b", "BC"):
+        with pytest.raises(ValueError, match="distinct single capitals"):
+            extract_choice("A", ["A", wrong], ["x", "y"])
 
 
 # --- figfont ---------------------------------------------------------------------------------------------------------
@@ -557,6 +611,8 @@ LONG = [
     "answer would be A if ",
     "# ",
     "so ",
+    "not ",
+    "<answer>",
     "option ",
     "the answer is the ",
     "\x00",

@@ -1,6 +1,9 @@
 """The grader: hostile answers harm nothing and end, and verdicts agree with labels known by construction."""
 
+import contextlib
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deftune.evaluation import grading_worker
-from deftune.evaluation.answers import Rule, Verdict, normalize_answer
+from deftune.evaluation.answers import Rule, Verdict, normalize_answer, prepare_pair
 from deftune.evaluation.grading import Grader
 from growth import assert_linear
 from waiting import HANG_SECONDS, wait_for
@@ -331,21 +334,59 @@ def test_a_hostile_gold_is_no_better(leaves_nothing):
         "os.execv('/bin/true', ['true'])",
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
         "open(os.path.join(sys.prefix, '..', '..', '..', '..', '..', '..', 'etc', 'passwd'))",
+        "open(os.dup(0))",
+        *(f"open(library, {mode!r})" for mode in ("w", "a", "x", "r+")),
+        *(f"os.open(library, os.O_{flag})" for flag in ("WRONLY", "RDWR", "CREAT", "TRUNC", "APPEND")),
     ],
 )
 def test_the_hook_ends_a_worker_that_tries(attempt, tmp_path):
-    """The worker's own preparation, then the attempt in place of an answer."""
     canary = str(tmp_path / "canary")
+    done = attempted(attempt.format(canary=canary), tmp_path)
+    assert done.returncode == grading_worker.REFUSED, done.stderr.decode()
+    assert not Path(canary).exists()
+
+
+def test_a_worker_may_read_its_libraries(tmp_path):
+    done = attempted("open(library).close(), open(os.fsencode(library)).close()", tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def attempted(attempt: str, folder: Path) -> "subprocess.CompletedProcess[bytes]":
+    """The worker's own preparation, then the attempt in place of an answer; ``library`` is a file it may read."""
+    (folder / "library").mkdir()
+    (folder / "library" / "file").touch()
     program = (
         "import os, sys, subprocess, socket, resource, runpy\n"
         f"work = runpy.run_path({grading_worker.__file__!r}, run_name='worker')\n"
+        f"library = {str(folder / 'library' / 'file')!r}\n"
         "work['_limit'](1024)\n"
-        "sys.addaudithook(work['_refuse']((sys.prefix + os.sep,)))\n"
-        f"try:\n    {attempt.format(canary=canary)}\nexcept BaseException:\n    pass\n"
+        "sys.addaudithook(work['_refuse']((sys.prefix + os.sep, os.path.dirname(library) + os.sep)))\n"
+        f"try:\n    {attempt}\nexcept BaseException as problem:\n    print(problem, file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=HANG_SECONDS)
-    assert done.returncode == grading_worker.REFUSED, done.stderr.decode()
-    assert not Path(canary).exists()
+    return subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=HANG_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "system, refused, fails",
+    [("linux", "RLIMIT_AS", True), ("linux", "RLIMIT_NPROC", False), ("darwin", "RLIMIT_AS", False)],
+)
+def test_a_limit_that_cannot_be_set_ends_the_worker_on_linux(system, refused, fails, monkeypatch):
+    """macOS has no limit of the address space, and some containers none of the processes."""
+
+    wanted = {}
+
+    def setrlimit(limit, values):
+        wanted[limit] = values
+        if limit == getattr(resource, refused):
+            raise ValueError("not allowed")
+
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(ValueError, match="not allowed") if fails else contextlib.nullcontext():
+        grading_worker._limit(1024)
+    limits = {"AS": 1024 << 20, "NOFILE": 32, "FSIZE": 0, "CORE": 0, "NPROC": 0}
+    expected = {getattr(resource, f"RLIMIT_{name}"): (value, value) for name, value in limits.items()}
+    assert wanted == expected or (fails and wanted.items() <= expected.items() and wanted)
 
 
 def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leaves_nothing):
@@ -367,6 +408,7 @@ def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leave
         "        if 'connect' in text: socket.create_connection(('192.0.2.1', 80))\n"
         "        if 'fork' in text: os.fork()\n"
         "        if 'fall' in text: os.abort()\n"
+        "        if 'leave' in text: os._exit(0)\n"
         "        if 'eat' in text: return [len(bytearray(1 << 31))]\n"
         "    except BaseException:\n"
         "        return []\n"
@@ -377,12 +419,14 @@ def test_an_answer_that_gets_code_to_run_is_a_crash(tmp_path, monkeypatch, leave
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Grader(workers=2) as grader:
         verdicts = grader.grade(
-            [("1", attempt) for attempt in ("write", "system", "connect", "fork", "fall", "eat", "no")]
+            [("1", attempt) for attempt in ("write", "system", "connect", "fork", "fall", "leave", "eat", "no")]
         )
-        assert grader.counts["crash"] == 5
+        assert grader.counts["crash"] == 6
     refused = Verdict(False, "crash", "it tried something that grading never needs")
-    assert verdicts[:4] == [refused] * 4 and verdicts[4] == Verdict(False, "crash", "signal 6")
-    assert verdicts[5:] == [
+    assert verdicts[:4] == [refused] * 4
+    assert verdicts[4:] == [
+        Verdict(False, "crash", "signal 6"),
+        Verdict(False, "crash", "exit status 0"),
         Verdict(False, "unparsed", "math-verify cannot read the answer"),
         Verdict(True, "math_verify"),
     ]
@@ -396,12 +440,13 @@ def test_limits_are_in_force(leaves_nothing):
         limits = Path(f"/proc/{worker.process.pid}/limits").read_text()
         environment = Path(f"/proc/{worker.process.pid}/environ").read_bytes()
         folder = os.readlink(f"/proc/{worker.process.pid}/cwd")
+        assert os.getsid(worker.process.pid) == worker.process.pid
         assert os.listdir(folder) == []
         assert {os.readlink(f"/proc/{worker.process.pid}/fd/{n}") for n in (0, 1, 2)} == {"/dev/null"}
     rows = {row[:26].strip(): row[26:].split()[:2] for row in limits.splitlines()}
     assert rows["Max address space"] == [str(700 << 20)] * 2
     assert rows["Max file size"] == ["0"] * 2 and rows["Max core file size"] == ["0"] * 2
-    assert rows["Max open files"] == ["32"] * 2
+    assert rows["Max open files"] == ["32"] * 2 and rows["Max processes"] == ["0"] * 2
     names = {entry.split(b"=")[0].decode() for entry in environment.split(b"\0") if entry}
     assert names <= {"HOME", "LD_LIBRARY_PATH", "PYTHONHASHSEED", "PYTHONPATH", "SYSTEMROOT"}
 
@@ -442,6 +487,7 @@ def test_a_worker_that_dies_between_answers_costs_nothing(leaves_nothing):
         grader.grade([("1", "1+0")])
         (idle,) = grader._running
         os.kill(idle.process.pid, signal.SIGKILL)
+        wait_for(lambda: _state(idle.process.pid) in (None, "Z"), lambda: "the worker is still running")
         assert grader.grade([("2", "1+1")]) == [Verdict(True, "math_verify")]
 
 
@@ -464,6 +510,34 @@ def test_an_answer_is_a_crash_when_two_workers_die_of_it(deaths, how, leaves_not
         graded.set()
         killer.join()
     assert slow.how == how and fine == Verdict(True, "math_verify")
+
+
+@pytest.mark.parametrize(
+    "program, message",
+    [
+        ("raise ImportError('no antlr')", "a grading worker could not start: ImportError: no antlr"),
+        ("import os; os._exit(3)", r"ended while starting \(exit status 3\); is memory_mib too small"),
+    ],
+)
+def test_a_worker_that_cannot_start_is_an_error(program, message, tmp_path, monkeypatch, leaves_nothing):
+    (tmp_path / "math_verify.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Grader(workers=1) as grader, pytest.raises(RuntimeError, match=message):
+        grader.grade([("1", "1+0")])
+
+
+@pytest.mark.parametrize("workers, answers", [(1, 3), (2, 1)])
+def test_no_more_workers_than_allowed_or_needed(workers, answers, leaves_nothing):
+    with Grader(workers=workers) as grader:
+        grader.grade([(str(n), f"{n}+0") for n in range(answers)])
+        assert len(grader._running) == 1
+
+
+def test_the_parent_sleeps_while_workers_start_and_grade(leaves_nothing):
+    with Grader(workers=1, seconds=1, wall_seconds=HANG_SECONDS) as grader:
+        before = time.process_time()
+        assert grader.grade([("1", SLOW)])[0].how == "timeout"
+        assert time.process_time() - before < 0.1  # a loop that polls takes as long as the start
 
 
 def test_workers_are_recycled(leaves_nothing):
@@ -534,6 +608,18 @@ def test_closed_is_closed(leaves_nothing):
         grader.grade([("1", "1")])
 
 
+def test_closing_does_not_mind_that_its_folder_is_gone():
+    with Grader(workers=1) as grader:
+        shutil.rmtree(grader._folder)
+
+
+def test_the_limits_by_default():
+    """Verdicts depend on them: whoever changes one raises the versions of the tasks."""
+    with Grader() as grader:
+        assert (grader.seconds, grader.wall_seconds, grader.memory_mib) == (5.0, 300.0, 1024)
+        assert (grader.max_characters, grader.workers, grader.tasks_per_worker) == (10_000, 2, 2_000)
+
+
 def test_the_parent_never_imports_sympy():
     program = (
         "import sys\nfrom deftune.evaluation.grading import Grader\n"
@@ -549,6 +635,7 @@ def test_arguments_are_checked():
         Grader(workers=0)
     with pytest.raises(ValueError, match="memory_mib: at least 256, got 1"):
         Grader(memory_mib=1)
+    Grader(max_characters=1, tasks_per_worker=1).close()
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -558,6 +645,8 @@ VERDICTS = [
     ("7", "7", True, "exact"),
     ("7", " 7. ", True, "exact"),
     ("7", "$7$", True, "exact"),
+    ("7", "= 7", True, "exact"),
+    ("7", r"\approx 7", True, "exact"),
     ("7", "8", False, "math_verify"),
     ("\\frac{1}{2}", "\\dfrac12", True, "exact"),
     ("\\frac{1}{2}", "0.5", True, "math_verify"),
@@ -587,8 +676,10 @@ VERDICTS = [
     ("42_7", "42_8", False, "exact"),
     ("5", "### 7 # = 5", False, "unparsed"),  # a number is not picked out of what cannot be read
     ("5", "7}\\boxed{5", False, "unparsed"),  # nor a second box opened
+    ("5", r"7. The final answer is \(5\). I hope", False, "unparsed"),  # nor a phrase that math-verify looks for
     ("5", "1 or 2 or 5", False, "math_verify"),
     ("5", "", False, "unparsed"),
+    ("5", "5" + " " * 9_999, True, "exact"),
     ("5", "5" + " " * 10_000, False, "unparsed"),
 ]
 
@@ -616,6 +707,11 @@ def test_verdicts_that_units_decide():
         assert with_unit == [Verdict(False, "exact", "the units differ: km and m"), Verdict(True, "exact")]
 
 
+@pytest.mark.parametrize("formula", ["$7$", "$$7$$", r"\(7\)", r"\[7.\]", r"$\(7\)$.", "$ 7 $"])
+def test_the_signs_around_a_formula_are_typography(formula):
+    assert normalize_answer(formula) == "7"
+
+
 @given(st.text(alphabet=st.sampled_from("\\{}$.,! 0123456789abcfrtx-+^_dé°\x00")) | st.text())
 @example("\\text{" * 50 + "}" * 50)
 @settings(max_examples=300, deadline=None)
@@ -632,6 +728,13 @@ def test_different_integers_stay_different(a, b):
 @pytest.mark.parametrize("piece", ["{", "\\text{", " ", "1,", "\\frac", "$", "\\"])
 def test_normalising_is_linear(piece):
     assert_linear(lambda size: normalize_answer(piece * size + "x"), 100_000)
+
+
+@pytest.mark.parametrize(
+    "piece", ["{", "\\text{", " ", "1,", "1,000", "$", "\\", "%", "AB=", ",AB", "\\!", "percent", "5 m"]
+)
+def test_preparing_a_pair_is_linear(piece):
+    assert_linear(lambda size: prepare_pair("5", "x" + piece * size + "x", Rule()), 5_000)
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------

@@ -190,6 +190,17 @@ def test_errors_of_a_compared_result_are_said(tmp_path):
 # Another server, another process -------------------------------------------------------------------------------------
 
 
+def test_answers_of_two_dtypes_are_not_mixed(tmp_path):
+    """A GPU answers in bfloat16, a CPU in float32; deftune 0.2.0 recorded no dtype."""
+    on_gpu, on_cpu, older = (
+        replace(SETTINGS, engine={"name": "transformers", "version": "5", **dtype})
+        for dtype in ({"dtype": "bfloat16"}, {"dtype": "float32"}, {})
+    )
+    with pytest.raises(ValueError, match=r"holds another evaluation \(engine"):
+        run(tmp_path / "r", settings=on_gpu).check(on_cpu, TASKS)
+    assert run(tmp_path / "older", settings=older).check(on_cpu, TASKS) == []
+
+
 def test_another_server_goes_on_only_if_told(tmp_path):
     result = run(tmp_path / "r", settings=ENDPOINT)
     moved = replace(ENDPOINT, engine={"name": "endpoint", "url": "http://b/v1"})

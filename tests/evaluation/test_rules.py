@@ -196,7 +196,8 @@ def test_every_olympiad_gold_is_its_own_answer(data, grader):
     ("answer", "unit", "bare"),
     [
         (r"4.2\%", "%", "4.2"), ("4.2%", "%", "4.2"), (r"90^\circ", r"^{\circ}", "90"), ("8 min", "min", "8"),
-        (r"\frac{1}{2}", "km", r"\frac{1}{2}"), ("km", "km", ""), ("12", "", "12"), (r"5 \text{ km}", "$km$", "5"),
+        (r"\frac{1}{2}", "km", r"\frac{1}{2}"), (r"5\,m", "km", r"5\,m"),
+        ("km", "km", ""), ("12", "", "12"), (r"5 \text{ km}", "$km$", "5"),
     ],
 )  # fmt: skip
 def test_units(answer, unit, bare):

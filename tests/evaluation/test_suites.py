@@ -5,10 +5,12 @@ import json
 
 import pytest
 
+from deftune.artifacts.options import OptionError
 from deftune.data.generated import generate
 from deftune.data.rows import RowError
 from deftune.evaluation.items import MissingData, find_data, locate_tasks, read_task, render_prompt, with_data
 from deftune.evaluation.kinds import MATH_PROMPT
+from deftune.evaluation.questions import load_questions
 from deftune.evaluation.suites import SUITES, TASKS, coverage, size_note, suite_named, task_named
 from deftune.evaluation.task_files import load_task_file
 
@@ -245,6 +247,7 @@ def test_the_hubs_spellings(tmp_path):
         ("nejm", {**CHOICE, "options": ["x"] * 27}, "too many options"),
         ("nejm", {"question": "Q?", "options": ["x", "x"], "answer": "x"}, "answer is no option"),
         ("medmcqa", {**MED, "cop": 2}, "'cop' cannot be told"),
+        ("medmcqa", {**MED, "cop": [1]}, r"'cop' cannot be told .*the file has \[1\]"),
         ("pubmedqa", {"QUESTION": "Q?", "CONTEXTS": "One.", "final_decision": "no"}, "'CONTEXTS' is not a list"),
         ("pubmedqa", {"QUESTION": "Q?", "CONTEXTS": ["One."], "final_decision": "perhaps"}, "answer is no option"),
     ],
@@ -286,6 +289,17 @@ def test_a_task_from_a_file(tmp_path):
     [item] = read_task(task)
     assert item.id == "my_exam/5" and item.gold == "B" and item.options == {"A": "x", "B": "y"}
     assert item.messages[0]["content"] == "Read: Q {x}?\nA. x\nB. y\n{}"
+
+
+def test_two_task_files_of_one_name_are_refused(tmp_path):
+    """The second one's questions would stand for both."""
+    write(tmp_path / "exam.jsonl", {"q": "Q?", "right": 2, "a": "x", "b": "y", "c": "z", "n": 5})
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    for file in files:
+        file.write_text(YAML)
+    assert list(load_questions(task_files=files[:1])[0].tasks) == ["my_exam"]
+    with pytest.raises(OptionError, match="two task files have the name my_exam; rename one of the tasks"):
+        load_questions(task_files=files)
 
 
 def test_a_maths_task_from_the_hub(tmp_path):

@@ -12,6 +12,7 @@ from deftune.artifacts.results import load_result
 from deftune.cli import main
 from deftune.evaluation import vllm_engine
 from deftune.evaluation.chance import derive_key
+from deftune.evaluation.engines import Transformers
 from deftune.evaluation.local import TransformersSampler
 from deftune.evaluation.sampler import Prompt, SamplerError
 from deftune.evaluation.vllm_engine import VllmSampler
@@ -79,6 +80,12 @@ def test_greedy_answers_are_those_of_transformers(folder, stand_in, options, cap
     assert json.loads((folder / "a" / "settings.json").read_text())["engine"]["name"] == "transformers"
     assert main(["eval", "show", "b"]) == 0 and main(["eval", "compare", "a", "b"]) == 0
     assert "exam" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_the_dtype_of_transformers_is_recorded(gpu, dtype, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    assert Transformers().describe()["dtype"] == dtype
 
 
 def test_prompts_are_our_tokens_and_seeds_are_those_of_the_answer(folder, stand_in):

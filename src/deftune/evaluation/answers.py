@@ -48,6 +48,9 @@ EQUAL = Rule()
 
 # --- equal text ------------------------------------------------------------------------------------------------------
 
+_FORMULAS = [
+    re.compile(pattern, re.DOTALL) for pattern in (r"\$\$(.+)\$\$", r"\$(.+)\$", r"\\\((.+)\\\)", r"\\\[(.+)\\\]")
+]
 _SPACING = re.compile(r"\\[!,;: ]|\\(?:quad|qquad|left|right|displaystyle|limits)(?![A-Za-z])|~")
 _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])(?![0-9])")
@@ -57,12 +60,13 @@ _SPACE_TO_DROP = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+")
 _DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
 _BIG = re.compile(r"\\(?:(?:big|Big|bigg|Bigg)[lrm]?|displaystyle|textstyle)(?![A-Za-z])")
-_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*(\{.*\})", re.DOTALL)
+_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{(.*)\}", re.DOTALL)
 _RADICAL = re.compile(r"\N{SQUARE ROOT}\s*+(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]++|[A-Za-z]))")
 _BARE_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
 _LETTER_O = re.compile(r"(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)")
 _UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
-_STATED_THOUSANDS = re.compile(r"(=\s*(?:\\?\$)?-?)([0-9]{1,3}(?:(?:,|\{,\}|,?\\!|\\,)[0-9]{3})++)(?![0-9,])")
+_SET_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\!|\\,)(?=[0-9]{3}(?![0-9]))")
+_STATED_THOUSANDS = re.compile(r"(=\s*(?:\\?\$)?-?)([0-9]{1,3}(?:,[0-9]{3})++)(?![0-9,])")
 
 
 def tidy_answer(answer: str) -> str:
@@ -71,9 +75,9 @@ def tidy_answer(answer: str) -> str:
     >>> tidy_answer(r"\displaystyle \big(3√13, 2*pi\big)"), tidy_answer(r"\mathbf{90^{o}}")
     ('(3\\sqrt{13}, 2*\\pi )', '90^{\\circ}')
     """
-    answer = _BIG.sub("", answer.replace("\N{MINUS SIGN}", "-")).strip()
-    while (bold := _BOLD.fullmatch(answer)) and is_balanced(bold[1][1:-1]):
-        answer = bold[1][1:-1].strip()
+    answer = _BIG.sub("", _SET_THOUSANDS.sub("", answer.replace("\N{MINUS SIGN}", "-"))).strip()
+    while (bold := _BOLD.fullmatch(answer)) and is_balanced(bold[1]):
+        answer = bold[1].strip()
     answer = _RADICAL.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", answer)
     return _LETTER_O.sub(r"^{\\circ}", _BARE_PI.sub(r"\\pi ", _UPRIGHT.sub(r"\1", answer)))
 
@@ -91,9 +95,9 @@ def normalize_answer(answer: str) -> str:
     ('12345', '1 1/2')
     """
     answer = _trimmed(answer)
-    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if len(answer) > len(opening + closing) and answer.startswith(opening) and answer.endswith(closing):
-            answer = answer[len(opening) : -len(closing)].strip().removesuffix(".")
+    for pattern in _FORMULAS:
+        if formula := pattern.fullmatch(answer):
+            answer = formula[1].strip().removesuffix(".")
     answer = answer.replace("{,}", ",").replace(r"\$", "").replace("\N{MINUS SIGN}", "-")
     listed = re.search(r",\s", answer)  # "32, 349" is two numbers, "32,349" is one
     answer = _DEGREES.sub("", _SPACING.sub(" ", answer.replace(r"\!", "")))
@@ -153,13 +157,13 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
     ours, theirs = _IN_BASE.fullmatch(gold), _IN_BASE.fullmatch(answer)
     if ours and theirs:  # 42_7 would be 42_8
         return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
-    if theirs and _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(theirs[1]):  # a gold without a base is decimal
+    if theirs and _INTEGER.fullmatch(gold):  # a gold without a base is decimal
         return Verdict((theirs[1], theirs[2]) == (gold, "10"), "exact", "a numeral with a base")
     if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
         other = _CLOCK.fullmatch(answer)
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
-    shapes = [match and match[1] == r"\{" for match in (_BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer))]
-    if None not in shapes and shapes[0] != shapes[1] and r"\cup" not in gold + answer:
+    ours, theirs = _BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer)
+    if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer:
         return Verdict(False, "exact", "a set, and a pair or an interval")
     return None
 
@@ -214,15 +218,15 @@ _NOT_VARIABLES = re.compile(
     r"\\(?:text(?:rm|bf|it|sf|normal)?|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])"
 )
 _PERCENT = re.compile(
-    r"\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
+    r"(?<!\s)\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
 )
-_ABOUT = re.compile(r"\s*(?:\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
+_ABOUT = re.compile(r"\s*(?:=|\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
 _IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
 # what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
 _LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
 _LABELLED = re.compile(
-    rf"(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
-    r"\s*=\s*(?=[^=<>]*[0-9])"
+    rf"(^\s*|,\s*)(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
+    r"\s*=\s*(?=[^=<>,]*[0-9])"
 )
 
 
@@ -246,14 +250,12 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
     gold, answer = (tidy_answer(_trimmed(_IN_DOLLARS.sub(r"\1", text))) for text in (gold, answer))
     if about := _ABOUT.match(answer):
         answer = answer[about.end() :].strip()
-    if "=" in gold and "=" not in answer:
-        parts = gold.split(",")
-        if all(_LABELLED.match(part.strip()) for part in parts):
-            gold = ", ".join(_LABELLED.sub("", part.strip(), count=1) for part in parts)
-    if rule.several and answer.count(",") == gold.count(","):  # "8,221" beside "221,8" is no number of thousands
+    if "=" not in answer:
+        gold = _LABELLED.sub(r"\1", gold)
+    if rule.several:  # "8,221" beside "221,8" is no number of thousands
         gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
-    if not rule.several:  # x = 14,000
-        answer = _STATED_THOUSANDS.sub(lambda m: m[1] + re.sub(r"[^0-9]", "", m[2]), answer)
+    else:  # x = 14,000
+        gold, answer = (_STATED_THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text) for text in (gold, answer))
     value, unit = split_unit(gold, words=True)
     letter = re.fullmatch(r"[A-Za-z](?:\s?\^.*)?", unit)
     if _has_variables(value) or (unit and parse_unit(unit) is None and len(unit) < 3) or letter:
@@ -261,9 +263,9 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
     named, said = _has_variables(value), drop_unit(answer, rule.unit)
     theirs, other = split_unit(said, words=not named)
     percents: list[str] = []
-    if percent := _PERCENT.search(value, max(0, len(value) - 32)):
+    if percent := _PERCENT.search(value):
         value, percents = value[: percent.start()].strip(), ["gold"]
-    if percent := _PERCENT.search(theirs, max(0, len(theirs) - 32)):
+    if percent := _PERCENT.search(theirs):
         theirs, percents = theirs[: percent.start()].strip(), [*percents, "answer"]
     unit = unit or rule.unit
     differ = f"the units differ: {unit} and {other}" if units_differ(unit, other) else ""

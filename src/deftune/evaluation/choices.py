@@ -23,7 +23,7 @@ def extract_choice(
 
         boxed    \boxed{B}, \boxed{(B)}, \boxed{\text{B. Iron}}
         stated   "Answer: <B>", "the answer must be (B)", "Option B is correct", "I choose B", "so B.", a heading
-                 "Answer" with B below it: the last one, for a text may correct itself
+                 "Answer" with B below it, "<answer>B</answer>": the last one, for a text may correct itself
         lone     the whole text is B, (B), B., **B** or "Option B"
         bold     **B** or **B. Iron**
         edge     the first or the last line is B, begins with "B.", "B)", "(B)" or "B:", or with B and its option's text
@@ -72,7 +72,8 @@ def extract_choice(
 @dataclass(frozen=True)
 class _Patterns:
     letters: frozenset[str]
-    wrapped: re.Pattern[str]  # the whole of a piece is a letter, perhaps with its option's text
+    alone: re.Pattern[str]  # the whole of a piece is a letter, perhaps in brackets or quotes
+    titled: re.Pattern[str]  # the whole of a piece is a letter, a mark and perhaps its option's text
     stated: re.Pattern[str]
     more: re.Pattern[str]  # directly after a letter: "or B", ", C"
     bold: re.Pattern[str]
@@ -117,6 +118,7 @@ def _choice_patterns(letters: str) -> _Patterns:
     stated = (
         # "the answer is B", "**Answer**: B", "Answer - B"
         rf"\b{noun}\b{about}(?:[*_]*+\s*+(?:[:=\uff1a]|(?i:{be})\b)|\s++[-\u2013\u2014](?=\s)){between}{filler}{letter}",
+        rf"(?i:<answer>){between}{filler}{letter}",
         # a heading, and the letter below it
         rf"(?m:^)[#*_ \t]*+(?i:(?:final|correct|my|the)[ \t]++){{0,2}}(?i:answer)[*_: \t]*+\n\s*+[*_]*+{letter}"
         rf"(?=[).\]*_]*+[ \t]*+(?:\n|\Z)|[.):])",
@@ -132,7 +134,8 @@ def _choice_patterns(letters: str) -> _Patterns:
     )
     return _Patterns(
         letters=frozenset(letters),
-        wrapped=re.compile(rf"[\s(\[<\"'`*]*+({either})(?:[\s)\]>\"'`*.]*+|[)*]*[.:)].*)", re.DOTALL),
+        alone=re.compile(rf"[\s(\[<\"'`*]*+({either})[\s)\]>\"'`*.,:;]*+"),
+        titled=re.compile(rf"[\s(\[<\"'`*]*+({either})[)*]*[.:)].*", re.DOTALL),
         stated=re.compile("|".join(stated)),
         more=re.compile(
             rf"[\s)\]>\"'`*_}}$]*+(?:(?:,\s*+(?:and|or)\b|[,/&]|\b(?:and|or)\b)"
@@ -164,27 +167,30 @@ _NOT_MEANT = re.compile(
 )
 _SUPPOSED = re.compile(r"\b(?:if|unless|had)\b[^.;!?\n]*\Z", re.IGNORECASE)  # before "would be B"
 _IF_AFTER = re.compile(r"[)\]*_.]*+\s++if\b", re.IGNORECASE)
+_WRONG = r"(?:wrong|incorrect|false|unlikely|ruled|eliminated|excluded)\b"
+_IS_WRONG = rf"(?:is|are|was|would\s++be)\s++(?:{_WRONG}|not\s++(?:the\s++)?(?:correct|right|best|answer)\b)"
 _TAKEN_BACK = re.compile(  # after a statement, and perhaps its option's text
-    r"[)\]*_\"'>]*+(?:\?|\s++(?:is|are|was|would\s++be)\s++"
-    r"(?:wrong|incorrect|false|unlikely|ruled|eliminated|excluded|not\s++(?:the\s++)?(?:correct|right|best|answer))\b)",
-    re.IGNORECASE,
+    rf"[)\]*_\"'>]*+(?:\?|\s++{_IS_WRONG})", re.IGNORECASE
 )
 _NOT_AFTER = re.compile(r"[)\]*_\"'>]*+\s++(?:is|are|was|would\s++be)\s++not\b", re.IGNORECASE)
 _NOT_BEFORE = re.compile(r"(?:\bnot|n['\u2019]t|\bnever|\bexcept|\bthan|\bexclud\w+|\beliminat\w+|\brul\w+\s+out)"
                          r"\s+(?:be\s+)?(?:option\s+|choice\s+|the\s+)*\Z", re.IGNORECASE)  # fmt: skip
 _DENIED_AFTER = re.compile(
     r"[)\]*_.:,\s]*+(?:(?:is|are|was|would|can|could)(?:\s+be)?\s*+)?"
-    r"(?:not\b|n['\u2019]t\b|cannot\b|wrong\b|incorrect\b|false\b|unlikely\b|(?:ruled|eliminated|excluded)\b)"
-    r"|[^.\n]{0,80}\b(?:is|are|was)\s+(?:wrong|incorrect|false|not\s+(?:the\s+)?(?:correct|right|best|answer))\b",
+    rf"(?:not\b|n['\u2019]t\b|cannot\b|{_WRONG})|[^.\n]{{0,80}}\b{_IS_WRONG}",
     re.IGNORECASE,
 )
 _ABBREVIATION = re.compile(r"\.[ ]([a-z]{3,})")
 _CONNECTIVES = frozenset("because since which this that the therefore thus and but explanation reason".split())
-_WINDOW = 80
+_WINDOW = 80  # characters: the whole text before each of many letters would cost its square
+
+
+def _before(text: str, start: int) -> str:
+    return text[max(0, start - _WINDOW) : start]
 
 
 def _is_denied(text: str, start: int, end: int) -> bool:
-    return bool(_NOT_BEFORE.search(text, max(0, start - 40), start) or _DENIED_AFTER.match(text, end))
+    return bool(_NOT_BEFORE.search(_before(text, start)) or _DENIED_AFTER.match(text, end))
 
 
 def _abbreviates(text: str, end: int, letter: str, options: dict[str, str]) -> bool:
@@ -202,27 +208,26 @@ def _boxed_letters(text: str, question: _Question) -> set[str]:
     boxed = extract_boxed(text)
     if boxed is None:
         return set()
-    piece = _TEXT_COMMAND.sub(r"\1", boxed).strip("$ ")
-    found = _whole(piece, question.patterns)
-    if len(found) == 1 and (first := re.search(r"\w", piece)):
-        (letter,) = found
-        return set() if _abbreviates(piece, first.end(), letter, question.options) else found
-    return found
+    piece, patterns = _TEXT_COMMAND.sub(r"\1", boxed).strip("$ "), question.patterns
+    if found := _lone_or_list(piece, patterns):
+        return found
+    titled = patterns.titled.fullmatch(piece)
+    if titled is None or _abbreviates(piece, titled.end(1), titled[1].upper(), question.options):
+        return set()
+    return _letters_of(titled) | {mark[1] for mark in patterns.marks.finditer(piece)}
 
 
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
+_LIST_WORDS = frozenset(("and", "or", *"(),/&*.;"))
 
 
-def _whole(piece: str, patterns: _Patterns) -> set[str]:
-    """The letters of a piece that is nothing but a letter, a letter and its option's text, or a list of letters."""
+def _lone_or_list(piece: str, patterns: _Patterns) -> set[str]:
+    """The letters of a piece that is nothing but a letter, or a list of different letters."""
     words = _WORD_OR_MARK.findall(piece)
     named = {word.upper() for word in words} & patterns.letters
     if len(named) > 1 and all(word.upper() in named or word in _LIST_WORDS for word in words):
         return named
-    return _letters_of(patterns.wrapped.fullmatch(piece))
-
-
-_LIST_WORDS = frozenset(("and", "or", *"(),/&*.;"))
+    return _letters_of(patterns.alone.fullmatch(piece))
 
 
 def _stated_letters(text: str, question: _Question) -> set[str]:
@@ -232,10 +237,10 @@ def _stated_letters(text: str, question: _Question) -> set[str]:
         found, position = _letters_of(last), last.end()
         if len(found) == 1 and _abbreviates(text, position, next(iter(found)), question.options):
             continue
-        window = max(0, last.start() - _WINDOW)
-        if _NOT_MEANT.search(text, window, last.start()) or _is_taken_back(text, last, question):
+        before = _before(text, last.start())
+        if _NOT_MEANT.search(before) or _is_taken_back(text, last, question):
             continue
-        supposed = _SUPPOSED.search(text, window, last.start()) or _IF_AFTER.match(text, last.end())
+        supposed = _SUPPOSED.search(before) or _IF_AFTER.match(text, last.end())
         if supposed and "would" in last[0].lower():
             continue
         while more := patterns.more.match(text, position):
@@ -270,10 +275,7 @@ _NEXT_LINE = re.compile(r"[^\n]{0,200}\n\s*+[*_#]*+")
 
 
 def _lone_letters(text: str, question: _Question) -> set[str]:
-    text = text.strip()
-    if len(text) >= 40 or re.search(r"[.:)]\s*\w{2}", text):
-        return set()
-    return _whole(_BEFORE_LONE.sub("", text), question.patterns)
+    return _lone_or_list(_BEFORE_LONE.sub("", text.strip()), question.patterns)
 
 
 _BEFORE_LONE = re.compile(r"\A(?:[#>*\s-]|(?:the|final|correct|answer|option|choice)\s)*", re.IGNORECASE)
@@ -289,24 +291,28 @@ def _bold_letters(text: str, question: _Question) -> set[str]:
 
 def _edge_letters(text: str, question: _Question) -> set[str]:
     """Of the first and the last line, unless they are the first and the last of a list of options."""
-    patterns, options = question.patterns, question.options
+    patterns = question.patterns
     lines = [line for line in text.strip().split("\n") if line.strip()]
-    begins = [(n, match) for n, line in enumerate(lines) if (match := _letter_before(line, question))]
-    letters = [_letters_of(match).pop() for _, match in begins]
+    begins = {n: match for n, line in enumerate(lines) if (match := _letter_before(line, question))}
+    letters = [_letters_of(match).pop() for match in begins.values()]
+    edges = {0: letters[:2]}  # the edge's letter and the letter next to it, from top to bottom
+    if not question.cut_off:
+        edges[len(lines) - 1] = letters[-2:]
     found: set[str] = set()
     listed: set[str] = set()
-    edges = [(0, letters[1:2], 1), (-1, letters[-2:-1], -1)] if begins else []
-    for place, neighbour, order in edges:
-        (n, match), letter = begins[place], letters[place]
-        if n != (0 if order > 0 else len(lines) - 1) or (order < 0 and question.cut_off and len(lines) > 1):
+    for n, pair in edges.items():
+        if n not in begins:
             continue
-        in_line = {mark.group(1) for mark in patterns.marks.finditer(lines[n])} | {letter}
-        if len(in_line) > 1 or (neighbour and order * (ord(neighbour[0]) - ord(letter)) > 0):
-            listed |= in_line | set(neighbour)
-        elif not _is_denied(lines[n], 0, match.end()) and not _abbreviates(lines[n], match.end() - 1, letter, options):
-            found.add(letter)
-    ending = None if question.cut_off else patterns.ends.search(text[-64:])
-    if ending and not _is_denied(text[-64:], ending.start(), ending.end()):
+        line, match = lines[n], begins[n]
+        (letter,) = _letters_of(match)
+        in_line = {mark[1] for mark in patterns.marks.finditer(line)} | {letter}
+        if len(in_line) > 1 or pair[0] < pair[-1]:
+            listed |= in_line | set(pair)
+        elif not _DENIED_AFTER.match(line, match.end()):
+            if not _abbreviates(line, match.end() - 1, letter, question.options):
+                found.add(letter)
+    ending = None if question.cut_off else patterns.ends.search(text)
+    if ending and not _is_denied(text, ending.start(), ending.end()):
         found |= _letters_of(ending)
     return found or listed
 
@@ -321,7 +327,7 @@ def _letter_before(line: str, question: _Question) -> re.Match[str] | None:
 
 
 _NO_IDEA = re.compile(
-    r"\b(?:(?:do|does|did|can|could)\s*(?:not|n['\u2019]t)|cannot|unable\s+to|no\s+idea|not\s+sure|unsure|uncertain)\b"
+    r"\b(?:(?:do|does|did|can|could)\s*(?:not|n['\u2019]t)|cannot|unable\s+to|unsure|uncertain)\b"
     r"[^.\n]*(?:\b(?:know|determine|answer|say|tell|decide|provide|help)\b|\Z)|\bno\s+idea\b|\bnot\s+sure\b",
     re.IGNORECASE,
 )
@@ -339,15 +345,14 @@ def _lenient(text: str, question: _Question) -> Extraction:
     for option in sorted((option for option in options if option.strip()), key=len, reverse=True):
         bare = re.sub(r"\s+".join(map(re.escape, option.split())), " ", bare, flags=re.IGNORECASE)
     named = {letter for match in question.patterns.named.finditer(bare) for letter in _letters_of(match)}
-    if named:  # a letter is named, if not as the answer: no other one is guessed
-        kept = [n for n in longest if named == {letters[n]}]
-        return Extraction(letters[kept[0]], "option_text") if len(longest) == 1 and kept else Extraction(None, "none")
-    if len(longest) == 1:
+    if len(longest) == 1 and named <= {letters[longest[0]]}:
         return Extraction(letters[longest[0]], "option_text")
+    if named:  # a letter is named, if not as the answer: no other one is guessed
+        return Extraction(None, "none")
     from rapidfuzz import fuzz
 
     near = [fuzz.ratio(option, said) for option in wanted]
     best = max(near)
-    if best > 0 and near.count(best) == 1:
+    if near.count(best) == 1:
         return Extraction(letters[near.index(best)], "similar")
     return Extraction(None, "none")

@@ -167,6 +167,7 @@ def error_notes(result: Result) -> list[str]:
 
 
 def engine_name(result: Result) -> str:
-    """Name and version of the engine of a result; older results do not record it."""
+    """Name, version and dtype of the engine of a result; older results do not record them."""
     engine: Record = result.settings().get("engine") or {}
-    return " ".join(str(engine[key]) for key in ("name", "version") if engine.get(key)) or "an engine not recorded"
+    named = [str(engine[key]) for key in ("name", "version", "dtype") if engine.get(key)]
+    return " ".join(named) or "an engine not recorded"

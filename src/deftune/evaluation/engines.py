@@ -46,7 +46,10 @@ class Engine(ABC):
 
 @dataclass(frozen=True)
 class Transformers(Engine):
-    """transformers in this process. ``batch_size``: answers at a time; None is 16, on a GPU up to 2048."""
+    """transformers in this process, in `default_dtype`.
+
+    ``batch_size``: answers at a time; None is 16, on a GPU up to 2048.
+    """
 
     batch_size: int | None = None
 
@@ -54,7 +57,7 @@ class Transformers(Engine):
         check_counts(batch_size=self.batch_size)
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "transformers", "version": version("transformers")}
+        return {"name": "transformers", "version": version("transformers"), "dtype": default_dtype()}
 
     def make_sampler(
         self, model: str, *, encoding: dict[str, Any], trust_remote_code: bool, display: Display
@@ -64,7 +67,7 @@ class Transformers(Engine):
         from deftune.evaluation.local import TransformersSampler
 
         loaded, tokenizer = load(model, trust_remote_code=trust_remote_code, display=display)
-        if torch.cuda.is_available():
+        if default_dtype() == "bfloat16":
             loaded = loaded.to(torch.bfloat16)
         return TransformersSampler(loaded, tokenizer, batch_size=self.batch_size, encoder_options=encoding)
 
@@ -90,10 +93,8 @@ class Vllm(Engine):
             raise OptionError("gpu_memory_utilization", f"a share above 0, at most 1; got {share}")
 
     def _options(self) -> dict[str, Any]:
-        import torch
-
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        return {"dtype": "bfloat16" if torch.cuda.is_available() else "float32", **given}
+        return {"dtype": default_dtype(), **given}
 
     def describe(self) -> dict[str, Any]:
         from deftune.evaluation.vllm_engine import import_vllm
@@ -153,6 +154,13 @@ class Endpoint(Engine):
 
     def encoding(self, model: str, template: str | None, like: str | Path | None) -> dict[str, Any]:
         return {}
+
+
+def default_dtype() -> str:
+    """The dtype that a model of this process generates in: bfloat16 on a GPU, else float32."""
+    import torch
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 def load(model: str, *, trust_remote_code: bool = False, display: Display = QUIET) -> tuple[Any, Any]:

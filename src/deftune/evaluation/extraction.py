@@ -11,7 +11,6 @@ All rules are string operations in time linear in the text: nothing here parses 
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +49,7 @@ def after_reasoning(text: str) -> str:
 
 # --- maths -----------------------------------------------------------------------------------------------------------
 
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
 
 
 def extract_boxed(text: str, *, several: int = False) -> str | None:
@@ -83,7 +82,7 @@ def extract_boxed(text: str, *, several: int = False) -> str | None:
             start = opened.pop() if opened else None
             if start is not None and not _blank(text, start, token.start()):
                 found.append((start, token.start()))
-        elif piece[-1] == "{" and len(piece) > 2:  # \boxed{; the escaped brace \{ has two characters
+        elif token[1]:  # \boxed{
             opened.append(token.end())
     if not found:
         return None
@@ -109,7 +108,7 @@ def _blank(text: str, start: int, end: int) -> bool:
     return _NOT_SPACE.search(text, start, end) is None
 
 
-_ENCLOSED = re.compile(r"\\[{}]|[()\[\]{}]")
+_BRACKET_OR_COMMA = re.compile(r"\\[{}]|[()\[\]{},]")
 _THOUSANDS = re.compile(r"\D*[0-9]{1,3}(?:,(?:\\!)?\s?[0-9]{3})+(?:\.[0-9]+)?\D*")
 
 
@@ -128,30 +127,29 @@ def count_answers(gold: str, *, parted: bool = False) -> int:
     if braced := re.fullmatch(r"\s*\\?\{([^{}]*|.*\\)\}\s*", gold, re.DOTALL):
         gold = braced[1]
     gold = re.sub(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)", ",", gold)
-    depth, outside, start = 0, "", 0
-    for token in _ENCLOSED.finditer(gold):
-        if depth == 0:
-            outside += gold[start : token.start()]
-        depth = max(0, depth + (1 if token.group()[-1] in "([{" else -1))
-        start = token.end()
-    outside += gold[start:] if depth == 0 else ""
-    parts = outside.count(",") + 1
+    depth, parts = 0, 1
+    for token in _BRACKET_OR_COMMA.findall(gold):
+        if token == ",":
+            parts += depth == 0
+        else:
+            depth = max(0, depth + (1 if token[-1] in "([{" else -1))
     return parts + 1 if parts == 1 and r"\pm" in gold else parts
 
 
 _MARKED = re.compile(r"^[ \t]*+####(?!#)[ \t]*+(\S[^\n]*+)$", re.MULTILINE)
 _STATED = re.compile(
     r"\banswer(?:\s+(?:is|(?:would|must|should|will)\s+be|equals)|\s*\**\s*[:=])(?!\w)"
-    r"|^[ \t]*+[#*]++[ \t]*+(?:(?:the|my|final|correct)[ \t]++){0,3}answer[*# \t]*+$",  # a heading
+    r"|^[ \t]*+[#*]++[ \t]*+(?:(?:the|my|final|correct)[ \t]++){0,3}answer[*# \t]*+$"  # a heading
+    r"|<answer>",
     re.IGNORECASE | re.MULTILINE,
 )
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?"
-_LAST_NUMBER = re.compile(rf"(?<![0-9.,])(?:(?<![\w)\]}}])-)?\$?{_NUMBER}")
+_LAST_NUMBER = re.compile(rf"(?<![0-9.,])(?:(?<![\w)\]}}])[-\u2212])?\$?{_NUMBER}")
 _DENIED_BEFORE = re.compile(r"(?:\bnot|n['\u2019]t|\bcannot|\bnever)\s+(?:be\s+|equal\s+(?:to\s+)?)?\Z", re.IGNORECASE)
-_BEGINS_WITH_NUMBER = re.compile(rf"-?\$?{_NUMBER}")
+_BEGINS_WITH_NUMBER = re.compile(rf"[-\u2212]?\$?{_NUMBER}")
 _HEDGES = re.compile(
     r"(?:(?:therefore|thus|hence|then|so|now|just|simply|clearly|indeed|actually|approximately|approx\.?|about|roughly|"
-    r"around|nearly|almost|exactly|equal\s+to|given\s+by|indeed)(?:[:,]|(?=\s))\s*+|[=:\u2248~]\s*+|\\approx\b\s*+)++",
+    r"around|nearly|almost|exactly|equal\s+to|given\s+by)(?:[:,]|(?=\s))\s*+|[=:\u2248~]\s*+|\\approx\b\s*+)++",
     re.IGNORECASE,
 )
 _WORDS_AFTER = re.compile(r"(?:\s+|\s*[/-]\s*)([A-Za-z]{2,})[^,;(]*+")  # a number's unit, or what is said about it
@@ -172,9 +170,10 @@ def extract_final(text: str, *, several: int = False, cut_off: bool = False) -> 
     r"""The final answer of a solution in prose, by the first of four rules that finds one.
 
     ``boxed``: `extract_boxed`. ``marked``: the last line "#### ...". ``stated``: what follows the last "answer is",
-    "answer must be" or "answer:", up to the end of its sentence, without "therefore" or "approximately"; a formula that
-    begins it is taken without its dollars, and words after a number are dropped ("18 dollars" and "18, since ..." are
-    18, unless they join another number with "and" or "or"); of a whole sentence its last number is taken.
+    "answer must be", "answer:" or "<answer>", up to the end of its sentence, without "therefore" or "approximately"; a
+    formula that begins it is taken without its dollars, and words after a number are dropped ("18 dollars" and "18,
+    since ..." are 18, unless they join another number with "and" or "or"); of a whole sentence its last number is
+    taken.
     ``last_number``: the last number in the text, with its sign and its "/n", unless "not" stands before it.
 
     ``cut_off``: the text ended at the token limit. Its last number is then one of a derivation, and no answer; a marked
@@ -203,19 +202,21 @@ def extract_final(text: str, *, several: int = False, cut_off: bool = False) -> 
         if answer and not (cut_off and text.endswith(answer)):
             return Extraction(answer, "stated")
     number = None if cut_off else _last(_LAST_NUMBER, text)
-    if number is not None and not _DENIED_BEFORE.search(text, max(0, number.start() - 32), number.start()):
+    if number is not None and not _DENIED_BEFORE.search(text[: number.start()]):
         return Extraction(number.group().replace("$", ""), "last_number")
     return Extraction(None, "none")
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = deque(pattern.finditer(text), maxlen=1)
-    return found.pop() if found else None
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
 
 
 def _phrase(text: str, start: int) -> str:
     """What a statement states: the formula or formulas it begins with, else its line up to the end of the sentence."""
-    rest = text[start:].lstrip(" \t\r\n:*")
+    rest = text[start:].partition("</answer>")[0].lstrip(" \t\r\n:*")
     if hedges := _HEDGES.match(rest):
         rest = rest[hedges.end() :]
     formula = _MATHS_FIRST.match(rest)
@@ -225,7 +226,7 @@ def _phrase(text: str, start: int) -> str:
             contents.append(_content(following))
             end = following.end()
         return ", ".join(contents)
-    line = rest.split("\n", 1)[0].replace("**", "")
+    line = rest.partition("\n")[0].replace("**", "")
     end = _SENTENCE_END.search(line)
     phrase = (line[: end.start()] if end else line).strip().strip("*").strip()
     if re.match(r"not\b", phrase, re.IGNORECASE):
@@ -299,6 +300,6 @@ def jaro_winkler(a: str, b: str) -> float:
     from rapidfuzz.distance import JaroWinkler
 
     a, b = normalize_text(a), normalize_text(b)
-    if not a or not b:
-        return float(a == b)
+    if a == b:
+        return 1.0
     return JaroWinkler.similarity(a, b, prefix_weight=0.1)

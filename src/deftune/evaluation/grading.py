@@ -54,11 +54,11 @@ class _Worker:
     process: subprocess.Popen[bytes]
     tasks: int  # file descriptors
     results: int
+    deadline: float  # until it must be ready, or done with its task
     ready: bool = False
     received: bytes = b""
     task: int | None = None
     graded: int = 0
-    deadline: float = 0.0
 
 
 class Grader:
@@ -173,7 +173,7 @@ class Grader:
 
     def _in_workers(self, pairs: Sequence[_Task]) -> list[Verdict]:
         verdicts: list[Verdict | None] = [None] * len(pairs)
-        waiting = list(range(len(pairs) - 1, -1, -1))
+        waiting = list(reversed(range(len(pairs))))
         left = len(pairs)
         crashed: set[int] = set()
         with selectors.DefaultSelector() as selector:
@@ -183,28 +183,30 @@ class Grader:
                 while len(self._running) < min(self.workers, left):
                     worker = self._start()
                     selector.register(worker.results, selectors.EVENT_READ, worker)
-                for worker in list(self._running):
-                    if worker.ready and worker.task is None and waiting and not self._send(worker, waiting, pairs):
-                        self._end(worker, selector)  # it died between two answers: the answer is still waiting
+                for worker in self._running:
+                    if worker.ready and worker.task is None and waiting:
+                        self._send(worker, waiting, pairs)
                 now = time.monotonic()
                 busy = [worker.deadline for worker in self._running if worker.task is not None or not worker.ready]
-                for key, _ in selector.select(max(0.0, min(busy, default=now) - now)):
+                for key, _ in selector.select(min(busy, default=now) - now):
                     worker: _Worker = key.data
                     task = worker.task
                     verdict = self._receive(worker)
-                    if verdict is not None and task is not None and verdict.how == "crash" and task not in crashed:
-                        crashed.add(task)  # perhaps not the answer's fault: once more, in a fresh worker
-                        waiting.append(task)
-                    elif verdict is not None and task is not None:
-                        verdicts[task] = verdict
-                        left -= 1
+                    if verdict is not None:
+                        assert task is not None
+                        if verdict.how == "crash" and task not in crashed:
+                            crashed.add(task)  # perhaps not the answer's fault: once more, in a fresh worker
+                            waiting.append(task)
+                        else:
+                            verdicts[task] = verdict
+                            left -= 1
                     if worker.process.returncode is not None or worker.graded >= self.tasks_per_worker:
                         self._end(worker, selector)
                 now = time.monotonic()
-                for worker in list(self._running):
-                    if worker.deadline < now and not worker.ready:
+                for worker in [worker for worker in self._running if worker.deadline < now]:
+                    if not worker.ready:
                         raise RuntimeError("a grading worker did not start within 5 minutes")
-                    if worker.deadline < now and worker.task is not None:
+                    if worker.task is not None:
                         verdicts[worker.task] = Verdict(False, "timeout", f"{self.wall_seconds} s by the clock")
                         left -= 1
                         self._end(worker, selector)
@@ -217,10 +219,10 @@ class Grader:
         inherited = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
         paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         # -P: the worker's own folder, with its statistics.py, must not come before the standard library
-        command = [sys.executable, "-P", "-s", os.path.abspath(grading_worker.__file__), str(task_in), str(result_out)]
+        command = [sys.executable, "-P", "-s", "-B", os.path.abspath(grading_worker.__file__)]
         try:
             process = subprocess.Popen(
-                [*command, str(self.seconds), str(self.memory_mib)],
+                [*command, *map(str, (task_in, result_out, self.seconds, self.memory_mib))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -240,24 +242,23 @@ class Grader:
         self._running.append(worker)
         return worker
 
-    def _send(self, worker: _Worker, waiting: list[int], pairs: Sequence[_Task]) -> bool:
+    def _send(self, worker: _Worker, waiting: list[int], pairs: Sequence[_Task]) -> None:
+        """Send the next task. It stays waiting if the worker has died, which its results' end will show."""
         message = json.dumps(pairs[waiting[-1]]).encode() + b"\n"
         try:
             while message:
                 message = message[os.write(worker.tasks, message) :]
         except BrokenPipeError:
-            return False
+            return
         worker.task = waiting.pop()
         worker.deadline = time.monotonic() + self.wall_seconds
-        return True
 
     def _receive(self, worker: _Worker) -> Verdict | None:
         """The verdict that a worker sent, or that follows from its exit; None if there is none yet."""
         piece = os.read(worker.results, 65536)
         worker.received += piece
         if not piece:  # it is gone
-            worker.process.wait()
-            return self._of_the_dead(worker)
+            return self._of_the_dead(worker, worker.process.wait())
         if not worker.received.endswith(b"\n"):
             return None
         message, worker.received = worker.received, b""
@@ -276,13 +277,12 @@ class Grader:
             return Verdict(found == "equal", "math_verify")
         return Verdict(False, "unparsed", f"math-verify cannot read the {parsed}")
 
-    def _of_the_dead(self, worker: _Worker) -> Verdict | None:
-        code = worker.process.returncode
+    def _of_the_dead(self, worker: _Worker, code: int) -> Verdict | None:
         if not worker.ready:
             raise RuntimeError(f"a grading worker ended while starting ({_ending(code)}); is memory_mib too small?")
         if worker.task is None:
             return None
-        if code in (-signal.SIGPROF, -signal.SIGXCPU):
+        if code == -signal.SIGPROF:
             return Verdict(False, "timeout", f"{self.seconds} s of cpu time")
         return Verdict(False, "crash", _ending(code))
 
@@ -292,10 +292,10 @@ class Grader:
         _stop(worker)
 
 
-def _ending(code: int | None) -> str:
+def _ending(code: int) -> str:
     if code == REFUSED:
         return "it tried something that grading never needs"
-    return f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 def _stop(worker: _Worker) -> None:

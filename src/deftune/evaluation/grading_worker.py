@@ -58,10 +58,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def _refuse(libraries: tuple[str, ...]) -> Callable[[str, tuple[Any, ...]], None]:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
-            path, mode, flags = (*arguments, None, None, None)[:3]
-            read_only = not (isinstance(flags, int) and flags & _WRITES) and not set(str(mode or "r")) & set("wax+")
+            path, _, flags = arguments
             name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
-            if not (read_only and os.path.normpath(name).startswith(libraries)):
+            if flags & _WRITES or not os.path.normpath(name).startswith(libraries):
                 os._exit(REFUSED)
         elif event.startswith(_FORBIDDEN):
             os._exit(REFUSED)
@@ -111,7 +110,6 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF has no handler: the kernel ends the process
 
     tasks = os.fdopen(tasks_fd, "r")
-    sys.dont_write_bytecode = True
     _limit(memory_mib)
     try:
         import dataclasses

@@ -17,8 +17,12 @@ def wanted_tasks(
     suite: Suite | None, tasks: Iterable[str], task_files: Iterable[str | Path]
 ) -> list[tuple[Task, bool]]:  # fmt: skip
     """The tasks of a suite and the tasks named beside it; the bool says whether the data of a task must exist."""
+    own = [load_task_file(path) for path in task_files]
+    names = [task.name for task in own]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise OptionError("task_files", f"two task files have the name {twice[0]}; rename one of the tasks")
     named = [(task_named(name), False) for name in (suite.tasks if suite else ())]
-    return named + [(task_named(name), True) for name in tasks] + [(load_task_file(path), True) for path in task_files]
+    return named + [(task_named(name), True) for name in tasks] + [(task, True) for task in own]
 
 
 def load_items(

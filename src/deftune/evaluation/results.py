@@ -149,6 +149,8 @@ class Result:
             before.setdefault("engine", {"name": "transformers" if before.get("encoding") else "endpoint"})
             for content in (before, now):  # recorded, like deftune's own version; a newer version resumes the result
                 content["engine"].pop("version", None)
+            if "dtype" not in before["engine"]:  # deftune 0.2.0 does not record the dtype of transformers
+                now["engine"].pop("dtype", None)
             self._check_url(before["engine"], now["engine"], change_endpoint)
         notes = self._graded_again(before["tasks"], now["tasks"], recorded, tasks)
         EVALUATION.refuse_changes(self.folder, before, now)
