@@ -182,7 +182,7 @@ def _reading(where: str) -> Generator[None]:
 
 
 def _open(path: Path) -> _Stream:
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file() and not path.is_dir():
         why = "its rows can be read only once, and a run reads them again on every rank and at every start"
         raise RowError(str(path), Fault("is a pipe or a device", why, "write the rows to a file"))
     with open(path, "rb") as raw:
