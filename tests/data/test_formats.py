@@ -205,6 +205,15 @@ def test_alpaca_history_and_system():
         FORMATS["alpaca"].convert({**row, "history": [["q"]]})
 
 
+@pytest.mark.parametrize("more", [{}, {"image_url": None}])
+def test_a_single_part_of_text_is_the_text(more):
+    part = {"type": "text", "text": "q", **more}
+    found = check_conversation([{"role": "user", "content": [part]}, CHAT[1]])
+    assert found[0] == {"role": "user", "content": "q"}
+    with pytest.raises(Fault, match="content is not text"):
+        check_conversation([{"role": "user", "content": [{**part, "image_url": "cat.png"}]}, CHAT[1]])
+
+
 def test_tools_and_tool_calls_are_kept():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     tool = {"type": "function", "function": {"name": "add"}}

@@ -88,8 +88,8 @@ BAD_LINES = {
         "content is not text (message 0 (user): it is a number)",
     ),
     "content parts": (
-        chat(("user", [{"type": "text", "text": "q"}]), ("assistant", "a")),
-        "content is not text (message 0 (user): it is a list; parts such as images are not read)",
+        chat(("user", [{"type": "text", "text": "q"}, {"type": "image"}]), ("assistant", "a")),
+        "content is not text (message 0 (user): it is a list; of a list of parts only a single text is read)",
     ),
     "system null": (chat(("system", None), ("user", "q"), ("assistant", "a")), "no content (message 0 (system))"),
     "unknown key": (

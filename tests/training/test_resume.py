@@ -239,6 +239,24 @@ def test_the_run_says_which_step_it_kept(tmp_path, make_config, best, worse):
     assert result["eval_loss"] == next(r["eval_loss"] for r in evaluated if r["step"] == kept)
 
 
+def test_a_failure_after_the_last_step_is_recorded(tmp_path, make_config, worse, monkeypatch):
+    """Evaluations that are NaN have no best step: the error says so, and the run does not stay "running"."""
+    from deftune.training.trainer import DeftSFTTrainer
+
+    evaluate = DeftSFTTrainer.evaluation_loop
+
+    def broken(self, *args, **kwargs):
+        output = evaluate(self, *args, **kwargs)
+        output.metrics["eval_nll"] = float("nan")
+        return output
+
+    monkeypatch.setattr(DeftSFTTrainer, "evaluation_loop", broken)
+    with pytest.raises(ValueError, match=r"train\.best: eval_nll was NaN in every evaluation"):
+        train(make_config(tmp_path / "run", worse))
+    status = Run(tmp_path / "run").status()
+    assert status["state"] == "failed" and status["step"] == 8 and "train.best" in status["error"][0]
+
+
 def test_a_run_stops_when_evaluations_no_longer_improve(tmp_path, make_config, worse):
     """Its words, its status and its card say so; resumed anywhere, also after its end, it stops at the same step."""
     printed = Console(file=io.StringIO(), width=1000)

@@ -374,10 +374,15 @@ def _check_message(index: int, message: object) -> Message:
             f"{where}: {str(unknown[0])[:40]!r}; known: {', '.join(MESSAGE_KEYS)}",
             "it would be ignored: remove it from the rows, or pass --skip-bad-rows",
         )
+    match message.get("content"):
+        case [{"type": "text", "text": str(text), **rest}] if not any(rest.values()):  # as chat servers take it
+            message = {**message, "content": text}
+        case _:
+            pass
     content, calls = message.get("content"), message.get("tool_calls")
     for key in ("content", "name", "tool_call_id", "reasoning_content"):
         if not isinstance(message.get(key, ""), str):
-            hint = "; parts such as images are not read" if isinstance(message[key], list) else ""
+            hint = "; of a list of parts only a single text is read" if isinstance(message[key], list) else ""
             raise Fault(f"{key} is not text", f"{where} ({role}): it is {name_type(message[key])}{hint}")
         if "\0" in message.get(key, ""):  # JSON files are refused before; Parquet and the hub can hold it
             raise Fault("NUL character", f"{where} ({role}): in {key}")

@@ -48,7 +48,11 @@ def keep_best(trainer: Any, config: RunConfig, run: Run) -> Kept:
     metric = best_metric(config.train.best)
     if metric is None:
         return Kept(step)
-    assert best is not None, "the last step is evaluated"
+    if best is None:
+        raise ValueError(
+            f"train.best: {config.train.best} was NaN in every evaluation, so no step is the best one; the newest "
+            f"checkpoints are in {run.checkpoints}. To keep the last step, train in another folder with train.best=none"
+        )
     last = next(r[metric] for r in reversed(trainer.state.log_history) if metric in r)
     if best != step:
         trainer.load_checkpoint_weights(run.checkpoints / f"{checkpoints.PREFIX}{best}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,13 +237,10 @@ def _train(
         if step:
             say(f"resuming from {resumed}")
     try:
-        with stop.listening(), profiler or nullcontext():
+        with failures_recorded(run, trainer), stop.listening(), profiler or nullcontext():
             trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     except BaseException as error:
         display.stop()
-        if is_main():
-            with suppress(OSError):  # a full disk has been named already
-                run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
         unusual = isinstance(error, Exception) and not isinstance(error, ValueError | OSError)
         if is_main() and resumed and display.task is None and unusual:
             # before the first step: what a verified checkpoint holds is not what a run writes there
@@ -263,17 +260,19 @@ def _train(
             run.set_status("stopped", step=step)
         say(f"stopped at step {step} with a checkpoint; the same command resumes")
         return Outcome("stopped", step, run, begun, clock.seconds)
-    kept = keep_best(trainer, config, run)
-    if prepared.eval is not None:
-        trainer.evaluate()
-    clock.end("evaluate")
+    with failures_recorded(run, trainer):
+        kept = keep_best(trainer, config, run)
+        if prepared.eval is not None:
+            trainer.evaluate()
+        clock.end("evaluate")
+        if untrained is None:
+            save_result(trainer, prepared, run, kept)
     if untrained is not None:
         model = take_model(trainer, untrained)
         run.set_status("finished", step=step, **asdict(kept))
         say(f"finished: in memory are {kept}")
         clock.end("save")
         return Outcome("finished", step, run, begun, clock.seconds, model, prepared.tokenizer)
-    save_result(trainer, prepared, run, kept)
     clock.end("save")
     if is_main():
         run.set_status("finished", step=step, **asdict(kept))
@@ -281,6 +280,18 @@ def _train(
     if config.train.push_to_hub and is_main():
         push(run, config.train.push_to_hub, say, private=config.train.push_private)
     return Outcome("finished", step, run, begun, clock.seconds)
+
+
+@contextmanager
+def failures_recorded(run: Run, trainer: Any) -> Generator[None]:
+    """Record an error in the status of the run."""
+    try:
+        yield
+    except BaseException as error:
+        if is_main():
+            with suppress(OSError):  # a full disk has been named already
+                run.set_status("failed", step=trainer.state.global_step, error=str(error).splitlines()[:1])
+        raise
 
 
 class Clock:
