@@ -318,7 +318,8 @@ def summarise(found: dict[str, list[dict[str, Any]]]) -> dict[str, Means]:
 NAMES = {"base": "untuned", "nll": "NLL", "deft": "DEFT"}
 LIMITS = (
     "A demonstration: {seeds} seeds, {rows} facts, a model of 135M parameters, one learning rate. The intervals are "
-    "over countries, not over seeds. Where the model is undecided, DEFT learns a wrong answer like NLL; where the "
+    "over countries, for these seeds: with another seed a difference may change by as much as the numbers in brackets "
+    "differ. Where the model is undecided, DEFT learns a wrong answer like NLL; where the "
     "model is confident otherwise, DEFT learns little, also from a right answer. DEFT makes probabilities sharper, "
     "which alone helps sampled answers; the greedy lines leave this out. A smaller learning rate teaches fewer wrong "
     "answers with either objective."
@@ -346,7 +347,7 @@ def conclusions(means: dict[str, Means]) -> list[str]:
     verdicts: dict[str, list[str]] = {"DEFT is better": [], "NLL is better": [], "Not decided": []}
     for name, (_, _, title, _) in MEASURES.items():
         by_seed = ", ".join(f"{value:+.2f}" for value in means[name].by_seed)
-        verdicts[verdict(name, means[name].difference)].append(f"{title} ({by_seed})")
+        verdicts[verdict(name, means[name])].append(f"{title} ({by_seed})")
     sentences = [f"{text}: {'; '.join(titles)}." for text, titles in verdicts.items() if titles]
     after = {label: found.mean for label, found in means["heldout greedy"].models.items()}
     sentences.append(
@@ -356,14 +357,20 @@ def conclusions(means: dict[str, Means]) -> list[str]:
     return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])))]
 
 
-def verdict(name: str, difference: TokenMean) -> str:
-    """Which objective is better by a measure, if the interval of DEFT - NLL leaves out 0.
+def verdict(name: str, found: Means) -> str:
+    """Which objective is better by a measure, if the interval of DEFT - NLL leaves out 0 and all seeds agree.
 
-    >>> less = TokenMean(-0.2, -0.3, -0.1)
-    >>> verdict("wrong", less), verdict("heldout", less), verdict("wrong", TokenMean(-0.2, -0.5, 0.1))
-    ('DEFT is better', 'NLL is better', 'Not decided')
+    >>> less = Means({}, TokenMean(-0.2, -0.3, -0.1), [-0.3, -0.1])
+    >>> verdict("wrong", less), verdict("heldout", less)
+    ('DEFT is better', 'NLL is better')
+    >>> verdict("wrong", Means({}, TokenMean(-0.2, -0.5, 0.1), [-0.3, -0.1]))
+    'Not decided'
+    >>> verdict("wrong", Means({}, TokenMean(-0.2, -0.3, -0.1), [-0.5, 0.1]))
+    'Not decided'
     """
-    if difference.low <= 0 <= difference.high:
+    difference = found.difference
+    agree = all((seed > 0) == (difference.mean > 0) for seed in found.by_seed)
+    if difference.low <= 0 <= difference.high or not agree:
         return "Not decided"
     return "DEFT is better" if (difference.mean > 0) == MEASURES[name][3] else "NLL is better"
 
