@@ -21,9 +21,7 @@ from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.comparison.grid import STARTER, Comparison, load_comparison, open_comparison, slug
 from deftune.comparison.schedule import run_grid
-from deftune.comparison.show import view_notes
-from deftune.comparison.summary import (
-    BEST,
+from deftune.comparison.scores import (
     Option,
     Scores,
     Shown,
@@ -32,9 +30,10 @@ from deftune.comparison.summary import (
     difference_record,
     score_record,
     show,
-    summarize_comparison,
     view_record,
 )
+from deftune.comparison.show import view_notes
+from deftune.comparison.summary import BEST, summarize_comparison
 from deftune.comparison.tables import render_markdown
 from deftune.evaluation.statistics import equal_differences_interval, half_of, wilson_interval
 from deftune.paper.beside import paper_model, tables_beside_paper

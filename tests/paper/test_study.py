@@ -11,7 +11,7 @@ import torch
 from deftune.comparison.evidence import Evidence
 from deftune.comparison.grid import Cell, Comparison, load_comparison
 from deftune.comparison.schedule import run_grid
-from deftune.comparison.summary import Option, Scores, common
+from deftune.comparison.scores import Option, Scores, common
 from deftune.evaluation.crossed import crossed
 from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective

@@ -20,7 +20,8 @@ from deftune.artifacts.folders import differences
 from deftune.comparison.cells import task_versions, train_records
 from deftune.comparison.grid import BASE, GROWS, Cell, Comparison, load_comparison
 from deftune.comparison.report import read_environment
-from deftune.comparison.summary import Scores, readable, table_record
+from deftune.comparison.scores import Scores
+from deftune.comparison.summary import readable, table_record
 from deftune.evaluation.evaluate import Result
 
 Record = dict[str, Any]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from deftune.comparison.grid import BASE
-from deftune.comparison.summary import common
+from deftune.comparison.scores import common
 from deftune.comparison.tables import LEVEL
 from deftune.paper.board import Board, Difference, FocusPath, PaperBoard
 from deftune.paper.claims import CLAIMS

@@ -1,7 +1,7 @@
 """What the committed cells of the study say: accuracies, and differences from NLL, with items and seeds as levels.
 
 A setting (learning rate, and temperature where none is given) is chosen on one half of the items and scored on the
-other half, as in `deftune.comparison.summary`. Two objectives are compared on the cells that both have: the same seeds,
+other half, as in `deftune.comparison.scores`. Two objectives are compared on the cells that both have: the same seeds,
 the same rates to choose from. An interval is the percentile bootstrap's: items and seeds are drawn with replacement,
 independently of each other. The p-value comes from the same resamples.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deftune.comparison.grid import BASE
-from deftune.comparison.summary import Scores, Shown, averaged_columns, common, show
+from deftune.comparison.scores import Scores, Shown, averaged_columns, common, show
 from deftune.evaluation.statistics import drawn_counts, holm, interval_of
 from deftune.paper.study_cells import Study
 
