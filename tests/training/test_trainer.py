@@ -71,9 +71,10 @@ def test_a_step_is_the_same_however_it_is_accumulated(spec, tmp_path):
             learning_rate=0.0,
         )  # fmt: skip
         trainer, watch = make_trainer(copy.deepcopy(model), arguments, ROWS, objective=spec)
-        trainer.train()
+        summary = trainer.train()
         losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
         assert len(losses) == len(watch.steps) == 2
+        assert abs(summary.training_loss - sum(losses) / 2) <= FLOAT32 * max(1, abs(losses[0])), "the final train_loss"
         for (loss, gradients), found, found_loss in zip(expected, watch.steps, losses):
             assert deviation(found, gradients) <= FLOAT64, f"{accumulated} x {micro}"
             assert abs(found_loss - loss) <= FLOAT64 * max(1, abs(loss)), f"{accumulated} x {micro}"

@@ -81,6 +81,8 @@ class StepInputs:
     batches: list[Any]
     num_items: int
     stats: StepStats | None = None  # of the whole step, for objectives that need them
+    mass: Tensor | None = None  # of a mass objective: the sum over this rank's micro-batches, until it is applied
+    loss: Tensor | float = 0.0  # of a mass objective: the sum of losses, not yet divided by the mass
 
 
 class GuardedTrainer(CheckpointingTrainer):

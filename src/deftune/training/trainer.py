@@ -159,7 +159,6 @@ class DeftSFTTrainer(GuardedTrainer):
         self.last_record: dict[str, float | list[int]] = {}
         # what is recorded once the whole step, or evaluation set, is known
         self._held: dict[str, list[tuple[TokenStats, Tensor]]] = {"train": [], "eval": []}
-        self._mass: Tensor | None = None
         self._clock = time.perf_counter()
         if weights != FLOAT32:  # after the checks, which run without autocast
             check_masters(weights, self)
@@ -205,7 +204,7 @@ class DeftSFTTrainer(GuardedTrainer):
                 f"training step {self.state.global_step + 1}: none of its tokens is supervised, on any rank, so it has "
                 f"no loss; check the mask of the data (`deftune data preview`)"
             )
-        self._mass, self._held["train"] = None, []
+        self._held["train"] = []
         self._inputs_before, self._inputs = self._inputs, inputs
         return batches, num_items
 
@@ -270,13 +269,14 @@ class DeftSFTTrainer(GuardedTrainer):
                 self.state.global_step = step.step - 1
                 raise self._explained(step, error) from error
             raise
+        assert output.loss is not None
         if self.objective.kind == "mass":
             mass = self.objective.mass(output.stats, call.context).sum()
-            self._mass = mass if self._mass is None else self._mass + mass
+            step.mass = mass if step.mass is None else step.mass + mass
+            step.loss = step.loss + output.loss.detach() * self.data_ranks
             self._held["train"].append((output.stats, input_tokens(inputs)))
         else:
             self.records["train"].add(output.stats, call.context, input_tokens(inputs), output.gated)
-        assert output.loss is not None
         # the mean is over all ranks' tokens, and DDP and FSDP will divide by their number
         return output.loss * self.data_ranks
 
@@ -314,15 +314,16 @@ class DeftSFTTrainer(GuardedTrainer):
             return self.compute_loss(model, inputs).detach(), None, None
 
     def _before_clipping(self, model: Any) -> None:
-        """A mass objective's gradients are divided by its mass, once."""
-        if self._mass is None:
+        """A mass objective's gradients and loss are divided by its mass, once."""
+        step = self._inputs
+        if step is None or step.mass is None:
             return
         self._record_held("train")
-        mass, self._mass = self._mass, None
+        mass, step.mass = step.mass, None
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(mass)
-        assert self._inputs is not None
-        factor = 0.0 if float(mass) == 0 else self._inputs.num_items / float(mass)
+        factor = 0.0 if float(mass) == 0 else step.num_items / float(mass)
+        self._tr_loss += (factor - 1) * step.loss  # transformers' sum, of which `train_loss` is made
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
