@@ -239,7 +239,7 @@ def view_record(
     differences: list[Record] = []
     for column in ([AVERAGE] if averaged else []) + [c for c in columns if c not in averaged or len(averaged) > 1]:
         over = averaged if column == AVERAGE else [column]
-        part = [
+        part: list[Record] = [
             {"a": a, "b": b, "column": column, **difference_record(mine, theirs, over)}
             for (a, b), (mine, theirs) in pairs.items()
         ]
