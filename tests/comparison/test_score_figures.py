@@ -127,7 +127,7 @@ def test_objectives_stand_side_by_side_without_moving_on_the_axis(scores):
 def test_a_table_without_intervals_has_no_bars():
     table = {"regime": ["", ""], "objective": ["nll", "nll"], "temperature": [1.0, 0.0], "score": [0.2, 0.4],
              "low": [float("nan")] * 2, "high": [float("nan")] * 2}  # fmt: skip
-    (axis,) = plot_temperatures(table).axes
+    (axis,) = plot_temperatures(pa.table(table)).axes
     points, segments = errorbars(axis)["nll"]
     assert points[:, 0].tolist() == [0.0, 1.0] and points[:, 1].tolist() == [40, 20]  # in the order of temperature
     assert all(np.ptp(segment[:, 1]) == 0 for segment in segments)
@@ -141,7 +141,7 @@ def test_equal_scores_are_not_drawn_apart(score):
              "low": [score] * 4, "high": [score] * 4, "entropy": [0.5, 0.5, 0.4, 0.4],
              "base_p": [0.1, 0.2, 0.1, 0.2], "learning_rate": [1e-5, 1e-5, 1e-5, 1e-5]}  # fmt: skip
     for plot in (plot_temperatures, plot_rates, plot_continuum, plot_entropy):
-        for axis in plot(table).axes:
+        for axis in plot(pa.table(table)).axes:
             low, high = axis.get_ylim()
             assert high - low >= 5 and -0.2 < low < 100 * score < high
 
@@ -208,6 +208,13 @@ def test_the_commands(tmp_path, capsys, results, model_folder, data_file):
     capsys.readouterr()
     assert main(["analyze", "temperatures", "--table", "x.csv", "--task", "math500"]) == 2
     assert "--task: has no effect on a table that is made" in capsys.readouterr().err
+
+
+def test_a_saved_table_without_a_regime_is_drawn_again(tmp_path, results):
+    out, again = tmp_path / "figures" / "first", tmp_path / "figures" / "again"
+    assert main(["analyze", "temperatures", *(f"{n}={f}" for n, f in results.items()), "--out", str(out)]) == 0
+    assert main(["analyze", "temperatures", "--table", f"{out}.csv", "--out", str(again)]) == 0
+    assert again.with_suffix(".svg").read_bytes() == out.with_suffix(".svg").read_bytes()
 
 
 def test_arrow_tables_will_do(scores):

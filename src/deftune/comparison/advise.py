@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from deftune.artifacts.config import explain
 from deftune.artifacts.display import QUIET, Display
@@ -24,13 +24,13 @@ from deftune.artifacts.names import shown_model
 from deftune.artifacts.options import OptionError, check_counts
 from deftune.artifacts.runs import Run
 from deftune.comparison.evidence import BEST, GREEDY, HOT, NLL, Evidence, evidence
-from deftune.comparison.grid import BASE, COMPARISON, Comparison
+from deftune.comparison.grid import BASE, COMPARISON, Cell, Comparison
 from deftune.comparison.schedule import Children, run_grid
-from deftune.comparison.summary import table_record
+from deftune.comparison.summary import table_record, token_columns
 from deftune.data.rows import BadRows
 from deftune.data.sources import read_rows
-from deftune.evaluation.clustered import TokenMean, mean_over_tokens
-from deftune.tokens.table import make_token_table, read_token_table
+from deftune.evaluation.clustered import mean_over_tokens
+from deftune.tokens.table import make_token_table
 
 Record = dict[str, Any]
 WEAK_BELOW, STRONG_FROM = 0.2, 0.45
@@ -297,26 +297,20 @@ PROBED = ("nll", "p", "concentration", "top1")
 
 def probe_lines(comparison: Comparison) -> list[Record]:
     """Held-out means of the untuned model and of each objective over its seeds, and paired differences from NLL."""
-    columns: dict[str, list[dict[str, torch.Tensor]]] = {}
+    cells: dict[str, list[Cell]] = {}
     for cell in comparison.cells():
-        table = read_token_table(cell.folder / "tokens.parquet", ["row", "log_p", "p", "concentration", "rank"])
-        found = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in table.column_names}
-        values = {"row": found["row"], "nll": -found["log_p"].double(), "top1": (found["rank"] == 0).double()}
-        columns.setdefault(cell.objective, []).append(values | {k: found[k].double() for k in ("p", "concentration")})
-    means = {
-        name: {key: torch.stack([one[key] for one in found]).mean(0) for key in PROBED}
-        for name, found in columns.items()
-    }
-    rows = columns[NLL][0]["row"]
+        cells.setdefault(cell.objective, []).append(cell)
+    means = {name: token_columns(own)[1] for name, own in cells.items()}
+    rows, nll = token_columns(cells[NLL])
 
-    def mean(values: torch.Tensor) -> Record:
-        return TokenMean(*mean_over_tokens(values, rows))._asdict()
+    def mean(values: Tensor) -> Record:
+        return mean_over_tokens(values, rows)._asdict()
 
     return [
         {
-            "objective": name, "seeds": 0 if name == BASE else len(columns[name]), "rows": int(rows.unique().numel()),
+            "objective": name, "seeds": 0 if name == BASE else len(cells[name]), "rows": int(rows.unique().numel()),
             **{key: mean(values[key]) for key in PROBED},
-            "minus_nll": {} if name in (BASE, NLL) else {k: mean(values[k] - means[NLL][k]) for k in PROBED},
+            "minus_nll": {} if name in (BASE, NLL) else {key: mean(values[key] - nll[key]) for key in PROBED},
         }
         for name, values in means.items()
     ]  # fmt: skip

@@ -183,28 +183,20 @@ def plot_rates(table: Table) -> Figure:
     return figure
 
 
-def at_temperature(table: Table, temperature: float | None) -> dict[str, np.ndarray]:
-    """The columns of one temperature; where a table has several, one must be chosen."""
-    columns = columns_of(table, SCORE, "scores")
-    have = sorted(set(columns["temperature"].tolist()))
-    if temperature is None and len(have) > 1:
-        raise ValueError(f"the scores are at several temperatures ({', '.join(f'{t:g}' for t in have)}); choose one")
-    chosen = have[0] if temperature is None else temperature
-    if chosen not in have:
-        raise ValueError(f"no scores at temperature {chosen:g}; there are {', '.join(f'{t:g}' for t in have)}")
-    mine = columns["temperature"] == chosen
-    return {name: values[mine] for name, values in columns.items()}
-
-
-def _lines(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    return [dict(zip(columns, line)) for line in zip(*(values.tolist() for values in columns.values()))]
-
-
 def continuum_table(
-    scores: Table, base_p: Mapping[str, float], *, temperature: float | None = None
+    scores: Sequence[Mapping[str, Any]], base_p: Mapping[str, float], *, temperature: float | None = None
 ) -> list[dict[str, Any]]:
-    """The scores of one temperature with ``base_p``: regime -> mean p of the base model on that regime's data."""
-    lines = _lines(at_temperature(scores, temperature))
+    """The scores of one temperature with ``base_p``: regime -> mean p of the base model on that regime's data.
+
+    Where the scores are at several temperatures, one must be chosen.
+    """
+    have = sorted({line["temperature"] for line in scores})
+    known = ", ".join(f"{t:g}" for t in have)
+    if temperature is None and len(have) > 1:
+        raise ValueError(f"the scores are at several temperatures ({known}); choose one")
+    if temperature not in (None, *have):
+        raise ValueError(f"no scores at temperature {temperature:g}; there are {known}")
+    lines = [{name: line[name] for name in SCORE} for line in scores if temperature in (None, line["temperature"])]
     for line in lines:
         if line["regime"] not in base_p:
             known = ", ".join(base_p) or "none"
@@ -240,9 +232,11 @@ def plot_continuum(table: Table) -> Figure:
     return figure
 
 
-def entropy_table(scores: Table, entropies: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+def entropy_table(
+    scores: Sequence[Mapping[str, Any]], entropies: Mapping[tuple[str, str], float]
+) -> list[dict[str, Any]]:
     """The scores with the tuned model's mean entropy, (regime, objective) -> entropy in nats, from its token table."""
-    lines = _lines(columns_of(scores, SCORE, "entropy_table"))
+    lines = [{name: line[name] for name in SCORE} for line in scores]
     for line in lines:
         key = line["regime"], line["objective"]
         if key not in entropies:

@@ -226,27 +226,24 @@ def view_record(
             "columns": cells, "seeds": len(mine.seeds), "by_seed": by_seed,
             "chosen": [[option.temperature, option.learning_rate] for option in mine.chosen],
         }  # fmt: skip
+    pairs: dict[tuple[str, str], tuple[Shown, Shown]] = {}
+    for a, b in combinations(order[::-1], 2):
+        if BASE in (a, b):
+            pairs[a, b] = shown[a], shown[b]
+        elif (mine := common(scores[a], scores[b])).seeds:  # the cells that both have
+            theirs = common(scores[b], scores[a])
+            pairs[a, b] = (
+                show(mine, averaged, temperature, mine.seeds),
+                show(theirs, averaged, temperature, theirs.seeds),
+            )
     differences: list[Record] = []
     for column in ([AVERAGE] if averaged else []) + [c for c in columns if c not in averaged or len(averaged) > 1]:
         over = averaged if column == AVERAGE else [column]
-        part = [pair_record(a, b, scores, averaged, over, temperature, column) for a, b in combinations(order[::-1], 2)]
-        part = [record for record in part if record]
+        part: list[Record] = [
+            {"a": a, "b": b, "column": column, **difference_record(mine, theirs, over)}
+            for (a, b), (mine, theirs) in pairs.items()
+        ]
         for record, adjusted in zip(part, holm([record["p"] for record in part])):
             record["p_holm"] = adjusted
         differences += part
     return {"name": name, "temperature": temperature, "rows": rows, "differences": differences}
-
-
-def pair_record(
-    a: str, b: str, scores: Mapping[str, Scores], averaged: Sequence[str], over: Sequence[str],
-    temperature: float | None, column: str,
-) -> Record:  # fmt: skip
-    """a - b on the cells that both have, of the untuned model on all; {} where they have none in common."""
-    if BASE in (a, b):
-        mine, theirs = common(scores[a]), common(scores[b])
-    else:
-        mine, theirs = common(scores[a], scores[b]), common(scores[b], scores[a])
-    if not mine.seeds or not theirs.seeds:
-        return {}
-    sides = [show(side, averaged, temperature, side.seeds) for side in (mine, theirs)]
-    return {"a": a, "b": b, "column": column, **difference_record(sides[0], sides[1], over)}

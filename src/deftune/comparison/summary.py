@@ -86,31 +86,34 @@ def kind_of(evaluation: Evaluation, column: str) -> str:
 # --- tokens and cost --------------------------------------------------------------------------------------------------
 
 
+def token_columns(cells: Sequence[Cell]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The row of every held-out token, and each token's numbers: means over the cells, which are of several seeds."""
+    found: dict[str, list[Tensor]] = {}
+    for cell in cells:
+        table = read_token_table(
+            cell.folder / "tokens.parquet", ["row", "log_p", "p", "concentration", "entropy", "rank"]
+        )
+        columns = {name: tensor_of(table, name) for name in table.column_names}
+        columns |= {"nll": -columns.pop("log_p"), "top1": columns.pop("rank") == 0}
+        columns |= {"share_below_1e-3": columns["p"] < 1e-3, "share_above_half": columns["p"] > 0.5}
+        for name, values in columns.items():
+            found.setdefault(name, []).append(values)
+    rows = found.pop("row")[0]
+    return rows, {name: torch.stack(parts).double().mean(0) for name, parts in found.items()}
+
+
+def tensor_of(table: Any, name: str) -> Tensor:
+    return torch.from_numpy(table[name].to_numpy().copy())  # Arrow's own memory is read-only
+
+
 def token_record(cells: Sequence[Cell]) -> Record:
-    """Means over held-out tokens with intervals over rows; a token's numbers are means over the cells' seeds."""
-    tables = [
-        read_token_table(cell.folder / "tokens.parquet", ["row", "log_p", "p", "concentration", "entropy"])
-        for cell in cells
-    ]
-
-    def column(table: Any, name: str) -> Tensor:
-        return torch.from_numpy(table[name].to_numpy().copy())  # Arrow's own memory is read-only
-
-    rows = column(tables[0], "row")
-    columns = {
-        name: torch.stack([column(table, name).double() for table in tables]).mean(0)
-        for name in ("log_p", "p", "concentration", "entropy")
-    }
-    columns["nll"] = -columns.pop("log_p")
+    """Means over held-out tokens with intervals over rows."""
+    rows, columns = token_columns(cells)
     wrong, record = exchanged_record(cells[0].folder / "tokens.parquet", rows, columns)
     rows, columns = rows[~wrong], {name: values[~wrong] for name, values in columns.items()}
     record |= {"tokens": len(rows), "rows": int(rows.unique().numel()), "seeds": len(cells)}
-    for name in TOKEN_COLUMNS:
-        record[name] = mean_over_tokens(columns[name], rows)._asdict()
-    p = torch.cat([column(table, "p")[~wrong] for table in tables])
-    record["share_below_1e-3"] = float((p < 1e-3).double().mean())
-    record["share_above_half"] = float((p > 0.5).double().mean())
-    return record
+    record |= {name: mean_over_tokens(columns[name], rows)._asdict() for name in TOKEN_COLUMNS}
+    return record | {name: float(columns[name].mean()) for name in ("share_below_1e-3", "share_above_half")}
 
 
 def exchanged_record(path: Path, rows: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Record]:
@@ -143,16 +146,14 @@ def table_record(path: Path) -> Record:
     table = read_token_table(path, names)
     if not table.num_rows:
         raise ValueError(f"{path}: holds no tokens; were all rows over the maximum length?")
-    columns = {name: torch.from_numpy(table[name].to_numpy().copy()) for name in names if name != "text"}
-    double = {"nll": -columns["log_p"].double(), "p": columns["p"].double()}
-    wrong, exchanged = exchanged_record(path, columns["row"], double)
+    columns = {name: tensor_of(table, name) for name in names if name != "text"}
+    columns["nll"] = -columns["log_p"].double()
+    wrong, exchanged = exchanged_record(path, columns["row"], columns)
     columns = {name: values[~wrong] for name, values in columns.items()}
-    rows, ends = columns["row"], columns["is_eos"]
-    nll = -columns["log_p"].double()
+    rows, ends, nll = columns["row"], columns["is_eos"], columns["nll"]
     confident = is_confident_conflict(columns["log_p"], columns["concentration"])
     blank = torch.tensor([not text.strip() for text in table["text"].to_pylist()])[~wrong]
-    means = {"nll": nll, **{name: columns[name].double() for name in ("p", "concentration", "entropy")}}
-    means |= {"conflicts": confident.double(), "top1": (columns["rank"] == 0).double()}
+    means = {name: columns[name] for name in TOKEN_COLUMNS} | {"conflicts": confident, "top1": columns["rank"] == 0}
     kinds = {"end": ends, "format": columns["is_format"] & ~ends, "blank": blank & ~columns["is_format"] & ~ends}
     counts = {kind: int((confident & mine).sum()) for kind, mine in kinds.items()}
     num_rows = int(rows.unique().numel())
@@ -164,7 +165,7 @@ def table_record(path: Path) -> Record:
         "end_rows": int(rows[ends].unique().numel()) / num_rows,
         "end_p": float(columns["p"][ends].double().mean()) if bool(ends.any()) else None,
         **exchanged,
-        **({"entropies": {temperature: mean_over_tokens(columns[name].double(), rows)._asdict()
+        **({"entropies": {temperature: mean_over_tokens(columns[name], rows)._asdict()
                           for temperature, name in entropies.items()}} if entropies else {}),
     }  # fmt: skip
 

@@ -58,10 +58,6 @@ def bin_of(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.clip(np.searchsorted(edges, values, side="left") - 1, 0, len(edges) - 2)
 
 
-def probabilities(table: Table, what: str) -> np.ndarray:
-    return columns_of(table, ["p"], what)["p"].astype(np.float64)
-
-
 # --- gradient maps ----------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +163,8 @@ def histogram_table(
     widths = np.diff(np.log10(edges))
     lines: list[dict[str, Any]] = []
     for (regime, model), table in tables.items():
-        p = probabilities(table, f"histogram, {regime}/{model}" if regime else f"histogram, {model}")
+        what = f"histogram, {regime}/{model}" if regime else f"histogram, {model}"
+        p = columns_of(table, ["p"], what)["p"].astype(np.float64)
         counts = np.bincount(bin_of(p, edges), minlength=len(edges) - 1)
         for i, count in enumerate(counts.tolist()):
             share = count / len(p)

@@ -1,6 +1,6 @@
 """One look for every figure: an objective has one colour, line and marker everywhere; text stays text.
 
-A table is a pyarrow Table, a list of lines (dicts), or a dict of columns. `save_figure` puts it beside the picture.
+A table is a pyarrow Table or a list of lines (dicts). `save_figure` puts it beside the picture.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import csv
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 Table = Any
-"""A pyarrow Table, a list of dicts, or a dict of columns of one length."""
+"""A pyarrow Table, or a list of lines: dicts with the same keys."""
 
 COLUMN_INCHES, PAGE_INCHES = 3.35, 6.9
 """The widths of a column and of a page of a two-column paper: figures are drawn in the size they are printed."""
@@ -120,29 +120,20 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], **options: An
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def columns_of(table: Table, names: Iterable[str], what: str) -> dict[str, Any]:
+def columns_of(table: Table, names: Sequence[str], what: str) -> dict[str, Any]:
     """The named columns as numpy arrays; a table that lacks one is refused, and so is an empty one."""
     import numpy as np
 
-    names = list(names)
-    if hasattr(table, "column_names"):  # pyarrow
-        have = list(table.column_names)
-        take: Callable[[str], Any] = lambda name: table[name].to_numpy(zero_copy_only=False)  # noqa: E731
-    elif isinstance(table, Mapping):
-        columns = cast("Mapping[str, Sequence[Any]]", table)
-        have, take = list(columns), lambda name: np.asarray(columns[name])
-    else:
-        lines = cast("Sequence[Mapping[str, Any]]", table)
-        have, take = list(lines[0]) if lines else names, lambda name: np.asarray([line[name] for line in lines])
-    if missing := [name for name in names if name not in have]:
-        shown = [*map(str, have[:12]), *(["..."] if len(have) > 12 else [])]  # a token table has dozens
-        raise ValueError(f"{what}: the table has no column {missing[0]!r} (it has {', '.join(shown)})")
-    taken = {name: take(name) for name in names}
-    if len({len(column) for column in taken.values()}) > 1:
-        raise ValueError(f"{what}: the table's columns have different lengths")
-    if not len(next(iter(taken.values()))):
+    if not len(table):
         raise ValueError(f"{what}: the table is empty")
-    return taken
+    arrow = hasattr(table, "column_names")
+    have: list[str] = list(table.column_names if arrow else table[0])
+    if missing := [name for name in names if name not in have]:
+        shown = [*have[:12], *(["..."] if len(have) > 12 else [])]  # a token table has dozens
+        raise ValueError(f"{what}: the table has no column {missing[0]!r} (it has {', '.join(shown)})")
+    if arrow:
+        return {name: table[name].to_numpy(zero_copy_only=False) for name in names}
+    return {name: np.asarray([line[name] for line in table]) for name in names}
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
@@ -184,34 +175,29 @@ def write_table(stem: Path, table: Table) -> Path:
         pq.write_table(table, path, compression="zstd")
         return path
     path = stem.with_name(f"{stem.name}.csv")
-    lines: list[Mapping[str, Any]] = (
-        [dict(zip(table, line)) for line in zip(*table.values())] if isinstance(table, Mapping) else list(table)
-    )
     with path.open("w", newline="", encoding="utf-8") as sink:
-        writer = csv.DictWriter(sink, fieldnames=list(lines[0]))
+        writer = csv.DictWriter(sink, fieldnames=list(table[0]))
         writer.writeheader()
-        writer.writerows(lines)
+        writer.writerows(table)
     return path
+
+
+TEXT_COLUMNS = ("regime", "objective", "model", "run", "pair")  # names, even if they are blank or look like numbers
 
 
 def read_table(path: str | Path) -> Table:
     """A table that `save_figure` wrote: Parquet, or CSV with its numbers as numbers and blanks as NaN."""
-    path = Path(path)
-    if not path.is_file():
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    if not Path(path).is_file():
         raise ValueError(f"{path}: no such file")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        return pq.read_table(path)
-    with path.open(newline="", encoding="utf-8") as source:
-        lines = list(csv.DictReader(source))
-    if not lines:
-        raise ValueError(f"{path}: holds no table (a line of names, then the lines)")
-    return {name: _numbers([line[name] for line in lines]) for name in lines[0]}
-
-
-def _numbers(texts: list[str]) -> list[Any]:
     try:
-        return [float(text) if text else float("nan") for text in texts]
-    except ValueError:
-        return texts
+        if Path(path).suffix == ".parquet":
+            return parquet.read_table(path)
+        text = csv.ConvertOptions(column_types=dict.fromkeys(TEXT_COLUMNS, pa.string()))
+        table = csv.read_csv(path, convert_options=text)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: holds no table ({error})") from error
+    blank = [pa.field(f.name, pa.float64() if pa.types.is_null(f.type) else f.type) for f in table.schema]
+    return table.cast(pa.schema(blank))
