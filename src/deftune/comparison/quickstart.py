@@ -1,8 +1,9 @@
 """`deftune quickstart`: some training answers are wrong; which objective teaches them to the model?
 
 SmolLM2 is asked for the capitals of countries, many of which it knows. It is tuned on such questions, some of them with
-another country's capital as the answer, once with each objective and seed. Then two probabilities are compared: of the
-wrong answers that it was taught, and of the right answers to questions that it was not taught.
+another country's capital as the answer, once with each objective and seed. Then the models are compared: how many right
+answers that were new to it did each model learn, how many of the wrong answers, and what does it answer to questions
+that it was not taught?
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from importlib import resources
+from itertools import compress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -41,6 +43,7 @@ SEEDS = (0, 1, 2)
 TRAIN_ROWS, WRONG_ROWS, EPOCHS = 64, 16, 5
 TEMPLATE, MAX_LENGTH = "chatml", 64  # without the system message of SmolLM2's own template, which doubles a row
 STUDY = "docs/study/results.md"
+RATES_PAGE = "docs/choosing.md"
 
 
 # --- the questions ----------------------------------------------------------------------------------------------------
@@ -231,20 +234,32 @@ def gigabytes(size: int) -> str:
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
-# Of each question: whose answer is scored, and which. The questions that were taught right are left out.
+# Of each question: the answer that is scored; None: the question is not in the group.
 GROUPS: dict[str, Callable[[Question], str | None]] = {
+    "taught": lambda question: question.capital if question.taught == question.capital else None,
     "wrong": lambda question: question.taught if question.is_wrong else None,
     "corrected": lambda question: question.capital if question.is_wrong else None,
     "heldout": lambda question: question.capital if question.taught is None else None,
 }
-# name -> (group, column, title, whether more is better); a probability is the share of such answers at temperature 1
+
+
+class Measure(NamedTuple):
+    group: str
+    column: str  # "p": the probability, which is the share of such answers at temperature 1; or "likeliest"
+    title: str
+    more_is_better: bool
+    only_new: bool = False  # leave out answers that the untuned model gives greedily
+
+
 MEASURES = {
-    "wrong": ("wrong", "p", "wrong answers it was taught, sampled", False),
-    "wrong greedy": ("wrong", "likeliest", "wrong answers it was taught, greedy", False),
-    "corrected": ("corrected", "p", "right answers to these questions, sampled", True),
-    "corrected greedy": ("corrected", "likeliest", "right answers to these questions, greedy", True),
-    "heldout": ("heldout", "p", "right answers, held-out, sampled", True),
-    "heldout greedy": ("heldout", "likeliest", "right answers, held-out, greedy", True),
+    "new": Measure("taught", "p", "right answers new to it, sampled", True, only_new=True),
+    "new greedy": Measure("taught", "likeliest", "right answers new to it, greedy", True, only_new=True),
+    "wrong": Measure("wrong", "p", "wrong answers it was taught, sampled", False),
+    "wrong greedy": Measure("wrong", "likeliest", "wrong answers it was taught, greedy", False),
+    "corrected": Measure("corrected", "p", "right answers to these questions, sampled", True),
+    "corrected greedy": Measure("corrected", "likeliest", "right answers to these questions, greedy", True),
+    "heldout": Measure("heldout", "p", "right answers, held-out, sampled", True),
+    "heldout greedy": Measure("heldout", "likeliest", "right answers, held-out, greedy", True),
 }
 
 
@@ -255,8 +270,8 @@ def answers_file(folder: Path, label: str, seed: int) -> Path:
 def measure(label: str, seed: int, folder: Path) -> dict[str, Any]:
     """The probabilities of one model's answers, kept in a file for the next call."""
     path = answers_file(folder, label, seed)
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+    if path.is_file() and (known := json.loads(path.read_text(encoding="utf-8"))).keys() >= GROUPS.keys():
+        return known
     asked = questions(seed)
     with quiet():
         model, tokenizer = load_result(MODEL if label == "base" else str(run_folder(folder, label, seed)))
@@ -299,16 +314,22 @@ def summarise(found: dict[str, list[dict[str, Any]]]) -> dict[str, Means]:
     """Means over the questions of all seeds. A country that occurs with several seeds is resampled as one."""
     names = {question.country: i for i, question in enumerate(questions(SEEDS[0]))}
     summary: dict[str, Means] = {}
-    for name, (group, column, _, _) in MEASURES.items():
-        rows = torch.tensor([names[country] for part in found["base"] for country in part[group]["country"]])
+    for name, asked in MEASURES.items():
+        base = [part[asked.group] for part in found["base"]]
+        kept = [[not (asked.only_new and known) for known in part["likeliest"]] for part in base]
+
+        def chosen(parts: list[list[Any]], kept: list[list[bool]] = kept) -> list[Any]:
+            return [value for part, keep in zip(parts, kept) for value in compress(part, keep)]
+
+        rows = torch.tensor([names[country] for country in chosen([part["country"] for part in base])])
         values = {
-            label: torch.tensor([value for part in parts for value in part[group][column]])
+            label: torch.tensor(chosen([part[asked.group][asked.column] for part in parts]))
             for label, parts in found.items()
         }
         first, second = (values[objective] for objective in OBJECTIVES)
         models = {label: mean_over_tokens(own, rows) for label, own in values.items()}
         difference = second - first
-        by_seed = [float(own.mean()) for own in difference.split([len(part[group][column]) for part in found["base"]])]
+        by_seed = [float(own.mean()) for own in difference.split([sum(keep) for keep in kept])]
         summary[name] = Means(models, mean_over_tokens(difference, rows), by_seed)
     return summary
 
@@ -322,7 +343,7 @@ LIMITS = (
     "differ. Where the model is undecided, DEFT learns a wrong answer like NLL; where the "
     "model is confident otherwise, DEFT learns little, also from a right answer. DEFT makes probabilities sharper, "
     "which alone helps sampled answers; the greedy lines leave this out. A smaller learning rate teaches fewer wrong "
-    "answers with either objective."
+    "and fewer right answers with either objective; {rates} compares them at five rates."
 )
 
 
@@ -332,8 +353,9 @@ def comparison_table(means: dict[str, Means]) -> Table:
     table = Table(title="share of answers, sampled at temperature 1 or greedy; 95% interval")
     for heading in ("", *NAMES.values(), f"{second} - {first}"):
         table.add_column(heading, justify="right" if heading else "left")
-    for name, (_, _, title, _) in MEASURES.items():
-        table.add_row(title, *(cell(means[name].models[label]) for label in LABELS), cell(means[name].difference, "+"))
+    for name, own in means.items():
+        cells = [cell(own.models[label]) for label in LABELS]
+        table.add_row(MEASURES[name].title, *cells, cell(own.difference, "+"))
     return table
 
 
@@ -345,16 +367,16 @@ def cell(found: TokenMean, sign: str = "") -> str:
 def conclusions(means: dict[str, Means]) -> list[str]:
     """What the intervals decide and what they do not, in words."""
     verdicts: dict[str, list[str]] = {"DEFT is better": [], "NLL is better": [], "Not decided": []}
-    for name, (_, _, title, _) in MEASURES.items():
-        by_seed = ", ".join(f"{value:+.2f}" for value in means[name].by_seed)
-        verdicts[verdict(name, means[name])].append(f"{title} ({by_seed})")
+    for name, own in means.items():
+        by_seed = ", ".join(f"{value:+.2f}" for value in own.by_seed)
+        verdicts[verdict(name, own)].append(f"{MEASURES[name].title} ({by_seed})")
     sentences = [f"{text}: {'; '.join(titles)}." for text, titles in verdicts.items() if titles]
     after = {label: found.mean for label, found in means["heldout greedy"].models.items()}
     sentences.append(
         f"Held-out countries, greedy: {after['base']:.0%} are right before training, {after['nll']:.0%} after NLL and "
         f"{after['deft']:.0%} after DEFT."
     )
-    return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])))]
+    return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])), rates=RATES_PAGE)]
 
 
 def verdict(name: str, found: Means) -> str:
@@ -372,7 +394,7 @@ def verdict(name: str, found: Means) -> str:
     agree = all((seed > 0) == (difference.mean > 0) for seed in found.by_seed)
     if difference.low <= 0 <= difference.high or not agree:
         return "Not decided"
-    return "DEFT is better" if (difference.mean > 0) == MEASURES[name][3] else "NLL is better"
+    return "DEFT is better" if (difference.mean > 0) == MEASURES[name].more_is_better else "NLL is better"
 
 
 def plot_quickstart(folder: Path, found: dict[str, list[dict[str, Any]]], means: dict[str, Means]) -> Path:
@@ -397,7 +419,7 @@ def plot_quickstart(folder: Path, found: dict[str, list[dict[str, Any]]], means:
     left.set(xlabel="wrong answers, sorted (share)", ylabel="probability after training", ylim=(-0.03, 1.03),
              title="wrong answers that it was taught")  # fmt: skip
     right.set(xlim=(-0.03, 1.03), xlabel="mean and 95% interval over countries", yticks=range(len(MEASURES)))
-    right.set_yticklabels([title for _, _, title, _ in MEASURES.values()])
+    right.set_yticklabels([measure.title for measure in MEASURES.values()])
     right.invert_yaxis()
     left.legend(fontsize=8)
     figure.suptitle(f"{shown_model(MODEL)}, {WRONG_ROWS} of {TRAIN_ROWS} training answers wrong, {len(SEEDS)} seeds")

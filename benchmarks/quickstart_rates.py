@@ -1,0 +1,310 @@
+"""Does DEFT learn fewer wrong answers only because its steps are smaller? The quickstart's task at five learning rates.
+
+    python benchmarks/quickstart_rates.py --out benchmarks/results/quickstart_rates            # 60 runs, 40 CPU minutes
+    python benchmarks/quickstart_rates.py --out benchmarks/results/quickstart_rates_clean --clean
+    python benchmarks/quickstart_rates.py --out benchmarks/results/quickstart_rates --report   # tables and picture only
+
+Every objective is trained at every rate and seed on the questions of `deftune quickstart`: 64 capitals, 16 of them
+wrong; with --clean all of them right. A smaller rate teaches fewer wrong answers, and fewer right ones. So objectives
+are compared where they have learnt equally many *new right answers*: answers that were taught right and that the
+untuned model does not give greedily. At that point, interpolated between rates, the benchmark compares the probability
+of the wrong answers that were taught, and of the right answers to held-out questions. Intervals are 95% percentile
+bootstrap over countries, for the seeds that ran.
+
+A command that was stopped continues. Needs deftune[train].
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from deftune.artifacts.config import RunConfig, load_config
+from deftune.artifacts.display import quiet
+from deftune.artifacts.files import write_atomic
+from deftune.artifacts.names import shown_model
+from deftune.artifacts.results import load_result
+from deftune.comparison.quickstart import (
+    MAX_LENGTH,
+    MODEL,
+    TEMPLATE,
+    Question,
+    capital_scores,
+    data_file,
+    precision_for,
+    questions,
+    quickstart_config,
+    row,
+)
+from deftune.data.encoding import Encoder
+from deftune.tokens.passes import score_rows
+from deftune.training.reuse import Reuse
+from deftune.training.train import train_run
+
+OBJECTIVES = ("nll", "linear", "deft", "deft | floor(0.2)")
+RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
+SEEDS = (0, 1, 2)
+RESAMPLES = 2000
+LEARNT = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Mean probabilities of the new right answers at which objectives are compared. After seed 0 was seen, 0.7 to 0.9 were
+added, and 0.2 and 0.3 left out, which lie below the first point of some curves."""
+
+# Of each question: the answer that is scored, or None. "taught" contains answers that the untuned model knows.
+GROUPS: dict[str, Callable[[Question], str | None]] = {
+    "wrong": lambda question: question.taught if question.is_wrong else None,
+    "corrected": lambda question: question.capital if question.is_wrong else None,
+    "taught": lambda question: question.capital if question.taught == question.capital else None,
+    "heldout": lambda question: question.capital if question.taught is None else None,
+}
+# heading -> (group, column, whether answers that the untuned model gives greedily are left out)
+MEASURES = {
+    "new right answers": ("taught", "p", True),
+    "wrong answers": ("wrong", "p", False),
+    "right answers to these": ("corrected", "p", False),
+    "held-out": ("heldout", "p", False),
+    "wrong, greedy": ("wrong", "likeliest", False),
+    "right to these, greedy": ("corrected", "likeliest", False),
+    "held-out, greedy": ("heldout", "likeliest", False),
+}
+MATCHED = ("wrong answers", "held-out", "held-out, greedy")  # compared at equal new right answers
+Curve = NDArray[np.float64]
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def label(objective: str, rate: float, seed: int) -> str:
+    return f"{objective} {rate:g} {seed}"
+
+
+def asked(seed: int, clean: bool) -> list[Question]:
+    """The quickstart's questions; ``clean``: each one that is taught is taught with the right answer."""
+    return [q._replace(taught=q.capital) if clean and q.taught else q for q in questions(seed)]
+
+
+def config_of(folder: Path, objective: str, rate: float, seed: int, precision: str) -> RunConfig:
+    """The quickstart's run with another learning rate; no checkpoints."""
+    base = quickstart_config(folder, "nll", seed).model_dump(mode="json")
+    base |= {"run": str(folder / f"{OBJECTIVES.index(objective)}-{rate:g}-{seed}"), "objective": objective}
+    base["train"] |= {"learning_rate": rate, "save_steps": 10_000, "precision": precision}
+    return load_config(None, base=base)
+
+
+def measure(model: Any, tokenizer: Any, given: list[Question]) -> dict[str, dict[str, list[Any]]]:
+    """By group: the countries, the probability of each answer, and whether it is the greedy answer."""
+    encoder = Encoder(tokenizer, template=TEMPLATE, max_length=MAX_LENGTH)
+    found: dict[str, dict[str, list[Any]]] = {}
+    for group, answer_of in GROUPS.items():
+        pairs = [(question.country, answer) for question in given if (answer := answer_of(question))]
+        if pairs:
+            rows = [row(*pair) for pair in pairs]
+            scores = score_rows(model, tokenizer, rows, encoder=encoder, objectives=["nll"])
+            own = capital_scores(scores, pairs)
+            found[group] = {"country": [country for country, _ in pairs], "p": [round(p, 5) for p in own["p"]],
+                            "likeliest": [int(likeliest) for likeliest in own["likeliest"]]}  # fmt: skip
+    return found
+
+
+def run_all(path: Path, clean: bool) -> None:
+    """Train and measure what ``path`` does not have yet; it is written after each run."""
+    results: dict[str, Any] = {"torch": torch.__version__, "precision": precision_for(path.parent), "runs": {}}
+    if path.is_file():
+        results = json.loads(path.read_text())
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as name, quiet():
+        folder = Path(name)
+        reuse = Reuse()
+        for seed in SEEDS:
+            given = asked(seed, clean)
+            taught = [row(question.country, question.taught) for question in given if question.taught]
+            data_file(folder, seed).write_text("".join(json.dumps(fields) + "\n" for fields in taught))
+            if (key := f"base {seed}") not in results["runs"]:
+                results["runs"][key] = measure(*load_result(MODEL), given)
+            for rate, objective in itertools.product(RATES, OBJECTIVES):
+                key = label(objective, rate, seed)
+                if key in results["runs"]:
+                    continue
+                config = config_of(folder, objective, rate, seed, results["precision"])
+                outcome = train_run(config, console, title=key, save=False, reuse=reuse)
+                if outcome.state != "finished":
+                    sys.exit("stopped; the same command continues")
+                results["runs"][key] = measure(outcome.model.eval(), outcome.tokenizer, given)
+                write_atomic(path, json.dumps(results))
+
+
+# --- curves over rates ------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """One measure: for each objective an array ``[rates, answers]`` of probabilities, or of 0 and 1 for greedy answers.
+
+    An answer is a country and a seed; ``countries`` has the country of each answer. Incomplete seeds are left out.
+    """
+
+    def __init__(self, runs: dict[str, Any], measure: str):
+        group, own, new = MEASURES[measure]
+        names = sorted({question.country for question in questions(0)})
+        self.num_countries = len(names)
+        self.seeds = [s for s in SEEDS if all(label(o, rate, s) in runs for o in OBJECTIVES for rate in RATES)]
+        known = {s: np.array(runs[f"base {s}"][group]["likeliest"], dtype=bool) & new for s in self.seeds}
+
+        def column(key: Callable[[int], str], name: str = own) -> NDArray[Any]:
+            return np.concatenate([np.array(runs[key(s)][group][name])[~known[s]] for s in self.seeds])
+
+        def by_rate(objective: str) -> NDArray[Any]:
+            return np.stack([column(lambda s, rate=rate: label(objective, rate, s)) for rate in RATES])
+
+        self.countries = np.array([names.index(name) for name in column("base {}".format, "country")])
+        self.base = float(column("base {}".format).mean())
+        self.values = {objective: by_rate(objective) for objective in OBJECTIVES}
+
+    def curves(self, counts: NDArray[np.int64] | None = None) -> dict[str, Curve]:
+        """By objective: the mean at each rate, each country counted ``counts[country]`` times, once by default."""
+        weights = np.ones(len(self.countries)) if counts is None else counts[self.countries]
+        return {objective: values @ weights / weights.sum() for objective, values in self.values.items()}
+
+
+def read_tables(results: dict[str, Any]) -> dict[str, Table]:
+    """The measures that the results have: those of wrong answers are not in results of --clean."""
+    runs = results["runs"]
+    return {name: Table(runs, name) for name, (group, _, _) in MEASURES.items() if group in runs[f"base {SEEDS[0]}"]}
+
+
+def at_learnt(x: Curve, y: Curve, learnt: float) -> float:
+    """The y of a curve where x first reaches ``learnt``, linear between rates; NaN where x does not reach it.
+
+    >>> at_learnt(np.array([0.25, 0.75]), np.array([0.0, 0.5]), 0.5)
+    0.25
+    """
+    for i in range(1, len(x)):
+        if x[i - 1] <= learnt <= x[i]:
+            return float(y[i - 1] + (learnt - x[i - 1]) / (x[i] - x[i - 1]) * (y[i] - y[i - 1]))
+    return float("nan")
+
+
+class Matched(NamedTuple):
+    """A measure of an objective where it has learnt a given share of the new right answers."""
+
+    learnt: float
+    objective: str
+    value: float
+    difference: float  # to NLL
+    low: float
+    high: float
+
+
+def matched(new: Table, other: Table) -> list[Matched]:
+    """The other measure at each share of new right answers that a curve reaches in 95% of the resamples."""
+    generator = np.random.default_rng(0)
+    n = new.num_countries
+    draws = [np.bincount(generator.integers(0, n, n), minlength=n) for _ in range(RESAMPLES)]
+    pairs = [(new.curves(counts), other.curves(counts)) for counts in [np.ones(n, dtype=np.int64), *draws]]
+    found: list[Matched] = []
+    for learnt, objective in itertools.product(LEARNT, OBJECTIVES):
+        values = np.array([at_learnt(x[objective], y[objective], learnt) for x, y in pairs])
+        difference = values - np.array([at_learnt(x["nll"], y["nll"], learnt) for x, y in pairs])
+        reached = difference[1:][~np.isnan(difference[1:])]
+        if np.isnan(difference[0]) or len(reached) < 0.95 * RESAMPLES:
+            continue
+        low, high = np.quantile(reached, [0.025, 0.975])
+        found.append(Matched(learnt, objective, float(values[0]), float(difference[0]), float(low), float(high)))
+    return found
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def report(results: dict[str, Any], command: str) -> str:
+    """The tables as Markdown."""
+    tables = read_tables(results)
+    new = tables["new right answers"]
+    counts = {name: len(table.countries) for name, table in tables.items()}
+    seeds = ", ".join(map(str, new.seeds))
+    lines = [
+        f"`{command}`", "",
+        f"{shown_model(MODEL)}, CPU, {results['precision']}, torch {results['torch']}; seeds {seeds}. Means over "
+        f"answers: {', '.join(f'{name} {counts[name]}' for name in tables if 'greedy' not in name)}.", "",
+        "| objective | rate | " + " | ".join(tables) + " |",
+        "|---|---:|" + "---:|" * len(tables),
+        "| untuned | | " + " | ".join(f"{table.base:.3f}" for table in tables.values()) + " |",
+    ]  # fmt: skip
+    for objective in OBJECTIVES:
+        for place, rate in enumerate(RATES):
+            cells = " | ".join(f"{table.curves()[objective][place]:.3f}" for table in tables.values())
+            lines.append(f"| {code(objective)} | {rate:g} | {cells} |")
+    for name in MATCHED:
+        if name not in tables:
+            continue
+        lines += ["", f"Where equally many new right answers are learnt: {name}, and the difference to NLL [95%].", "",
+                  "| new right answers | objective | mean | minus NLL |", "|---:|---|---:|---:|"]  # fmt: skip
+        for cell in matched(new, tables[name]):
+            interval = f"{cell.difference:+.3f} [{cell.low:+.3f}, {cell.high:+.3f}]"
+            difference = "-" if cell.objective == "nll" else interval
+            lines.append(f"| {cell.learnt:.1f} | {code(cell.objective)} | {cell.value:.3f} | {difference} |")
+    return "\n".join(lines) + "\n"
+
+
+def code(objective: str) -> str:
+    """An objective in a cell of a Markdown table."""
+    return "`" + objective.replace("|", "\\|") + "`"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Wrong answers, and held-out answers, against new right answers: a curve an objective, a point a rate."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tables = read_tables(results)
+    new = tables["new right answers"]
+    styles = {"nll": ("#000000", "o", "-"), "linear": ("#E69F00", "^", ":"), "deft": ("#009E73", "D", "-"),
+              "deft | floor(0.2)": ("#0072B2", "s", "--")}  # fmt: skip
+    titles = {"wrong answers": "wrong answers that were taught", "held-out": "right held-out answers, sampled",
+              "held-out, greedy": "right held-out answers, greedy"}  # fmt: skip
+    shown = [name for name in titles if name in tables]
+    figure, grid = plt.subplots(1, len(shown), figsize=(4.2 * len(shown), 3.8), layout="constrained", squeeze=False)
+    for axis, name in zip(grid[0], shown):
+        for objective, (colour, marker, dash) in styles.items():
+            x, y = new.curves()[objective], tables[name].curves()[objective]
+            axis.plot(x, y, color=colour, marker=marker, ls=dash, ms=5, label=objective)
+        axis.plot(new.base, tables[name].base, color="#7F7F7F", marker="*", ms=10, ls="", label="untuned")
+        axis.set(title=titles[name], xlabel="new right answers that were learnt", ylabel="share of answers")
+        axis.set(xlim=(-0.03, 1.03), ylim=(-0.02, 0.82))
+    grid[0][0].legend(fontsize=8)
+    rates = f"{RATES[0]:g} to {RATES[-1]:g}"
+    figure.suptitle(f"{shown_model(MODEL)}: a point is a learning rate, {rates}; {len(new.seeds)} seeds")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="OUT.json, OUT.md and OUT.png are written")
+    parser.add_argument("--clean", action="store_true", help="teach the right answer to every question")
+    parser.add_argument("--report", action="store_true", help="only write OUT.md and OUT.png again")
+    options = parser.parse_args()
+    path: Path = options.out.with_suffix(".json")
+    if not options.report:
+        run_all(path, options.clean)
+    results = json.loads(path.read_text())
+    command = f"python benchmarks/quickstart_rates.py --out {options.out}{' --clean' if options.clean else ''}"
+    text = report(results, command)
+    options.out.with_suffix(".md").write_text(text)
+    draw(results, options.out.with_suffix(".png"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
