@@ -240,7 +240,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def study_ledger() -> dict[str, dict[str, str]]:
-    """By claim, what the study's committed cells say; `python -m deftune.paper.study report` writes the file."""
+    """By claim, what the study's committed cells say; `python -m benchmarks.study report` writes the file."""
     return json.loads(resources.files("deftune.paper").joinpath("ledger.json").read_text(encoding="utf-8"))
 
 

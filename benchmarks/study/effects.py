@@ -19,7 +19,8 @@ from torch import Tensor
 from deftune.comparison.grid import BASE
 from deftune.comparison.scores import Scores, Shown, averaged_columns, common, show
 from deftune.evaluation.statistics import drawn_counts, holm, interval_of
-from deftune.paper.study_cells import Study
+
+from .cells import Study
 
 REFERENCE = "nll"
 ORDER = (REFERENCE, "deft", "deft | floor(0.2)", "linear", "eaft", "cayley")  # others follow by name

@@ -14,9 +14,10 @@ from deftune.comparison.scores import common
 from deftune.comparison.tables import LEVEL
 from deftune.paper.board import Board, Difference, FocusPath, PaperBoard
 from deftune.paper.claims import CLAIMS
-from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, effect_of
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_text import seeds_text, table
+
+from .effects import REFERENCE, Effect, Section, choose, effect_of
+from .plan import Plan
+from .text import seeds_text, table
 
 PAPERS = {
     "strong": "NuminaMath, asked five sets, four models",

@@ -1,12 +1,23 @@
 """The study's tools: from the folder of a comparison to committed results, pages, figures and evidence."""
 
 import copy
+import doctest
+import importlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.study.__main__ import EVIDENCE, LEDGER, main, put_between, report
+from benchmarks.study.cells import Study, collect, read_study, shared_config, write_study
+from benchmarks.study.claims import StudyBoard, ledger
+from benchmarks.study.effects import Section, effect_of, sections
+from benchmarks.study.evidence import evidence
+from benchmarks.study.plan import Plan
+from benchmarks.study.report import default_answer, limits, results_page
+from benchmarks.study.tables import entropy_text, form_table, primary_table, series_table, wall_seconds
+from benchmarks.study.text import points
 
 from deftune.comparison.evidence import Evidence
 from deftune.comparison.grid import Cell, Comparison, load_comparison
@@ -15,15 +26,6 @@ from deftune.comparison.scores import Option, Scores, common
 from deftune.evaluation.crossed import crossed
 from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective
-from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
-from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
-from deftune.paper.study_claims import StudyBoard, ledger
-from deftune.paper.study_effects import Section, effect_of, sections
-from deftune.paper.study_evidence import evidence
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_report import default_answer, limits, results_page
-from deftune.paper.study_tables import entropy_text, form_table, primary_table, series_table, wall_seconds
-from deftune.paper.study_text import points
 from serial import run_here
 from tiny_comparison import comparison_at, save_model
 
@@ -445,6 +447,12 @@ def test_planned_cells_are_found_by_spec_and_rate(root):
     assert wall_seconds(list(study.cells.values())[:2]) == 120
 
 
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "benchmarks/study").glob("*.py")), ids=lambda path: path.stem)
+def test_doctests(path):
+    failed, _ = doctest.testmod(importlib.import_module(f"benchmarks.study.{path.stem}"))
+    assert failed == 0
+
+
 def test_a_page_without_its_marks_is_refused(root):
     with pytest.raises(ValueError, match=r"page\.md: needs <!-- x --> and <!-- /x -->, once each"):
         put_between("no marks", "x", "block", Path("page.md"))
@@ -452,5 +460,5 @@ def test_a_page_without_its_marks_is_refused(root):
 
 @pytest.mark.long
 def test_the_pages_and_the_evidence_agree_with_the_committed_results():
-    """README.md, docs/study/results.md and evidence.json: `python -m deftune.paper.study report` writes them."""
+    """README.md, docs/study/results.md and evidence.json: `python -m benchmarks.study report` writes them."""
     assert report(REPOSITORY, check=True) == []

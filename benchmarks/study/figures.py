@@ -6,9 +6,10 @@ from pathlib import Path
 
 from deftune.comparison.figures import plot_rates, plot_temperatures
 from deftune.comparison.grid import BASE
-from deftune.paper.study_cells import Record
-from deftune.paper.study_effects import ORDER, REFERENCE, Section
-from deftune.paper.study_plan import HEADLINE, Plan, rate_text
+
+from .cells import Record
+from .effects import ORDER, REFERENCE, Section
+from .plan import HEADLINE, Plan, rate_text
 
 
 def figure_names(section: Section) -> list[tuple[str, str]]:

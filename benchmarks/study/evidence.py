@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from deftune.comparison.evidence import BEST, GREEDY, HOT
 from deftune.comparison.grid import BASE
 from deftune.paper.board import REGIMES, TUNED, PaperBoard
-from deftune.paper.study_cells import Record
-from deftune.paper.study_effects import REFERENCE, Section
-from deftune.paper.study_plan import Plan
+
+from .cells import Record
+from .effects import REFERENCE, Section
+from .plan import Plan
 
 
 def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) -> list[Record]:

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from deftune.paper.study_effects import Effect
+from .effects import Effect
 
 
 def code(objective: str) -> str:

@@ -1,6 +1,6 @@
 """The study's report: the generated parts of docs/study/results.md and README.md.
 
-Every number comes from the committed results (`deftune.paper.study_cells`).
+Every number comes from the committed results (`benchmarks.study.cells`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL, escape_markdown
 from deftune.evaluation.crossed import crossed
-from deftune.paper.study_cells import Study, seconds_of
-from deftune.paper.study_effects import MOST_CUT, ORDER, REFERENCE, Effect, Section
-from deftune.paper.study_figures import figure_names
-from deftune.paper.study_plan import HEADLINE, Plan, rate_text, rates_text, wanted_text
-from deftune.paper.study_tables import (
+
+from .cells import Study, seconds_of
+from .effects import MOST_CUT, ORDER, REFERENCE, Effect, Section
+from .figures import figure_names
+from .plan import HEADLINE, Plan, rate_text, rates_text, wanted_text
+from .tables import (
     cost_tables,
     entropy_text,
     form_table,
@@ -28,7 +29,7 @@ from deftune.paper.study_tables import (
     token_table,
     verdict,
 )
-from deftune.paper.study_text import code, points, seeds_text, table, wrapped
+from .text import code, points, seeds_text, table, wrapped
 
 GREEDY_WITHIN, HOT_ABOVE = 1.0, 5.0  # points: question 4 of the plan
 

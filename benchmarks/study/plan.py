@@ -10,8 +10,9 @@ import yaml
 from deftune.artifacts.names import shown_model
 from deftune.comparison.grid import BASE
 from deftune.objectives import objective as parse_objective
-from deftune.paper.study_cells import Record, Study
-from deftune.paper.study_effects import REFERENCE, Section
+
+from .cells import Record, Study
+from .effects import REFERENCE, Section
 
 HEADLINE = (REFERENCE, "deft", "deft | floor(0.2)")
 

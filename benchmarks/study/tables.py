@@ -9,10 +9,11 @@ from typing import Any
 
 from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL, escape_markdown
-from deftune.paper.study_cells import Record, Study, seconds_of
-from deftune.paper.study_effects import REFERENCE, Section, effect_of
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_text import code, mean, number, p_text, points, table, wrapped
+
+from .cells import Record, Study, seconds_of
+from .effects import REFERENCE, Section, effect_of
+from .plan import Plan
+from .text import code, mean, number, p_text, points, table, wrapped
 
 EXPLICIT = ("boxed", "marked", "stated", "text")  # how an answer that states itself is found
 

@@ -1,9 +1,9 @@
 """The study as commands, run in a checkout of the repository.
 
-    python -m deftune.paper.study run --minutes 25 --jobs 2     # the cells that are missing, in the plan's order
-    python -m deftune.paper.study collect comparisons/study-strong --out benchmarks/study/results/strong.json
-    python -m deftune.paper.study report            # pages, figures and evidence from the committed results
-    python -m deftune.paper.study report --check    # say which of them do not agree with the results
+    python -m benchmarks.study run --minutes 25 --jobs 2     # the cells that are missing, in the plan's order
+    python -m benchmarks.study collect comparisons/study-strong --out benchmarks/study/results/strong.json
+    python -m benchmarks.study report            # pages, figures and evidence from the committed results
+    python -m benchmarks.study report --check    # say which of them do not agree with the results
 
 `run` runs cells on the machine's GPU and merges each one into the committed file of its comparison as it ends;
 `collect` does the same for folders of comparisons. `report` reads all committed files and needs no GPU.
@@ -20,14 +20,15 @@ from pathlib import Path
 import yaml
 
 from deftune.artifacts.files import write_atomic
-from deftune.paper.study_cells import collect, read_study
-from deftune.paper.study_claims import ledger, ledger_block
-from deftune.paper.study_effects import sections
-from deftune.paper.study_evidence import evidence
-from deftune.paper.study_figures import draw, figure_names
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_queue import Planned, missing_cells, run_queue
-from deftune.paper.study_report import readme_block, results_page
+
+from .cells import collect, read_study
+from .claims import ledger, ledger_block
+from .effects import sections
+from .evidence import evidence
+from .figures import draw, figure_names
+from .plan import Plan
+from .report import readme_block, results_page
+from .run import Planned, missing_cells, run_queue
 
 FOLDER = Path("benchmarks/study")
 IMAGES = Path("docs/images")
@@ -116,9 +117,7 @@ def left_text(left: Sequence[Planned], jobs: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m deftune.paper.study", description="the study: run, collect, report"
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description="the study: run, collect, report")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     zero = actions.add_parser("run", help="run the missing cells of the plan, and merge each one as it ends")
     zero.add_argument("--minutes", type=float, required=True, help="start no cell that would not end within so many")
