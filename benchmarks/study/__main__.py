@@ -12,88 +12,52 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
-from deftune.artifacts.files import write_atomic
-
-from .cells import collect, read_study
-from .claims import ledger, ledger_block
-from .effects import sections
-from .evidence import evidence
-from .figures import draw, figure_names
+from .cells import collect
+from .pages import FOLDER, report
 from .plan import Plan
-from .report import readme_block, results_page
 from .run import Planned, missing_cells, run_queue
 
-FOLDER = Path("benchmarks/study")
-IMAGES = Path("docs/images")
-PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md"), "ledger": Path("docs/claims.md")}
-"""By marker, the page that has it."""
-EVIDENCE = Path("src/deftune/comparison/evidence.json")
-LEDGER = Path("src/deftune/paper/ledger.json")
 
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description="the study: run, collect, report")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
 
-def put_between(text: str, marker: str, block: str, where: Path) -> str:
-    """The text with ``block`` between ``<!-- marker -->`` and ``<!-- /marker -->``.
+    run = actions.add_parser("run", help="run the missing cells of the plan, and merge each one as it ends")
+    run.add_argument("--minutes", type=float, required=True, help="start no cell that would not end within so many")
+    run.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    run.add_argument("--results", type=Path, default=FOLDER / "results", metavar="FOLDER",
+                     help="results files to go on from and to write (default: the committed ones)")  # fmt: skip
+    run.add_argument("--dry-run", action="store_true", help="list the missing cells and their expected seconds")
+    run.set_defaults(run=run_cells)
 
-    >>> put_between("a <!-- x -->old<!-- /x --> b", "x", "new", Path("page.md"))
-    'a <!-- x -->\\nnew\\n<!-- /x --> b'
-    """
-    first, last = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-    if text.count(first) != 1 or text.count(last) != 1:
-        raise ValueError(f"{where}: needs {first} and {last}, once each; the report is written between them")
-    head, _, rest = text.partition(first)
-    _, _, tail = rest.partition(last)
-    return f"{head}{first}\n{block}\n{last}{tail}"
+    merge = actions.add_parser("collect", help="merge the cells of comparisons into a results file")
+    merge.add_argument("folders", type=Path, nargs="*", help="folders of the same comparison")
+    merge.add_argument("--rerun", type=Path, action="append", default=[], metavar="FOLDER",
+                       help="cells that were run again on purpose; repeatable")  # fmt: skip
+    merge.add_argument("--out", type=Path, required=True, help="results file; the cells that it has are kept")
+    merge.add_argument("--config", metavar="FILE", help="YAML file of the comparison, for the printed commands "
+                       "(default: benchmarks/study/NAME.yaml, NAME from --out)")  # fmt: skip
+    merge.set_defaults(run=collect_cells)
 
+    write = actions.add_parser("report", help="write pages, figures and evidence from the committed results")
+    write.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the working folder)")
+    write.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something disagrees")
+    write.set_defaults(run=write_report)
 
-def report(root: Path, *, check: bool = False) -> list[Path]:
-    """Write the study's pages, figures and evidence table below ``root``, the checkout.
-
-    Args:
-        root: the checkout of the repository.
-        check: write nothing.
-
-    Returns:
-        The files that were not what the committed results say, and now are (with ``check``: still are not). Figures are
-        drawn anew by each call without ``check``, and with it they must exist.
-    """
-    studies = [read_study(path) for path in sorted((root / FOLDER / "results").glob("*.json"))]
-    plan = Plan(root / FOLDER / "plan.yaml")
-    found = plan.arranged(sections(studies))
-    changed: list[Path] = []
-    figures: list[str] = []
-    for section in found:
-        if check:
-            wanted = [name for (name, _), more in zip(figure_names(section), (section.temperatures, section.rates))
-                      if len(more) > 1]  # fmt: skip
-            changed += [IMAGES / name for name in wanted if not (root / IMAGES / name).is_file()]
-            figures += wanted
-        else:
-            figures += draw(section, plan, root / IMAGES)
-    earlier = yaml.safe_load((root / FOLDER / "earlier.yaml").read_text(encoding="utf-8"))
-    claims = ledger(found, plan)
-    files = {EVIDENCE: evidence(found, plan, earlier), LEDGER: claims}
-    texts = {path: json.dumps(content, indent=1) + "\n" for path, content in files.items()}
-    blocks = {"results": results_page(studies, found, plan, figures), "study": readme_block(found, plan, figures),
-              "ledger": ledger_block(claims)}  # fmt: skip
-    for marker, page in PAGES.items():
-        texts[page] = put_between((root / page).read_text(encoding="utf-8"), marker, blocks[marker], page)
-    for path, text in texts.items():
-        if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text:
-            changed.append(path)
-            if not check:
-                write_atomic(root / path, text)
-    return changed
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"study: {error}", file=sys.stderr)
+        return 2
 
 
 def run_cells(args: argparse.Namespace) -> int:
-    """`run`: exit code 1 where a cell failed, 128 + the signal where one stopped it."""
+    """Exit code 1 if a cell failed, 128 + the signal if a signal stopped the cells."""
     if args.minutes <= 0 or args.jobs < 1:
         raise ValueError("--minutes is above 0 and --jobs at least 1")
     plan = Plan(FOLDER / "plan.yaml")
@@ -116,40 +80,17 @@ def left_text(left: Sequence[Planned], jobs: int) -> str:
     return f"{len(left)} planned cells are missing, about {minutes:.0f} minutes with {jobs} at a time"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.study", description="the study: run, collect, report")
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    zero = actions.add_parser("run", help="run the missing cells of the plan, and merge each one as it ends")
-    zero.add_argument("--minutes", type=float, required=True, help="start no cell that would not end within so many")
-    zero.add_argument("--jobs", type=int, default=1, help="cells at a time")
-    zero.add_argument("--results", type=Path, default=FOLDER / "results", metavar="FOLDER",
-                      help="results files to go on from and to write (default: the committed ones)")  # fmt: skip
-    zero.add_argument("--dry-run", action="store_true", help="list the missing cells and their expected seconds")
-    one = actions.add_parser("collect", help="merge the cells of comparisons into a results file")
-    one.add_argument("folders", type=Path, nargs="*", help="folders of the same comparison")
-    one.add_argument("--rerun", type=Path, action="append", default=[], metavar="FOLDER",
-                     help="cells that were run again on purpose; repeatable")  # fmt: skip
-    one.add_argument("--out", type=Path, required=True, help="results file; the cells that it has are kept")
-    one.add_argument("--config", metavar="FILE", help="YAML file of the comparison, for the printed commands "
-                     "(default: benchmarks/study/NAME.yaml, NAME from --out)")  # fmt: skip
-    two = actions.add_parser("report", help="write pages, figures and evidence from the committed results")
-    two.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the working folder)")
-    two.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something disagrees")
-    args = parser.parse_args(argv)
-    try:
-        if args.action == "run":
-            return run_cells(args)
-        if args.action == "collect":
-            study, said = collect(args.folders, args.out, reruns=args.rerun, file=args.config)
-            for line in said:
-                print(line, file=sys.stderr)
-            done = sum(cell["state"] == "finished" for cell in study.cells.values())
-            print(f"{args.out}: {done} cells, {args.out.stat().st_size / 1e6:.2f} MB")
-            return 0
-        changed = report(args.root, check=args.check)
-    except (ValueError, OSError) as error:
-        print(f"study: {error}", file=sys.stderr)
-        return 2
+def collect_cells(args: argparse.Namespace) -> int:
+    study, messages = collect(args.folders, args.out, reruns=args.rerun, file=args.config)
+    for line in messages:
+        print(line, file=sys.stderr)
+    done = sum(cell["state"] == "finished" for cell in study.cells.values())
+    print(f"{args.out}: {done} cells, {args.out.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+def write_report(args: argparse.Namespace) -> int:
+    changed = report(args.root, check=args.check)
     for path in changed:
         print(f"{path}: {'does not agree with the committed results' if args.check else 'written'}")
     return 1 if args.check and changed else 0
