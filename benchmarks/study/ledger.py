@@ -119,7 +119,7 @@ def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
     entries: dict[str, dict[str, str]] = {}
     for claim in CLAIMS:
         board = StudyBoard(found, plan)
-        finding = claim.verdict(board)
+        finding = claim.check(board)
         asked = list(dict.fromkeys(board.asked))
         lacking = [setting for setting in asked if not board.cases(setting)]
         differs = ". ".join(board.differs(setting) for setting in asked if setting not in lacking)
@@ -129,7 +129,7 @@ def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
                 why = "rests on token tables, which are not among the committed results"
             entries[claim.name] = {"verdict": "", "because": why, "best": "", "differs": differs}
         else:
-            other = claim.verdict(StudyBoard(found, plan, best=True))
+            other = claim.check(StudyBoard(found, plan, best=True))
             best = f"{other.verdict}: {other.because}" if other else ""
             entries[claim.name] = {"verdict": finding.verdict, "because": finding.because, "best": best,
                                    "differs": differs}  # fmt: skip
@@ -141,7 +141,7 @@ def ledger_block(entries: Mapping[str, Mapping[str, str]]) -> str:
     rows: list[list[str]] = []
     paper = PaperBoard()
     for claim in CLAIMS:
-        printed, ours = claim.verdict(paper), entries[claim.name]
+        printed, ours = claim.check(paper), entries[claim.name]
         assert printed is not None
         mine = f"**{ours['verdict']}**: {ours['because']}" if ours["verdict"] else f"not measured ({ours['because']})"
         verdict, _, because = ours["best"].partition(": ")
