@@ -70,10 +70,12 @@ def answers(section: Section, plan: Plan) -> list[str]:
     verdicts = {"above NLL": "Above NLL", "below NLL": "Below NLL",
                 "not decided": f"Not decided (p of Holm at least {LEVEL:g})"}  # fmt: skip
     texts = [f"{title}: {', '.join(by[key])}" for key, title in verdicts.items() if key in by]
-    rates = ", ".join(f"{rate:g}" for rate in section.rates)
+    several = len(section.rates) > 1
+    rates = f"learning rate{'s' * several} {', '.join(f'{rate:g}' for rate in section.rates)}"
     lines = [
-        f"**{section.regime}, each at its best temperature and learning rate** ({plan.about(section)['model']}, up to "
-        f"{seeds_text(seeds)}, learning rates {rates}), minus NLL in points. {'. '.join(texts)}."
+        f"**{section.regime}, each at its best temperature{' and learning rate' * several}** "
+        f"({plan.about(section)['model']}, up to {seeds_text(seeds)}, {rates}), minus NLL in points. "
+        f"{'. '.join(texts)}."
     ]
     for title, temperature in (("greedy", 0.0), ("T = 1", 1.0)):
         if temperature in section.temperatures:
@@ -310,12 +312,18 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan)
     if not found:
         return NONE_YET
     regimes = [section for section in found if not plan.is_variant(section.regime)]
-    said = [line for section in found for line in answers(section, plan)] + default_answer(regimes)
-    pages = ["## Answers", "\n".join(wrapped(f"- {line}", "  ") for line in said), wrapped(READING)]
+    sentences = [line for section in found for line in answers(section, plan)] + default_answer(regimes)
+    planned = sum(len(list(plan.wanted(tier))) for tier in plan.tiers)
+    missing = sum(len(plan.missing(tier, studies)) for tier in plan.tiers)
+    pages = [
+        f"{planned - missing} of {planned} planned cells are finished; [Limits](#limits) has the missing ones by tier.",
+        "## Answers", "\n".join(wrapped(f"- {line}", "  ") for line in sentences), wrapped(READING),
+    ]  # fmt: skip
     for section in found:
-        pages += [f"## {heading(section, plan)}", primary_table(section), "Score and difference from NLL at each "
-                  "temperature, each objective at its own learning rate (chosen on the other half of the items):",
-                  temperature_table(section)]  # fmt: skip
+        at = "each objective at its own learning rate (chosen on the other half of the items)"
+        at = at if len(section.rates) > 1 else rate_text(section)
+        pages += [f"## {heading(section, plan)}", primary_table(section),
+                  f"Score and difference from NLL at each temperature, {at}:", temperature_table(section)]  # fmt: skip
         pages += [f"![{picture.caption}](../images/{picture.file})" for picture in pictures(section, plan)]
         if len(section.rates) > 1:
             pages += ["Score by learning rate, each at its best temperature:", rate_table(section)]
