@@ -192,7 +192,7 @@ def run_study(out: Path, folders: dict[str, str], minutes: float) -> bool:
     for path in (ROOT / "benchmarks/study/results").glob("*.json"):
         if not (results / path.name).exists():
             shutil.copyfile(path, results / path.name)
-    command = [sys.executable, "-m", "deftune.paper.study", "run", "--minutes", f"{minutes:.1f}", "--jobs", "2",
+    command = [sys.executable, "-m", "benchmarks.study", "run", "--minutes", f"{minutes:.1f}", "--jobs", "2",
                "--results", str(results)]  # fmt: skip
     return not subprocess.run(command, cwd=ROOT, env=environment()).returncode
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from study.effects import effect_of
 
 from deftune.evaluation.crossed import crossed
 from deftune.evaluation.statistics import Samples, best_temperature, holm, paired, score_interval
-from deftune.paper.study_effects import effect_of
 
 Row = tuple[str, str]
 DIFFICULTIES = {"half right": (0.5, 0.5), "10% right": (1.0, 9.0), "2% right": (0.3, 14.7)}

@@ -71,8 +71,9 @@ HEAVY = {
     "inspection": ("figures", "inspect_command", "inspect_page", "real", "style"),
     "losses": ("context_parallel", "triton_rows", "vocab_shards"),
     "objectives": ("step_ranks",),
-    "paper": ("conflicts", "recipes", "study", "study_queue", "theory"),
+    "paper": ("conflicts", "recipes", "theory"),
     "reliability": ("gpu_jobs",),
+    "study": ("study", "study_queue"),
     "tokens": ("definitions",),
     "training": (
         "attacks",

@@ -47,7 +47,7 @@ VERDICTS = {
 
 
 def test_every_claim_has_its_verdict():
-    found = {claim.name: claim.verdict(PAPER) for claim in CLAIMS}
+    found = {claim.name: claim.check(PAPER) for claim in CLAIMS}
     assert {name: finding and finding.verdict for name, finding in found.items()} == VERDICTS
     assert len(found) == len(CLAIMS)  # names are unique
     assert all(finding and finding.because for finding in found.values())
@@ -66,7 +66,7 @@ def test_every_claim_has_its_verdict():
     ],
 )
 def test_the_reason_gives_the_numbers(name, words):
-    finding = BY_NAME[name].verdict(PAPER)
+    finding = BY_NAME[name].check(PAPER)
     assert finding is not None
     for word in words:
         assert word in finding.because
@@ -177,10 +177,10 @@ def test_scores_without_a_difference_decide_nothing():
 def test_what_is_not_measured_has_no_verdict():
     """A board of NLL and DEFT in the strong regime answers what it can; a figure's claim stays open."""
     scores = board(1.0)
-    answered = {claim.name for claim in CLAIMS if claim.verdict(scores) is not None}
+    answered = {claim.name for claim in CLAIMS if claim.check(scores) is not None}
     assert answered == set()  # every sentence is about more than this pair in this regime
     wide = Scores({"case": dict.fromkeys(("base", "nll", "linear", "eaft", "cayley", "deft"), 50.0)})
-    answered = {claim.name for claim in CLAIMS if claim.verdict(wide) is not None}
+    answered = {claim.name for claim in CLAIMS if claim.check(wide) is not None}
     assert answered == {
         "strong-linear", "strong-comparable", "strong-above-nll", "strong-eaft", "intermediate-math-region"
     }  # fmt: skip
@@ -189,13 +189,13 @@ def test_what_is_not_measured_has_no_verdict():
 def test_focus_of_our_own_runs():
     claim = BY_NAME["focus-trajectory"]
     weak = FocusPath(0.1, 0.1, 0.4, steps=3)
-    rising = claim.verdict(Scores({}, focus={"strong": FocusPath(0.6, 0.65, 0.8), "weak": weak}))
-    falling = claim.verdict(Scores({}, focus={"strong": FocusPath(0.6, 0.55, 0.8), "weak": weak}))
+    rising = claim.check(Scores({}, focus={"strong": FocusPath(0.6, 0.65, 0.8), "weak": weak}))
+    falling = claim.check(Scores({}, focus={"strong": FocusPath(0.6, 0.55, 0.8), "weak": weak}))
     assert (rising.verdict, falling.verdict) == ("holds", "fails")
     assert rising.because == (
         "strong 0.60, 0.65 after 4 steps, 0.80 at the end; weak 0.10, 0.10 after 3 steps, 0.40 at the end"
     )
-    assert claim.verdict(Scores({}, focus={"strong": FocusPath(0.6, 0.65, 0.8)})) is None
+    assert claim.check(Scores({}, focus={"strong": FocusPath(0.6, 0.65, 0.8)})) is None
 
 
 def test_the_ledger_and_the_printed_tables_need_no_torch():

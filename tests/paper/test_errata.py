@@ -1,6 +1,6 @@
 """One test per entry of `docs/errata.md`: what the paper or its released code says, and what holds instead.
 
-The printed numbers below are copied from the tables of arXiv 2602.11424 as they stand there.
+The printed numbers are those of `deftune.paper.printed`.
 """
 
 import math
@@ -11,163 +11,50 @@ from printed_shares import on_grid, truncated_on_grid
 from torch import Tensor
 
 from deftune.paper import duality, theory
+from deftune.paper.printed import HALF_CENT, paper_sets, paper_tables
 
 # --- Printed numbers --------------------------------------------------------------------------------------------------
 
 METHODS = ("-logp", "-p", "EAFT", "Cayley", "DEFT")
+TABLES = paper_tables()
+MATH_SETS = {name: paper_sets()[name].items for name in TABLES[1].columns[:-1]}
+MEDICAL_SETS = {name: paper_sets()[name].items for name in TABLES[2].columns[:-1]}
 
-# Table 1 (model-strong): Math500, Minerva, OlympiadBench, AIME24, AMC23, Avg
-MATH_SETS = {"Math500": 500, "Minerva": 272, "OlympiadBench": 675, "AIME24": 30, "AMC23": 40}
-TABLE_1 = {
-    ("LLaMA-3.1-8B", "Base"): (1.76, 0.68, 0.86, 0.00, 1.25, 0.91),
-    ("LLaMA-3.1-8B", "-logp"): (17.58, 6.15, 3.11, 0.00, 5.63, 6.49),
-    ("LLaMA-3.1-8B", "-p"): (23.91, 9.91, 5.69, 0.62, 10.00, 10.03),
-    ("LLaMA-3.1-8B", "EAFT"): (16.84, 6.20, 3.44, 0.00, 7.34, 6.76),
-    ("LLaMA-3.1-8B", "Cayley"): (25.99, 10.46, 6.18, 0.21, 9.06, 10.38),
-    ("LLaMA-3.1-8B", "DEFT"): (26.26, 10.21, 6.43, 1.03, 12.81, 11.35),
-    ("DeepseekMath-7B", "Base"): (5.70, 2.89, 1.51, 0.00, 2.34, 2.49),
-    ("DeepseekMath-7B", "-logp"): (28.48, 9.91, 6.65, 0.21, 8.75, 10.80),
-    ("DeepseekMath-7B", "-p"): (39.52, 19.28, 14.51, 1.03, 17.18, 18.30),
-    ("DeepseekMath-7B", "EAFT"): (27.70, 9.26, 6.96, 0.21, 11.09, 11.04),
-    ("DeepseekMath-7B", "Cayley"): (39.03, 13.78, 12.26, 0.41, 16.72, 16.44),
-    ("DeepseekMath-7B", "DEFT"): (40.90, 15.48, 12.63, 1.65, 20.31, 18.19),
-    ("Qwen2.5-Math-1.5B", "Base"): (30.71, 8.81, 14.88, 2.49, 17.97, 14.97),
-    ("Qwen2.5-Math-1.5B", "-logp"): (41.70, 11.81, 11.39, 1.45, 17.66, 16.80),
-    ("Qwen2.5-Math-1.5B", "-p"): (63.48, 25.14, 26.37, 6.47, 39.22, 32.14),
-    ("Qwen2.5-Math-1.5B", "EAFT"): (40.48, 11.86, 11.50, 0.41, 14.53, 15.76),
-    ("Qwen2.5-Math-1.5B", "Cayley"): (56.04, 21.75, 21.96, 1.86, 28.44, 26.01),
-    ("Qwen2.5-Math-1.5B", "DEFT"): (61.41, 24.13, 24.96, 5.63, 35.63, 30.35),
-    ("Qwen2.5-Math-7B", "Base"): (40.38, 13.66, 16.36, 6.04, 24.69, 20.23),
-    ("Qwen2.5-Math-7B", "-logp"): (52.93, 19.17, 17.75, 2.90, 24.53, 23.46),
-    ("Qwen2.5-Math-7B", "-p"): (67.98, 28.46, 32.12, 9.38, 41.25, 35.84),
-    ("Qwen2.5-Math-7B", "EAFT"): (51.53, 20.36, 17.54, 2.08, 25.47, 23.40),
-    ("Qwen2.5-Math-7B", "Cayley"): (66.16, 31.70, 30.25, 7.09, 39.53, 34.95),
-    ("Qwen2.5-Math-7B", "DEFT"): (68.78, 30.68, 32.19, 8.14, 42.97, 36.55),
-}
 
-# Table 2 (model-intermediate). The sizes are those that the printed scores imply.
-MEDICAL_SETS = {
-    "MedMc": 4183,
-    "MedQA": 1273,
-    "PubMed": 1000,
-    "MMLU-P": 1535,
-    "GPQA": 390,
-    "Lancet": 412,
-    "MedB(4)": 308,
-    "MedB(5)": 308,
-    "MedX": 1449,
-    "NEJM": 603,
-}
-TABLE_2 = {
-    ("LLaMA-3.1-8B", "-logp"): (55.08, 60.10, 72.70, 52.38, 36.66, 62.60, 46.75, 43.50, 15.87, 56.50, 50.21),
-    ("LLaMA-3.1-8B", "-p"): (53.62, 53.62, 75.60, 53.74, 44.10, 58.25, 47.07, 40.26, 13.18, 58.21, 49.77),
-    ("LLaMA-3.1-8B", "EAFT"): (55.13, 61.12, 75.10, 54.20, 34.62, 57.77, 53.25, 45.78, 16.91, 57.88, 51.18),
-    ("LLaMA-3.1-8B", "Cayley"): (54.63, 62.14, 75.10, 54.59, 38.46, 57.52, 51.62, 45.78, 15.73, 59.20, 51.48),
-    ("LLaMA-3.1-8B", "DEFT"): (54.77, 60.57, 76.00, 54.07, 44.87, 59.70, 50.97, 47.72, 14.08, 57.21, 52.00),
-    ("LLaMA-3.2-3B", "-logp"): (42.22, 48.86, 66.60, 35.44, 32.82, 44.90, 45.13, 37.34, 12.56, 44.44, 41.03),
-    ("LLaMA-3.2-3B", "-p"): (40.09, 43.36, 65.60, 34.07, 38.72, 42.72, 35.71, 33.44, 11.18, 38.31, 38.32),
-    ("LLaMA-3.2-3B", "EAFT"): (43.61, 48.70, 68.20, 36.42, 36.15, 41.50, 36.69, 31.49, 11.46, 42.79, 39.70),
-    ("LLaMA-3.2-3B", "Cayley"): (42.67, 46.43, 66.80, 37.65, 32.56, 45.63, 41.56, 35.71, 10.63, 39.30, 39.89),
-    ("LLaMA-3.2-3B", "DEFT"): (42.31, 46.27, 66.20, 36.35, 33.08, 47.33, 39.94, 33.44, 11.73, 42.45, 39.91),
-    ("Qwen2.5-1.5B", "-logp"): (38.85, 40.06, 68.80, 35.24, 32.56, 36.89, 36.69, 28.25, 9.94, 32.50, 35.98),
-    ("Qwen2.5-1.5B", "-p"): (37.39, 39.75, 66.90, 35.70, 27.69, 41.75, 32.79, 31.17, 11.73, 38.97, 36.38),
-    ("Qwen2.5-1.5B", "EAFT"): (39.85, 39.91, 68.90, 36.03, 40.77, 39.08, 35.06, 29.87, 10.70, 34.49, 37.47),
-    ("Qwen2.5-1.5B", "Cayley"): (39.23, 39.75, 67.10, 35.44, 28.72, 39.56, 34.42, 26.30, 11.25, 32.17, 35.39),
-    ("Qwen2.5-1.5B", "DEFT"): (37.84, 41.08, 69.50, 35.44, 34.62, 38.83, 39.61, 32.79, 12.42, 32.34, 37.45),
-    ("Qwen2.5-Math-7B", "-logp"): (36.60, 34.96, 71.70, 36.35, 35.90, 37.14, 27.27, 29.22, 11.59, 26.30, 34.70),
-    ("Qwen2.5-Math-7B", "-p"): (35.48, 33.54, 72.50, 39.15, 26.92, 39.32, 31.49, 23.05, 10.77, 28.03, 34.03),
-    ("Qwen2.5-Math-7B", "EAFT"): (35.98, 35.19, 72.90, 37.39, 35.38, 37.14, 32.47, 30.19, 10.63, 27.36, 35.46),
-    ("Qwen2.5-Math-7B", "Cayley"): (37.49, 33.62, 72.00, 37.52, 33.59, 39.56, 31.82, 25.65, 10.84, 27.03, 34.91),
-    ("Qwen2.5-Math-7B", "DEFT"): (35.96, 33.70, 69.50, 35.60, 33.59, 36.65, 31.17, 31.17, 9.52, 25.90, 34.28),
-}
-TABLE_2_MARKS = {  # (bold, underlined) in the Avg column
-    "LLaMA-3.1-8B": ("DEFT", "Cayley"),
-    "LLaMA-3.2-3B": ("-logp", "DEFT"),
-    "Qwen2.5-1.5B": ("DEFT", "EAFT"),
-    "Qwen2.5-Math-7B": ("EAFT", "Cayley"),
-}
+def rows_of(number: int) -> dict[tuple[str, str, int], tuple[float, ...]]:
+    """(model, method, epochs) -> the printed row; the columns of the mathematical tables are in Table 1's order."""
+    columns = TABLES[1].columns if number in (6, 8) else TABLES[number].columns
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for cell in TABLES[number].cells:
+        method = cell.method.removesuffix("-Trans")
+        found.setdefault((cell.model, method, cell.epochs), {})[cell.column] = cell.value
+    return {key: tuple(row[column] for column in columns) for key, row in found.items()}
 
-# Table 3 (model-weak): Base, -logp, -p, EAFT, Cayley, DEFT
-TABLE_3_EXACT = {
-    "LLaMA-3.1-8B": (0.00, 0.00, 0.00, 0.00, 0.01, 1.56),
-    "LLaMA-3.2-3B": (0.00, 0.00, 0.00, 0.00, 0.00, 3.91),
-    "Qwen2.5-1.5B": (0.00, 0.00, 0.00, 0.00, 0.00, 0.00),
-    "Qwen2.5-7B": (0.00, 0.78, 0.00, 47.66, 0.00, 42.97),
-}
-TABLE_3_JARO_WINKLER = {
-    "LLaMA-3.1-8B": (30.17, 33.40, 14.26, 42.71, 36.95, 46.34),
-    "LLaMA-3.2-3B": (41.89, 40.37, 7.68, 39.15, 46.55, 60.22),
-    "Qwen2.5-1.5B": (35.32, 33.65, 28.13, 31.01, 34.21, 33.66),
-    "Qwen2.5-7B": (44.92, 40.01, 27.13, 89.09, 34.41, 86.82),
-}
-TABLE_3_MARKS = {  # (bold, underlined) in the Jaro-Winkler rows
-    "LLaMA-3.1-8B": ("DEFT", "EAFT"),
-    "LLaMA-3.2-3B": ("DEFT", "Cayley"),
-    "Qwen2.5-1.5B": ("Cayley", "DEFT"),
-    "Qwen2.5-7B": ("EAFT", "DEFT"),
-}
 
-# Table 4 (mixed), without Base, and the marks that are printed
+def marks_of(number: int, model: str, column: str) -> tuple[str | None, str | None]:
+    """The (bold, underlined) methods of a column."""
+    cells = [cell for cell in TABLES[number].cells if (cell.model, cell.column) == (model, column)]
+    by_mark = {cell.mark: cell.method.removesuffix("-Trans") for cell in cells if cell.mark}
+    return by_mark.get("bold"), by_mark.get("underline")
+
+
+TABLE_1 = {(model, method): row for (model, method, _), row in rows_of(1).items()}
+TABLE_2 = {(model, method): row for (model, method, _), row in rows_of(2).items() if method != "Base"}
+TABLE_2_MARKS = {model: marks_of(2, model, "Avg") for model in TABLES[2].models}
+TABLE_3_EXACT, TABLE_3_JARO_WINKLER = (  # Base, then the five methods
+    {model: tuple(rows_of(3)[model, method, 1][place] for method in ("Base", *METHODS)) for model in TABLES[3].models}
+    for place in (0, 1)
+)
+TABLE_3_MARKS = {model: marks_of(3, model, "Jaro-Winkler") for model in TABLES[3].models}
+MIXED = "Qwen2.5-1.5B"
 TABLE_4 = {
-    "General": (34.79, 33.37, 34.52, 34.34, 35.98),
-    "MATH": (9.73, 13.09, 10.34, 11.02, 12.09),
-    "Total": (22.26, 23.23, 22.43, 22.68, 24.04),
+    name: tuple(rows_of(4)[MIXED, method, 1][place] for method in METHODS)
+    for place, name in enumerate(("General", "MATH", "Total"))
 }
-TABLE_4_MARKS = {"General": ("DEFT", None), "MATH": (None, "DEFT"), "Total": ("DEFT", None)}
-
-# Table 5 (out of domain): MedMc, MedQA, PubMed, MedX, MMLU-P, GPQA, Lancet, MedB(4), MedB(5), NEJM, Avg
-TABLE_5 = {
-    "-logp": (41.45, 50.51, 71.40, 13.18, 43.26, 42.56, 40.29, 43.83, 36.36, 48.59, 43.14),
-    "-p": (46.31, 54.05, 74.20, 12.63, 43.06, 35.90, 47.82, 41.88, 33.12, 51.58, 44.06),
-    "EAFT": (45.92, 52.08, 74.00, 12.22, 48.40, 39.49, 47.33, 43.51, 36.69, 47.60, 41.92),
-    "Cayley": (45.49, 53.02, 77.50, 13.46, 45.67, 41.03, 48.54, 41.88, 32.79, 49.25, 44.86),
-    "DEFT": (45.90, 53.57, 75.60, 13.94, 46.06, 43.59, 45.87, 45.13, 36.04, 47.76, 45.35),
-}
-
-# Table 6 (LLaMA-3.1-8B, epochs 1-4), columns put in Table 1's order
-TABLE_6 = {
-    ("-logp", 1): (17.58, 6.15, 3.11, 0.00, 5.63, 6.49),
-    ("-logp", 2): (20.40, 9.20, 5.30, 0.00, 2.50, 7.48),
-    ("-logp", 3): (27.20, 8.10, 6.70, 0.00, 10.00, 10.40),
-    ("-logp", 4): (26.00, 7.70, 8.30, 0.00, 5.00, 9.40),
-    ("-p", 1): (23.91, 9.90, 5.69, 0.62, 10.00, 10.02),
-    ("-p", 2): (24.94, 8.21, 5.97, 0.00, 11.40, 10.10),
-    ("-p", 3): (25.50, 8.72, 7.06, 0.41, 12.34, 10.81),
-    ("-p", 4): (25.90, 8.74, 7.42, 0.00, 11.72, 10.76),
-    ("EAFT", 1): (16.84, 6.20, 3.44, 0.00, 7.34, 6.76),
-    ("EAFT", 2): (23.25, 8.78, 4.68, 0.00, 7.19, 8.78),
-    ("EAFT", 3): (27.23, 10.46, 6.02, 0.41, 8.59, 10.54),
-    ("EAFT", 4): (28.26, 10.59, 6.54, 0.41, 8.75, 10.91),
-    ("Cayley", 1): (25.99, 10.46, 6.18, 0.21, 9.06, 10.38),
-    ("Cayley", 2): (31.49, 12.27, 8.38, 0.83, 12.50, 13.09),
-    ("Cayley", 3): (34.73, 13.76, 9.34, 0.41, 11.88, 14.02),
-    ("Cayley", 4): (34.74, 13.70, 9.13, 0.62, 11.72, 13.98),
-    ("DEFT", 1): (26.26, 10.21, 6.43, 1.03, 12.81, 11.35),
-    ("DEFT", 2): (28.86, 10.40, 7.46, 0.62, 9.38, 11.34),
-    ("DEFT", 3): (30.61, 9.81, 7.87, 1.03, 10.00, 11.86),
-    ("DEFT", 4): (30.83, 10.23, 7.79, 0.62, 9.22, 11.74),
-}
-
-# Table 7 (mixed, General): HLE, MMLU-P, GPQA, MedMC, MedQA, PubMed, MedX, Lancet, MedB(4), MedB(5), Avg
-TABLE_7 = {
-    "-logp": (15.82, 33.94, 42.31, 40.09, 40.69, 65.00, 9.45, 38.83, 33.44, 25.97, 34.55),
-    "-p": (17.09, 31.79, 24.87, 42.43, 39.12, 58.60, 10.28, 41.02, 35.06, 27.92, 32.82),
-    "EAFT": (15.82, 35.57, 26.41, 41.45, 41.79, 65.40, 9.66, 43.45, 33.77, 25.32, 33.86),
-    "Cayley": (16.46, 35.70, 34.36, 40.50, 41.24, 64.20, 9.94, 38.35, 35.39, 24.35, 34.05),
-    "DEFT": (18.35, 35.77, 35.38, 40.14, 39.83, 64.90, 12.49, 45.39, 36.36, 30.52, 35.91),
-}
-
-# Table 8 (mixed, MATH), columns as in Table 1
-TABLE_8 = {
-    "-logp": (24.92, 8.06, 5.89, 0.41, 9.38, 9.73),
-    "-p": (29.61, 10.33, 7.79, 0.21, 17.53, 13.09),
-    "EAFT": (26.00, 6.20, 7.00, 0.00, 12.50, 10.34),
-    "Cayley": (29.80, 11.00, 6.80, 0.00, 7.50, 11.02),
-    "DEFT": (29.10, 9.79, 7.71, 0.41, 13.44, 12.09),
-}
+TABLE_4_MARKS = {name: marks_of(4, MIXED, f"{name}-Avg") for name in TABLE_4}
+TABLE_5, TABLE_7, TABLE_8 = ({method: row for (_, method, _), row in rows_of(n).items()} for n in (5, 7, 8))
+TABLE_6 = {(method, epochs): row for (_, method, epochs), row in rows_of(6).items()}
 MATH_ROWS = [*TABLE_1.values(), *TABLE_6.values(), *TABLE_8.values()]
-
-HALF_CENT = 0.005 + 1e-9  # half a unit of the second printed decimal, with room for binary fractions
 
 
 def row_mean(row: tuple[float, ...]) -> float:

@@ -1,6 +1,6 @@
 """What is known about objectives: measured differences from NLL, and the paper's, by regime.
 
-The rows are in ``evidence.json``, which `python -m deftune.paper.study report` writes from the committed results of the
+The rows are in ``evidence.json``, which `python -m benchmarks.study report` writes from the committed results of the
 study, from earlier measurements and from the paper's tables.
 """
 

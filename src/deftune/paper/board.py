@@ -10,18 +10,18 @@ from typing import Any, NamedTuple, Protocol
 from deftune.comparison.tables import LEVEL
 from deftune.paper.printed import HALF_CENT, PaperTable, paper_methods, paper_sets, paper_tables, recomputed
 
-SETTINGS: dict[str, str] = {
-    "strong": "Table 1, averages by model",
-    "intermediate": "Table 2, averages by model",
-    "weak": "Table 3, Jaro-Winkler similarity by model",
-    "weak exact": "Table 3, exact match by model",
-    "mixed": "Table 4, Total-Avg",
-    "mixed general": "Table 4, General-Avg",
-    "mixed maths": "Table 4, MATH-Avg",
-    "ood": "Table 5, averages recomputed from their rows",
-    "epochs": "Table 6, averages by epoch",
+SETTINGS: dict[str, tuple[int, str]] = {
+    "strong": (1, "Avg"),
+    "intermediate": (2, "Avg"),
+    "weak": (3, "Jaro-Winkler"),
+    "weak exact": (3, "Exact Match"),
+    "mixed": (4, "Total-Avg"),
+    "mixed general": (4, "General-Avg"),
+    "mixed maths": (4, "MATH-Avg"),
+    "ood": (5, "Avg"),
+    "epochs": (6, "Avg"),
 }
-"""What a board is asked about, and where the paper has it."""
+"""The settings that a board may have, each with its table and column of the paper."""
 
 REGIMES = ("strong", "intermediate", "weak")
 BASELINES = ("nll", "linear", "eaft")
@@ -51,7 +51,10 @@ class FocusPath(NamedTuple):
 
 
 class Board(Protocol):
-    """Scores in per cent. What a board does not have is an empty list or None."""
+    """Scores in per cent. A setting that a board does not have has no cases; a missing score is None.
+
+    A case is a model, an epoch, or a regime of the study.
+    """
 
     def cases(self, setting: str) -> Sequence[str]: ...
 
@@ -64,18 +67,6 @@ class Board(Protocol):
 
 # --- the paper's board ------------------------------------------------------------------------------------------------
 
-_COLUMNS = {
-    "strong": (1, "Avg"),
-    "intermediate": (2, "Avg"),
-    "weak": (3, "Jaro-Winkler"),
-    "weak exact": (3, "Exact Match"),
-    "mixed": (4, "Total-Avg"),
-    "mixed general": (4, "General-Avg"),
-    "mixed maths": (4, "MATH-Avg"),
-    "ood": (5, "Avg"),
-    "epochs": (6, "Avg"),
-}
-
 
 class PaperBoard:
     """The printed numbers; a printed difference counts as decided, because the paper prints no standard errors.
@@ -86,7 +77,7 @@ class PaperBoard:
     _methods: Mapping[str, str] = {objective: method for method, objective in paper_methods().items()}
 
     def _table(self, setting: str) -> tuple[PaperTable, str]:
-        number, column = _COLUMNS[setting]
+        number, column = SETTINGS[setting]
         return paper_tables()[number], column
 
     def cases(self, setting: str) -> Sequence[str]:

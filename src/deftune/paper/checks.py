@@ -17,6 +17,8 @@ from deftune.paper.board import BASELINES, OURS, REGIMES, TUNED, Board, Differen
 from deftune.paper.printed import HALF_CENT
 
 Verdict = Literal["holds", "in part", "fails", "undecided", "not printed"]
+Pair = tuple[str, str]
+"""Two objectives a and b: a claim is about a minus b."""
 Check = Callable[[Board], "Finding | None"]
 """None: the board lacks what the claim is about."""
 
@@ -48,16 +50,13 @@ class Tally:
         return f"ahead in {self.ahead} of {self.cases}{undecided}: {'; '.join(self.details)}"
 
 
-def tally(
-    board: Board, settings: Iterable[str], pairs: Iterable[tuple[str, str]], *, margin: float = 0.0
-) -> Tally | None:
+def tally(board: Board, settings: Sequence[str], pairs: Sequence[Pair], *, margin: float = 0.0) -> Tally | None:
     """Every pair (a, b) in every case of the settings; None where the board lacks one of them.
 
     Ahead: a decided difference of more than ``margin`` points.
     """
     ahead = behind = undecided = 0
     details: list[str] = []
-    pairs = list(pairs)
     for setting in settings:
         cases = board.cases(setting)
         if not cases:
@@ -79,47 +78,40 @@ def tally(
     return Tally(ahead, behind, undecided, tuple(details))
 
 
-def verdict_of(ahead: int, behind: int, undecided: int) -> Verdict:
-    """Holds where every case is ahead, in part where more than half are; undecided where the open cases could do so."""
-    cases = ahead + behind + undecided
-    if ahead == cases:
+def verdict_of(ahead: int, behind: int, undecided: int, *, most: bool = False) -> Verdict:
+    """Holds where every case is ahead, in part where more than half are; undecided where the open cases could do so.
+
+    With ``most`` more than half are enough to hold.
+    """
+    half = (ahead + behind + undecided) / 2
+    if (most and ahead > half) or behind == undecided == 0:
         return "holds"
     if behind == 0:
         return "undecided"
-    if ahead > cases / 2:
+    if ahead > half:
         return "in part"
-    return "undecided" if ahead + undecided > cases / 2 else "fails"
+    return "undecided" if ahead + undecided > half else "fails"
 
 
-def consistently(settings: Iterable[str], pairs: Iterable[tuple[str, str]], *, margin: float = 0.0) -> Check:
+def consistently(
+    settings: Sequence[str], pairs: Sequence[Pair], *, margin: float = 0.0, most: bool = False
+) -> Check:  # fmt: skip
     """Holds where a is ahead of b in every case; in part where in more than half of them."""
-    settings, pairs = tuple(settings), tuple(pairs)
 
     def check(board: Board) -> Finding | None:
         found = tally(board, settings, pairs, margin=margin)
-        return found and Finding(verdict_of(found.ahead, found.behind, found.undecided), str(found))
+        return found and Finding(verdict_of(found.ahead, found.behind, found.undecided, most=most), str(found))
 
     return check
 
 
-def mostly(settings: Iterable[str], pairs: Iterable[tuple[str, str]]) -> Check:
+def mostly(settings: Sequence[str], pairs: Sequence[Pair]) -> Check:
     """Holds where a is ahead of b in more than half of the cases."""
-    settings, pairs = tuple(settings), tuple(pairs)
-
-    def check(board: Board) -> Finding | None:
-        found = tally(board, settings, pairs)
-        if found is None:
-            return None
-        if found.ahead > found.cases / 2:
-            return Finding("holds", str(found))
-        return Finding("undecided" if found.ahead + found.undecided > found.cases / 2 else "fails", str(found))
-
-    return check
+    return consistently(settings, pairs, most=True)
 
 
-def comparable(settings: Iterable[str], pairs: Iterable[tuple[str, str]]) -> Check:
+def comparable(settings: Sequence[str], pairs: Sequence[Pair]) -> Check:
     """Holds where every difference is within twice its standard error; in part where more than half are."""
-    settings, pairs = tuple(settings), tuple(pairs)
 
     def check(board: Board) -> Finding | None:
         details: list[str] = []
@@ -179,7 +171,7 @@ def best_overall(settings: Sequence[str], objectives: Sequence[str], rivals: Seq
     return check
 
 
-def leads(board: Board, setting: str, pairs: Iterable[tuple[str, str]]) -> list[Difference] | None:
+def leads(board: Board, setting: str, pairs: Iterable[Pair]) -> list[Difference] | None:
     """The mean over cases of a - b of every pair (a, b); None where a case lacks a difference.
 
     A mean is decided where it is for the only case, or by its errors for several.

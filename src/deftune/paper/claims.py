@@ -5,8 +5,8 @@ scores by setting, case and objective. The paper's own tables are one board (`Pa
 another, so the same function gives both verdicts. A board without the settings a claim is about gives None: not
 measured.
 
-The readings are ours (`claims_checks` says how words are read). The paper prints no seeds, so a verdict on its numbers
-says nothing about chance.
+The readings are ours (`deftune.paper.checks` says how words are read). The paper prints no seeds, so a verdict on its
+numbers says nothing about chance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from itertools import product
 from deftune.paper.board import BASELINES, OURS, REGIMES, Board, PaperBoard
 from deftune.paper.checks import (
     Check,
-    Finding,
     a_figure,
     best_overall,
     comparable,
@@ -45,10 +44,6 @@ class Claim:
     reading: str
     rests_on: str
     check: Check
-
-    def verdict(self, board: Board) -> Finding | None:
-        """None: the board lacks what the claim is about."""
-        return self.check(board)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
@@ -117,7 +112,7 @@ CLAIMS: tuple[Claim, ...] = (
         "multi-epoch-order", "Table 6, caption",
         "Cayley-Trans and DEFT consistently outperform both -log p and -p across all epochs",
         "both above both in every epoch", "Table 6 (Avg)",
-        consistently(("epochs",), product(OURS, ("nll", "linear"))),
+        consistently(("epochs",), list(product(OURS, ("nll", "linear")))),
     ),
     Claim(
         "intermediate-comparable", "Table 2, caption",
@@ -240,20 +235,24 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def study_ledger() -> dict[str, dict[str, str]]:
-    """By claim, what the study's committed cells say; `python -m deftune.paper.study report` writes the file."""
+    """By claim, what the study's committed cells say; `python -m benchmarks.study report` writes the file."""
     return json.loads(resources.files("deftune.paper").joinpath("ledger.json").read_text(encoding="utf-8"))
 
 
 def claim_records(ours: Board | None = None) -> list[dict[str, str]]:
     """The ledger, with the verdict of a comparison, or without one the study's: "" is not measured."""
-    paper, known = PaperBoard(), {} if ours is not None else study_ledger()
+    paper, study = PaperBoard(), study_ledger()
+    unmeasured = {"verdict": "", "because": "", "best": "", "differs": ""}
     records: list[dict[str, str]] = []
     for claim in CLAIMS:
-        printed, measured = claim.verdict(paper), claim.verdict(ours) if ours is not None else None
+        printed = claim.check(paper)
         assert printed is not None  # the paper's board has every setting
-        mine = known.get(claim.name, {"verdict": "", "because": "", "best": "", "differs": ""})
-        if measured is not None:
-            mine = {"verdict": measured.verdict, "because": measured.because, "best": "", "differs": ""}
+        if ours is None:
+            mine = study[claim.name]
+        elif (found := claim.check(ours)) is not None:
+            mine = unmeasured | {"verdict": found.verdict, "because": found.because}
+        else:
+            mine = unmeasured
         records.append({
             "name": claim.name, "where": claim.where, "quote": claim.quote, "reading": claim.reading,
             "rests_on": claim.rests_on, "paper": printed.verdict, "paper_because": printed.because,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -98,11 +97,6 @@ class PaperTable:
                 return cell
         raise KeyError(f"Table {self.number} has no cell {model}, {method}, epoch {epochs}, {column}")
 
-    def rows(self) -> Iterator[tuple[Cell, ...]]:
-        """Its rows, in the printed order."""
-        for start in range(0, len(self.cells), len(self.columns)):
-            yield self.cells[start : start + len(self.columns)]
-
 
 @cache
 def _content() -> dict[str, Any]:
@@ -171,12 +165,9 @@ def printed_tables(number: int) -> list[ResultTable]:
     for cell in table.cells:
         group = cell.model + (f", epoch {cell.epochs}" if number == 6 else "")
         size = paper_sets()[cell.column].items if cell.column in paper_sets() else None
-        groups.setdefault(group, {}).setdefault(cell.method, {})[cell.column] = Score(cell.value, items=size)
+        method = BASE if cell.method == "Base" else cell.method
+        groups.setdefault(group, {}).setdefault(method, {})[cell.column] = Score(cell.value, items=size)
     return [
-        ResultTable(f"Table {number} of the paper: {table.title}, {group}", table.columns, _base_named(rows))
+        ResultTable(f"Table {number} of the paper: {table.title}, {group}", table.columns, rows)
         for group, rows in groups.items()
     ]
-
-
-def _base_named(rows: dict[str, dict[str, Score]]) -> dict[str, dict[str, Score]]:
-    return {BASE if name == "Base" else name: row for name, row in rows.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -72,20 +73,8 @@ REGIMES: dict[str, Regime] = {
 }  # fmt: skip
 
 
-class Method(NamedTuple):
-    """A row of the result tables: as the paper writes it, and as `deftune.objective` reads it."""
-
-    paper: str
-    objective: str
-
-
-METHODS: dict[str, Method] = {
-    "nll": Method("-logp", "nll"),
-    "linear": Method("-p", "linear"),
-    "eaft": Method("EAFT", "eaft"),
-    "cayley": Method("Cayley-Trans", "cayley"),
-    "deft": Method("DEFT", "deft"),
-}
+METHODS: dict[str, str] = {"nll": "-logp", "linear": "-p", "eaft": "EAFT", "cayley": "Cayley-Trans", "deft": "DEFT"}
+"""The rows of the result tables: objective -> as the paper writes it."""
 
 
 class Cells(NamedTuple):
@@ -214,7 +203,7 @@ class Recipe:
         backbone, regime = BACKBONES[self.backbone], REGIMES[self.regime]
         return {
             "run": f"runs/{self.name}",
-            "objective": METHODS[self.method].objective,
+            "objective": self.method,
             "model": {"name": backbone.hub},
             "data": {
                 "train": [dict(regime.source)],
@@ -260,18 +249,9 @@ def recipes() -> list[Recipe]:
     """Every run behind the paper's tables, in the tables' order."""
     tables: dict[tuple[str, str, str, int], list[str]] = {}
     for table, cells in CELLS.items():
-        for backbone in cells.backbones:
-            for method in METHODS:
-                for epochs in cells.epochs:
-                    tables.setdefault((cells.regime, backbone, method, epochs), []).append(table)
+        for backbone, method, epochs in product(cells.backbones, METHODS, cells.epochs):
+            tables.setdefault((cells.regime, backbone, method, epochs), []).append(table)
     return [Recipe(_name(*run), tuple(found), *run) for run, found in tables.items()]
-
-
-def cells(table: str) -> list[Recipe]:
-    """The runs behind the trained cells of a table."""
-    if table not in CELLS:
-        raise ValueError(f"unknown table {table!r}. Known: {', '.join(CELLS)}")
-    return [recipe for recipe in recipes() if table in recipe.tables]
 
 
 def recipe(name: str) -> Recipe:
@@ -298,13 +278,12 @@ def _name(regime: str, backbone: str, method: str, epochs: int) -> str:
 def render_recipe(name: str) -> str:
     """The recipe as a YAML file, each setting with its mark; `load_config` reads it back to the same config."""
     found = recipe(name)
-    method, backbone = METHODS[found.method], BACKBONES[found.backbone]
     where = "; ".join(f"{table} ({CELLS[table].evaluated_on})" for table in found.tables)
     lines = list(_yaml_lines(found, found.config()))
     width = 2 + max(len(line) for line, mark in lines if mark)
     return "\n".join(
         [
-            f"# {name}: {backbone.hub} tuned with {method.paper}, {found.regime} regime.",
+            f"# {name}: {BACKBONES[found.backbone].hub} tuned with {METHODS[found.method]}, {found.regime} regime.",
             f"# The run behind: {where}.",
             "# Settings are marked: stated in the paper (arXiv 2602.11424), only in the code released with it",
             "# (luludus/DEFT), or ours.",

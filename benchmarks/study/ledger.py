@@ -1,22 +1,25 @@
-"""The claims ledger from the study's own cells: the paper's sentences, judged by the functions that judge its tables.
+"""The parts of the package that the study writes: the ledger of `deftune paper claims`, the rows of `deftune advise`.
 
-The study's data, models and sets are not the paper's, so that a verdict here is about the sentence, never a check of
-the paper's number; the ledger says what differs.
+The ledger judges the paper's sentences by the study's cells, with the functions that judge the paper's tables. The
+study's data, models and sets are not the paper's, so that a verdict is about the sentence, never a check of the paper's
+number; the ledger names the differences.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from deftune.comparison.evidence import BEST, GREEDY, HOT
 from deftune.comparison.grid import BASE
-from deftune.comparison.scores import common
 from deftune.comparison.tables import LEVEL
-from deftune.paper.board import Board, Difference, FocusPath, PaperBoard
+from deftune.paper.board import REGIMES, TUNED, Difference, FocusPath, PaperBoard
 from deftune.paper.claims import CLAIMS
-from deftune.paper.study_effects import REFERENCE, Effect, Section, choose, effect_of
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_text import seeds_text, table
+
+from .cells import Record
+from .effects import REFERENCE, Section
+from .plan import Plan
+from .tables import seeds_text, table
 
 PAPERS = {
     "strong": "NuminaMath, asked five sets, four models",
@@ -30,7 +33,7 @@ PAPERS = {
     "epochs": "NuminaMath, asked five sets",
 }
 """By setting of a board: what the paper trains on and asks, which is not what we do."""
-HOT = ("strong", "mixed maths", "epochs")
+SAMPLED = ("strong", "mixed maths", "epochs")
 """Settings whose answers the released code samples at T = 1; those of all others are greedy."""
 KINDS = {"strong": "strong", "intermediate": "intermediate", "weak": "weak", "mixed maths": "mixed"}  # setting -> kind
 
@@ -64,7 +67,7 @@ class StudyBoard:
         return [case for case, section in self._sections.get(setting, {}).items() if section.primary]
 
     def temperature(self, setting: str) -> float | None:
-        return None if self.best else 1.0 if setting in HOT else 0.0
+        return None if self.best else 1.0 if setting in SAMPLED else 0.0
 
     def differs(self, setting: str) -> str:
         """Why our numbers of a setting cannot stand beside the paper's as equals: data, items, model and seeds."""
@@ -85,15 +88,13 @@ class StudyBoard:
 
     def difference(self, setting: str, case: str, a: str, b: str) -> Difference | None:
         section = self._sections[setting][case]
-        if a not in section.scores or b not in section.scores:
-            return None
         temperature = self.temperature(setting)
-        effect = difference_of(section, a, b, temperature)
+        effect = section.difference(a, temperature, against=b)
         if effect is None:
             return None
         p = effect.p
         if REFERENCE in (a, b) and BASE not in (a, b):
-            p = section.holm_at(temperature)[a if b == REFERENCE else b]
+            p = section.holm(temperature)[a if b == REFERENCE else b]
         error = 100 * (effect.high - effect.low) / (2 * 1.96)
         return Difference(100 * effect.value, error, p < LEVEL)
 
@@ -110,17 +111,6 @@ class StudyBoard:
         return None
 
 
-def difference_of(section: Section, a: str, b: str, temperature: float | None) -> Effect | None:
-    """a minus b on the cells that both have (None: each at its best temperature); the untuned model has one for all."""
-    if BASE in (a, b):
-        one, two = section.chosen(a, temperature), section.chosen(b, temperature)
-    else:
-        mine, theirs = section.scores[a], section.scores[b]
-        one = choose(common(mine, theirs), section.averaged, temperature)
-        two = choose(common(theirs, mine), section.averaged, temperature)
-    return effect_of(one.minus(two, section.averaged)) if one and two else None
-
-
 def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
     """By claim: our verdict and its numbers ("" where nothing was measured), and why it is not the paper's number.
 
@@ -129,17 +119,17 @@ def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
     entries: dict[str, dict[str, str]] = {}
     for claim in CLAIMS:
         board = StudyBoard(found, plan)
-        finding = claim.verdict(board)
+        finding = claim.check(board)
         asked = list(dict.fromkeys(board.asked))
         lacking = [setting for setting in asked if not board.cases(setting)]
         differs = ". ".join(board.differs(setting) for setting in asked if setting not in lacking)
-        if finding is None or finding.verdict == "not printed":
+        if finding is None:
             why = f"no cells yet: {', '.join(lacking)}" if lacking else "an objective of the sentence has no cells yet"
             if not asked:
                 why = "rests on token tables, which are not among the committed results"
             entries[claim.name] = {"verdict": "", "because": why, "best": "", "differs": differs}
         else:
-            other = claim.verdict(StudyBoard(found, plan, best=True))
+            other = claim.check(StudyBoard(found, plan, best=True))
             best = f"{other.verdict}: {other.because}" if other else ""
             entries[claim.name] = {"verdict": finding.verdict, "because": finding.because, "best": best,
                                    "differs": differs}  # fmt: skip
@@ -149,9 +139,9 @@ def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
 def ledger_block(entries: Mapping[str, Mapping[str, str]]) -> str:
     """The generated part of docs/claims.md: every claim with the paper's verdict and ours."""
     rows: list[list[str]] = []
-    paper: Board = PaperBoard()
+    paper = PaperBoard()
     for claim in CLAIMS:
-        printed, ours = claim.verdict(paper), entries[claim.name]
+        printed, ours = claim.check(paper), entries[claim.name]
         assert printed is not None
         mine = f"**{ours['verdict']}**: {ours['because']}" if ours["verdict"] else f"not measured ({ours['because']})"
         verdict, _, because = ours["best"].partition(": ")
@@ -160,14 +150,58 @@ def ledger_block(entries: Mapping[str, Mapping[str, str]]) -> str:
             f"**{verdict}**: {because}" if verdict else "", ours["differs"] if ours["verdict"] else "",
         ])  # fmt: skip
     done = sum(bool(entry["verdict"]) for entry in entries.values())
-    head = f"{done} of {len(CLAIMS)} claims have cells in the study so far."
-    return f"{head}\n\n" + table(
-        [
-            "claim, as it is read",
-            "the paper's numbers",
-            "ours, at the paper's temperature",
-            "ours, each at its best temperature",
-            "not comparable because",
-        ],
-        rows,
-    )
+    header = ["claim, as it is read", "the paper's numbers", "ours, at the paper's temperature",
+              "ours, each at its best temperature", "not comparable because"]  # fmt: skip
+    return f"{done} of {len(CLAIMS)} claims have cells in the study so far.\n\n{table(header, rows)}"
+
+
+# --- evidence ---------------------------------------------------------------------------------------------------------
+
+
+def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) -> list[Record]:
+    """The rows of `deftune.comparison.evidence`: the study's, those from before it, and the paper's.
+
+    A row from before the study has ``until``, the regime of the study that replaces the row.
+    """
+    regimes = {section.regime for section in found if section.primary}
+    rows = [row for section in found if not plan.is_variant(section.regime) for row in section_rows(section, plan)]
+    for row in earlier:
+        if row.get("until") not in regimes:
+            rows.append({key: value for key, value in row.items() if key != "until"})
+    return rows + paper_rows()
+
+
+def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
+    about = plan.about(section)
+    base = next((cell["held_out"] for cell in section.cells(BASE) if "held_out" in cell), None)
+    for name in section.primary:
+        for measure, temperature in ((BEST, None), (GREEDY, 0.0), (HOT, 1.0)):
+            pair, effect = section.pair(name, temperature), section.difference(name, temperature)
+            if pair and effect:
+                value, low, high = effect.points
+                yield {
+                    "regime": about["kind"], "model": about["model"], "data": about["data"],
+                    "task": ", ".join(section.averaged), "base_p": base and round(base["p"][0], 2),
+                    "base_concentration": base and round(base["concentration"][0], 2), "objective": name,
+                    "against": REFERENCE, "measure": measure, "difference": value, "low": low, "high": high,
+                    "p_holm": section.holm(temperature)[name], "seeds": effect.seeds,
+                    "learning_rates": sorted({o.learning_rate for o in pair[0].chosen if o.learning_rate is not None}),
+                    "source": "study", "where": "docs/study/results.md",
+                }  # fmt: skip
+
+
+def paper_rows() -> list[Record]:
+    rows: list[Record] = []
+    board = PaperBoard()
+    for regime in REGIMES:
+        for name in TUNED[1:]:
+            pairs = [board.difference(regime, case, name, REFERENCE) for case in board.cases(regime)]
+            values = [pair.value for pair in pairs if pair]
+            ahead = sum(value > 0 for value in values)
+            rows.append({
+                "regime": regime, "model": f"{len(values)} models", "objective": name, "against": REFERENCE,
+                "measure": "the paper's average", "difference": round(sum(values) / len(values), 1), "seeds": 1,
+                "learning_rates": [5e-5, 2e-5], "source": "paper", "where": f"Table {REGIMES.index(regime) + 1}",
+                "note": f"ahead on {ahead} of {len(values)} models",
+            })  # fmt: skip
+    return rows

@@ -4,11 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-import deftune
-from deftune.paper.floor import (
+from benchmarks.study.floor import (
     DEFT_NOISE,
     FLOORS,
     conflict_shares,
@@ -25,6 +21,10 @@ from deftune.paper.floor import (
     nll_time,
     noise_probability,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deftune
 from deftune.tokens.table import token_schema
 
 starts = st.floats(1e-6, 0.4)

@@ -50,7 +50,7 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
         "regime": cell.regime, "objective": cell.objective, "learning_rate": cell.learning_rate, "seed": cell.seed,
         "state": state["state"], "environment": environment, "command": rerun_command(cell, file),
     }  # fmt: skip
-    if failures := failures_of(state):
+    if failures := state.get("failures"):
         record["failures"] = failures
     if state["state"] == "failed":
         return record
@@ -65,7 +65,7 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
     record["task_versions"] = task_versions(cell)
     if cell.section.tokens:
         with readable(cell.folder / "tokens.parquet", cell):
-            record["held_out"] = held_out_record(cell.folder / "tokens.parquet")
+            record["held_out"] = short(table_record(cell.folder / "tokens.parquet"))
     if records := thinned(train_records(cell), RECORDS):
         record["training"] = {
             name: [rounded(float(r[name]), 4) for r in records] for name in TRAINED if all(name in r for r in records)
@@ -77,14 +77,6 @@ def seconds_of(cell: Record) -> float:
     """Wall seconds of a cell: training steps, token table, answers, and the rest."""
     cost = cell["cost"]
     return sum(cost[name] for name in ("steps_seconds", "tokens_seconds", "eval_seconds", "overhead_seconds"))
-
-
-def failures_of(state: Mapping[str, Any]) -> list[Record]:
-    """The failures that a cell recorded; those of a cell that failed last include the last one."""
-    found: list[Record] = list(state.get("failures", ()))
-    if state["state"] == "failed" and not found:
-        found.append({"stage": state.get("stage", ""), "error": state.get("error", "")})
-    return found
 
 
 def rerun_command(cell: Cell, file: str) -> str:
@@ -100,23 +92,29 @@ def rerun_command(cell: Cell, file: str) -> str:
 def answers_record(cell: Cell, title: str) -> Record:
     """task -> items (their ids) and, by temperature, grades and form of the answers."""
     folder = cell.folder / f"eval-{title}"
-    found: Record = {}
+    by_task: dict[str, list[Record]] = {}
     with readable(folder / "graded.jsonl", cell):
         for record in Result(folder).read_graded():
-            task = found.setdefault(str(record["task"]), {"items": {}, "temperatures": {}})
-            task["items"].setdefault(str(record["id"]), len(task["items"]))
-            task["temperatures"].setdefault(f"{record['temperature']:g}", []).append(record)
-    for task in found.values():
-        task["temperatures"] = {t: graded_record(records, task["items"]) for t, records in task["temperatures"].items()}
-        task["items"] = list(task["items"])
+            by_task.setdefault(str(record["task"]), []).append(record)
+    found: Record = {}
+    for task, records in by_task.items():
+        items = list(dict.fromkeys(str(r["id"]) for r in records))
+        temperatures: dict[str, list[Record]] = {}
+        for record in records:
+            temperatures.setdefault(f"{record['temperature']:g}", []).append(record)
+        found[task] = {
+            "items": items,
+            "temperatures": {t: graded_record(group, items) for t, group in temperatures.items()},
+        }
     return found
 
 
-def graded_record(records: Sequence[Record], places: Mapping[str, int]) -> Record:
+def graded_record(records: Sequence[Record], items: Sequence[str]) -> Record:
     """The answers at one temperature: a string of 0 and 1 for each sample, in the order of the items."""
+    places = {item: place for place, item in enumerate(items)}
     samples = max(int(r["sample"]) for r in records) + 1
-    grades = [[""] * len(places) for _ in range(samples)]
-    similar = [[0] * len(places) for _ in range(samples)]
+    grades = [[""] * len(items) for _ in range(samples)]
+    similar = [[0] * len(items) for _ in range(samples)]
     for r in records:
         if float(r["score"]) not in (0.0, 1.0):
             raise ValueError(f"{r['id']}: a score is 0 or 1, got {r['score']}")
@@ -133,13 +131,8 @@ def graded_record(records: Sequence[Record], places: Mapping[str, int]) -> Recor
     return record | ({"similarity": similar} if "similarity" in records[0] else {})  # in thousandths
 
 
-def held_out_record(path: Path) -> Record:
-    """Token statistics of held-out rows: [mean, low, high] of a 95% interval over rows, and the counts."""
-    return {name: short(value) for name, value in table_record(path).items()}
-
-
 def short(value: Any) -> Any:
-    """A number rounded, a mean with its interval as [mean, low, high], all else as it is.
+    """Statistics with rounded numbers: a mean and its 95% interval become [mean, low, high].
 
     >>> short({"rows": 2, "p": {"mean": 0.123456789, "low": 0.1, "high": 0.2}})
     {'rows': 2, 'p': [0.12346, 0.1, 0.2]}
@@ -260,7 +253,7 @@ def collect(
     study = read_study(out) if out.is_file() else None
     if study is not None:  # an option that came later has its default
         study.config = shared_config(study.comparison())
-    said: list[str] = []
+    messages: list[str] = []
     file = file or f"benchmarks/study/{out.stem}.yaml"
     for folder, again in [*((f, False) for f in folders), *((f, True) for f in reruns)]:
         comparison = load_comparison(folder)
@@ -279,11 +272,11 @@ def collect(
             take_items(study, record, folder)
             add_cell(study, cell.name, record, folder, again=again)
         if waiting:
-            said.append(f"{folder}: {len(waiting)} cells are not finished: {', '.join(waiting)}")
+            messages.append(f"{folder}: {len(waiting)} cells are not finished: {', '.join(waiting)}")
     if study is None:
         raise ValueError("collect: name at least one folder of a comparison")
     write_study(study, out)
-    return study, said
+    return study, messages
 
 
 def shared_config(comparison: Comparison) -> Record:

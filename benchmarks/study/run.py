@@ -18,8 +18,9 @@ from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, ope
 from deftune.comparison.schedule import CROWDED, Children, Failures, Runner, check_comparison
 from deftune.data.sources import is_hub_id
 from deftune.evaluation.items import MissingData
-from deftune.paper.study_cells import Study, collect, read_study, seconds_of
-from deftune.paper.study_plan import Plan
+
+from .cells import Study, collect, read_study, seconds_of
+from .plan import Plan
 
 Say = Callable[[str], None]
 START_SECONDS = 20.0  # before a cell's clock begins: a process, its imports

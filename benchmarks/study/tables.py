@@ -1,26 +1,84 @@
-"""The tables of docs/study/results.md: scores, tokens and form of the answers by regime, and what the cells cost."""
+"""The tables of docs/study/results.md: scores, tokens and form of the answers by regime, and the cost of the cells."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL, escape_markdown
-from deftune.paper.study_cells import Record, Study, seconds_of
-from deftune.paper.study_effects import REFERENCE, Section, effect_of
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_text import code, mean, number, p_text, points, table, wrapped
+
+from .cells import Record, Study, seconds_of
+from .effects import REFERENCE, Effect, Section, effect_of, in_points, share
+from .plan import Plan
 
 EXPLICIT = ("boxed", "marked", "stated", "text")  # how an answer that states itself is found
+
+
+# --- words and numbers ------------------------------------------------------------------------------------------------
+
+
+def code(objective: str) -> str:
+    return f"`{objective}`"
+
+
+def points(effect: Effect | None, *, sign: bool = True) -> str:
+    """A value in points with its interval."""
+    if effect is None:
+        return "-"
+    value, low, high = effect.points
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]" if sign else f"{value:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    r"""A Markdown table; a bar inside of a cell is escaped.
+
+    >>> print(table(["a"], [["`deft | floor(0.2)`"]]))
+    | a |
+    |---|
+    | `deft \| floor(0.2)` |
+    """
+    lines = [[re.sub(r"(?<!\\)\|", r"\|", cell) for cell in row] for row in [header, *rows]]
+    texts = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([texts[0], f"|{'---|' * len(header)}", *texts[1:]])
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def seeds_text(number: int) -> str:
+    return f"{number} seed{'s' * (number != 1)}"
+
+
+def p_text(p: float) -> str:
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def rate_text(section: Section) -> str:
+    """The rate at which all objectives are shown together."""
+    return "untuned" if section.reference_rate is None else f"learning rate {section.reference_rate:g}"
+
+
+# --- scores and tokens ------------------------------------------------------------------------------------------------
 
 
 def verdict(section: Section, objective: str) -> str:
     """above / below / not decided, by the primary measure."""
     effect = section.primary[objective]
-    if section.holm[objective] >= LEVEL:
+    if section.holm()[objective] >= LEVEL:
         return "not decided"
     return "above NLL" if effect.value > 0 else "below NLL"
 
@@ -28,11 +86,6 @@ def verdict(section: Section, objective: str) -> str:
 def shown(section: Section) -> list[str]:
     """The untuned model, where it has scores, and the tuned objectives."""
     return [*([BASE] if BASE in section.scores else []), *section.objectives]
-
-
-def seed_values(section: Section, objective: str) -> str:
-    """The difference from NLL of every seed, in points."""
-    return ", ".join(f"{round(100 * value, 1) + 0.0:+.1f}" for value in section.by_seed(objective))
 
 
 def primary_table(section: Section) -> str:
@@ -48,10 +101,11 @@ def primary_table(section: Section) -> str:
         )
         rates = {option.learning_rate for _, option in section.scores[name].values} - {None}
         effect = section.primary.get(name)
+        by_seed = ", ".join(f"{in_points(value):+.1f}" for value in section.by_seed(name)) if effect else "-"
         rows.append([
             code(name), str(len(chosen.seeds)) if name != BASE else "", str(len(rates)) if name != BASE else "",
-            " and ".join(options), points(score, sign=False), points(effect), seed_values(section, name) or "-",
-            p_text(section.holm[name]) if effect else "-", verdict(section, name) if effect else "",
+            " and ".join(options), points(score, sign=False), points(effect), by_seed,
+            p_text(section.holm()[name]) if effect else "-", verdict(section, name) if effect else "",
             points(section.fall(name)),
         ])  # fmt: skip
     return table(header, rows)
@@ -84,6 +138,11 @@ def rate_table(section: Section) -> str:
     return table(header, rows)
 
 
+def reference_cells(section: Section, objective: str) -> list[Record]:
+    """The cells of an objective at the rate of most cells."""
+    return section.cells(objective, None if objective == BASE else section.reference_rate)
+
+
 def token_table(section: Section) -> str:
     """Held-out tokens at the rate of most cells: means over seeds."""
     header = ["objective", "seeds", "NLL", "mean p", "sum P²", "entropy", "likeliest", "conflicts", "p of end tokens"]
@@ -91,7 +150,7 @@ def token_table(section: Section) -> str:
     header += ["p of exchanged answers"] if wrong else []
     rows: list[list[str]] = []
     for name in [BASE, *section.objectives]:
-        cells = section.cells(name, None if name == BASE else section.reference_rate)
+        cells = reference_cells(section, name)
         found = [cell["held_out"] for cell in cells if "held_out" in cell]
         if found:
             means = [mean(one[key][0] for one in found) for key in ("nll", "p", "concentration", "entropy")]
@@ -103,7 +162,7 @@ def token_table(section: Section) -> str:
     return table(header, rows) if rows else ""
 
 
-def entropy_curve(cells: Iterable[Mapping[str, Any]]) -> dict[float, float]:
+def entropy_curve(cells: Iterable[Record]) -> dict[float, float]:
     """Mean entropy of the held-out tokens by sampling temperature, over the cells that measured it; 0 at T = 0."""
     found = [cell["held_out"] for cell in cells if "entropies" in cell.get("held_out", {})]
     if not found:
@@ -160,7 +219,7 @@ def series_table(found: Sequence[Section], labels: Mapping[str, str]) -> str:
     return f"{about}\n\n{table(header, rows)}"
 
 
-def exchanged_p(cells: Iterable[Mapping[str, Any]]) -> float | None:
+def exchanged_p(cells: Iterable[Record]) -> float | None:
     """The mean p of the answers that were exchanged on purpose, over cells."""
     found = [cell.get("held_out", {}).get("exchanged") for cell in cells]
     return mean(one["p"][0] for one in found if one)
@@ -174,17 +233,14 @@ def form_table(section: Section) -> str:
     rows: list[list[str]] = []
     for name in [BASE, *section.objectives] if section.cells(BASE) else section.objectives:
         row = [code(name)]
-        cells = section.cells(name, None if name == BASE else section.reference_rate)
+        cells = reference_cells(section, name)
         for temperature in section.temperatures:
             found = [
                 task[f"{temperature:g}"] for cell in cells for task in cell["scores"][section.title].values()
                 if f"{temperature:g}" in task
             ]  # fmt: skip
-            shares: list[float | None] = []
-            for key, wanted in (("extracted", EXPLICIT), ("finished", ("length",))):
-                total = sum(sum(one[key].values()) for one in found)
-                shares.append(sum(one[key].get(how, 0) for one in found for how in wanted) / total if total else None)
-            row += [number(share, ".1%") for share in shares]
+            shares = share(found, "extracted", EXPLICIT), share(found, "finished", ("length",))
+            row += [number(value, ".1%") for value in shares]
             row.append(number(mean(one["answer_tokens"] for one in found), ".0f"))
         rows.append(row)
     return table(header, rows)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from benchmarks.study.__main__ import main
+from benchmarks.study.cells import read_study, write_study
+from benchmarks.study.plan import Plan
+from benchmarks.study.run import START_SECONDS, lacking, missing_cells, run_queue
 
 import tiny_comparison
 from deftune.comparison.grid import load_comparison
 from deftune.comparison.schedule import Children
-from deftune.paper.study import main
-from deftune.paper.study_cells import read_study, write_study
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_queue import START_SECONDS, lacking, missing_cells, run_queue
 from serial import run_here
 
 REPOSITORY = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_a_spent_budget_is_signalled_once(study, monkeypatch):
             super().stop()
             stops.append(self.signal)
 
-    monkeypatch.setattr("deftune.paper.study_queue.Children", Watching)
+    monkeypatch.setattr("benchmarks.study.run.Children", Watching)
     outcome = run_queue(plan, folder, results, minutes=1, say=lambda _: None, clock=iter(range(0, 10**4, 100)).__next__)
     assert stops == [signal.SIGTERM] and outcome.signal is None  # the budget is no signal of the user's
 
@@ -127,10 +127,10 @@ def test_a_signal_is_the_exit_code(study, monkeypatch, capsys):
             self.stop(signal.SIGINT)
             return iter(())
 
-    monkeypatch.setattr("deftune.paper.study_queue.Children", Stopped)
+    monkeypatch.setattr("benchmarks.study.run.Children", Stopped)
     assert run_queue(plan, folder, results, minutes=1, say=lambda _: None).signal == signal.SIGINT
-    monkeypatch.setattr("deftune.paper.study.FOLDER", folder)
-    monkeypatch.setattr("deftune.paper.study.Plan", lambda _: plan)
+    monkeypatch.setattr("benchmarks.study.__main__.FOLDER", folder)
+    monkeypatch.setattr("benchmarks.study.__main__.Plan", lambda _: plan)
     assert main(["run", "--minutes", "1", "--results", str(results)]) == 130
 
 

@@ -1,4 +1,4 @@
-"""What the committed cells of the study say: accuracies, and differences from NLL, with items and seeds as levels.
+"""Accuracies and differences from NLL of the committed cells, with items and seeds as levels.
 
 A setting (learning rate, and temperature where none is given) is chosen on one half of the items and scored on the
 other half, as in `deftune.comparison.scores`. Two objectives are compared on the cells that both have: the same seeds,
@@ -8,10 +8,9 @@ independently of each other. The p-value comes from the same resamples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from torch import Tensor
 from deftune.comparison.grid import BASE
 from deftune.comparison.scores import Scores, Shown, averaged_columns, common, show
 from deftune.evaluation.statistics import drawn_counts, holm, interval_of
-from deftune.paper.study_cells import Study
+
+from .cells import Record, Study
 
 REFERENCE = "nll"
 ORDER = (REFERENCE, "deft", "deft | floor(0.2)", "linear", "eaft", "cayley")  # others follow by name
@@ -39,7 +39,17 @@ class Effect:
 
     @property
     def points(self) -> tuple[float, float, float]:
-        return 100 * self.value, 100 * self.low, 100 * self.high
+        """Value, low and high in points, as they are shown."""
+        return in_points(self.value), in_points(self.low), in_points(self.high)
+
+
+def in_points(share: float) -> float:
+    """A share in percentage points, to one decimal, without -0.0.
+
+    >>> in_points(0.12345), in_points(-0.0001)
+    (12.3, 0.0)
+    """
+    return round(100 * share, 1) + 0.0
 
 
 @lru_cache(maxsize=4)
@@ -70,19 +80,24 @@ def effect_of(columns: Sequence[Tensor]) -> Effect:
     return Effect(value, interval.low, interval.high, round(p, 6), seeds, sum(c.shape[1] for c in columns))
 
 
-def choose(scores: Scores, averaged: Sequence[str], temperature: float | None) -> Shown | None:
-    """The averaged columns at the best setting of the other half; None where no cell is left."""
-    seeds = sorted(scores.seeds, key=str)
-    if not seeds or not scores.options(seeds, temperature):
-        return None
-    return show(scores, averaged, temperature, seeds)
-
-
 MOST_CUT = 0.1  # of the untuned model's answers
 
 
+def share(answers: Iterable[Record], key: str, kinds: Sequence[str]) -> float | None:
+    """The share of the answers whose count under ``key`` is of these kinds; None without answers.
+
+    >>> share([{"finished": {"stop": 3, "length": 1}}], "finished", ("length",))
+    0.25
+    """
+    counts = [answer[key] for answer in answers]
+    total = sum(sum(count.values()) for count in counts)
+    return sum(count.get(kind, 0) for count in counts for kind in kinds) / total if total else None
+
+
 class Section:
-    """One evaluation of one regime: the scores of every objective, and what follows from them.
+    """One evaluation of one regime: the scores of every objective, and their differences.
+
+    Where a method takes a ``temperature``, None is the temperature that the other half of the items chose.
 
     The untuned model has no score where more than a tenth of its answers were cut off: the limit of tokens would be
     measured, not the model.
@@ -91,31 +106,26 @@ class Section:
     def __init__(self, study: Study, regime: str, title: str):
         self.study, self.regime, self.title = study, regime, title
         self.scores = study.scores(regime, title)
+        answers = [answer for cell in self.cells(BASE) for task in cell["scores"][title].values()
+                   for answer in task.values()]  # fmt: skip
+        self.base_cut = share(answers, "finished", ("length",)) or 0.0  # of the untuned model's answers
         if self.base_cut > MOST_CUT:
             self.scores.pop(BASE, None)
-        self.effects: dict[tuple[str, str, float | None, float | None], Effect | None] = {}  # computed once
+        self._accuracies: dict[tuple[str, float | None, float | None], Effect | None] = {}
+        self._differences: dict[tuple[str, str, float | None], Effect | None] = {}
 
     def take_base(self, other: Section) -> None:
         """Take the untuned model's scores from another regime that asks it the same items (with more tokens)."""
-        if self.study.items[self.regime][self.title] != other.study.items[other.regime].get(self.title):
+        same = self.study.items[self.regime][self.title] == other.study.items[other.regime].get(self.title)
+        if not same or not other.cells(BASE):
             return
-        if not other.cells(BASE):
-            return
-        self.__dict__["base_cut"] = other.base_cut
+        self.base_cut = other.base_cut
         self.scores.pop(BASE, None)
         if BASE in other.scores:
             asked = {option.temperature for scores in self.scores.values() for _, option in scores.values}
             mine = self.scores[BASE] = Scores()
             known = other.scores[BASE].values
             mine.values = {key: known[key] for key in known if not asked or key[1].temperature in asked}
-
-    @cached_property
-    def base_cut(self) -> float:
-        """The share of the untuned model's answers that were cut off at the limit of tokens; 0 where it has none."""
-        tasks = [task for cell in self.cells(BASE) for task in cell["scores"][self.title].values()]
-        finished = [count["finished"] for task in tasks for count in task.values()]
-        total = sum(sum(counts.values()) for counts in finished)
-        return sum(counts.get("length", 0) for counts in finished) / total if total else 0.0
 
     @cached_property
     def averaged(self) -> list[str]:
@@ -147,32 +157,41 @@ class Section:
         return max(self.rates, key=key, default=None)
 
     def chosen(self, objective: str, temperature: float | None, rate: float | None = None) -> Shown | None:
-        return choose(common(self.scores[objective], rate=rate), self.averaged, temperature)
+        """The objective at its best setting; None where no cell has one."""
+        return self._best(common(self.scores[objective], rate=rate), temperature)
+
+    def _best(self, scores: Scores, temperature: float | None) -> Shown | None:
+        seeds = sorted(scores.seeds, key=str)
+        if not seeds or not scores.options(seeds, temperature):
+            return None
+        return show(scores, self.averaged, temperature, seeds)
 
     def accuracy(self, objective: str, temperature: float | None, rate: float | None = None) -> Effect | None:
-        """The score of an objective: at a temperature, or at the temperature that the other half of the items chose."""
-        key = "score", objective, temperature, rate
-        if key not in self.effects:
+        """The score of an objective, at one learning rate or at the rate that the other half of the items chose."""
+        key = objective, temperature, rate
+        if key not in self._accuracies:
             found = self.chosen(objective, temperature, rate)
-            self.effects[key] = found and effect_of([found.columns[column] for column in self.averaged])
-        return self.effects[key]
+            self._accuracies[key] = found and effect_of([found.columns[column] for column in self.averaged])
+        return self._accuracies[key]
 
-    def pair(self, objective: str, temperature: float | None, rate: float | None = None) -> tuple[Shown, Shown] | None:
-        """An objective and NLL on the cells that both have."""
-        if REFERENCE not in self.scores or objective == REFERENCE:
+    def pair(self, objective: str, temperature: float | None, against: str = REFERENCE) -> tuple[Shown, Shown] | None:
+        """Two objectives on the cells that both have; the untuned model has one cell for all."""
+        if objective == against or not {objective, against} <= self.scores.keys():
             return None
-        mine, theirs = self.scores[objective], self.scores[REFERENCE]
-        a = choose(common(mine, theirs, rate=rate), self.averaged, temperature)
-        b = choose(common(theirs, mine, rate=rate), self.averaged, temperature)
+        if BASE in (objective, against):
+            a, b = self.chosen(objective, temperature), self.chosen(against, temperature)
+        else:
+            mine, theirs = self.scores[objective], self.scores[against]
+            a, b = self._best(common(mine, theirs), temperature), self._best(common(theirs, mine), temperature)
         return (a, b) if a and b else None
 
-    def difference(self, objective: str, temperature: float | None, rate: float | None = None) -> Effect | None:
-        """An objective minus NLL."""
-        key = "difference", objective, temperature, rate
-        if key not in self.effects:
-            found = self.pair(objective, temperature, rate)
-            self.effects[key] = found and effect_of(found[0].minus(found[1], self.averaged))
-        return self.effects[key]
+    def difference(self, objective: str, temperature: float | None, against: str = REFERENCE) -> Effect | None:
+        """An objective minus another one."""
+        key = objective, against, temperature
+        if key not in self._differences:
+            found = self.pair(objective, temperature, against)
+            self._differences[key] = found and effect_of(found[0].minus(found[1], self.averaged))
+        return self._differences[key]
 
     def by_seed(self, objective: str) -> list[float]:
         """An objective minus NLL at the chosen temperature and rate, for each seed of its own."""
@@ -192,17 +211,13 @@ class Section:
         found = {name: self.difference(name, None) for name in self.objectives}
         return {name: effect for name, effect in found.items() if effect}
 
-    @cached_property
-    def holm(self) -> dict[str, float]:
-        return self.holm_at(None)
-
-    def holm_at(self, temperature: float | None) -> dict[str, float]:
-        """Holm's p-values of all objectives minus NLL at a temperature, or at the best one of each."""
+    def holm(self, temperature: float | None = None) -> dict[str, float]:
+        """Holm's p-values of all objectives minus NLL."""
         found = {name: self.difference(name, temperature) for name in self.primary}
         effects = {name: effect for name, effect in found.items() if effect}
         return dict(zip(effects, holm([effect.p for effect in effects.values()])))
 
-    def cells(self, objective: str, rate: float | None = None) -> list[Mapping[str, Any]]:
+    def cells(self, objective: str, rate: float | None = None) -> list[Record]:
         """The finished cells of an objective, at one rate or at any."""
         return [
             cell for cell in self.study.finished(self.regime)

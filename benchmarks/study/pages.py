@@ -1,35 +1,58 @@
-"""The study's report: the generated parts of docs/study/results.md and README.md.
+"""The study's pages: the generated parts of docs/study/results.md, README.md and docs/claims.md, figures and evidence.
 
-Every number comes from the committed results (`deftune.paper.study_cells`).
+Every number comes from the committed results (`cells`).
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from deftune.artifacts.files import write_atomic
+from deftune.comparison.figures import plot_rates, plot_temperatures
 from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL, escape_markdown
 from deftune.evaluation.crossed import crossed
-from deftune.paper.study_cells import Study, seconds_of
-from deftune.paper.study_effects import MOST_CUT, ORDER, REFERENCE, Effect, Section
-from deftune.paper.study_figures import figure_names
-from deftune.paper.study_plan import HEADLINE, Plan, rate_text, rates_text, wanted_text
-from deftune.paper.study_tables import (
+
+from .cells import Record, Study, read_study, seconds_of
+from .effects import MOST_CUT, ORDER, REFERENCE, Effect, Section, in_points, sections
+from .ledger import evidence, ledger, ledger_block
+from .plan import Plan, wanted_text
+from .tables import (
+    code,
     cost_tables,
     entropy_text,
     form_table,
+    points,
     primary_table,
     rate_table,
+    rate_text,
     rerun_table,
+    seeds_text,
     series_table,
+    table,
     temperature_table,
     token_table,
     verdict,
+    wrapped,
 )
-from deftune.paper.study_text import code, points, seeds_text, table, wrapped
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FOLDER = Path("benchmarks/study")
+IMAGES = Path("docs/images")
+PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md"), "ledger": Path("docs/claims.md")}
+"""By marker, the page that has it."""
+EVIDENCE = Path("src/deftune/comparison/evidence.json")
+LEDGER = Path("src/deftune/paper/ledger.json")
+HEADLINE = (REFERENCE, "deft", "deft | floor(0.2)")
 GREEDY_WITHIN, HOT_ABOVE = 1.0, 5.0  # points: question 4 of the plan
 
 
@@ -47,9 +70,12 @@ def answers(section: Section, plan: Plan) -> list[str]:
     verdicts = {"above NLL": "Above NLL", "below NLL": "Below NLL",
                 "not decided": f"Not decided (p of Holm at least {LEVEL:g})"}  # fmt: skip
     texts = [f"{title}: {', '.join(by[key])}" for key, title in verdicts.items() if key in by]
+    several = len(section.rates) > 1
+    rates = f"learning rate{'s' * several} {', '.join(f'{rate:g}' for rate in section.rates)}"
     lines = [
-        f"**{section.regime}, each at its best temperature and learning rate** ({plan.about(section)['model']}, up to "
-        f"{seeds_text(seeds)}, learning rates {rates_text(section.rates)}), minus NLL in points. {'. '.join(texts)}."
+        f"**{section.regime}, each at its best temperature{' and learning rate' * several}** "
+        f"({plan.about(section)['model']}, up to {seeds_text(seeds)}, {rates}), minus NLL in points. "
+        f"{'. '.join(texts)}."
     ]
     for title, temperature in (("greedy", 0.0), ("T = 1", 1.0)):
         if temperature in section.temperatures:
@@ -156,7 +182,7 @@ def variance_intervals(found: Sequence[Section]) -> list[str]:
         for name, effect in section.primary.items():
             if effect.seeds > 1 and (pair := section.pair(name, None)):
                 interval = crossed(pair[0].minus(pair[1], section.averaged)).interval
-                low, high = (round(100 * end, 1) + 0.0 for end in (interval.low, interval.high))
+                low, high = in_points(interval.low), in_points(interval.high)
                 lines.append(f"{section.regime} {code(name)} [{low:+.1f}, {high:+.1f}] ({effect.seeds} seeds)")
     return lines
 
@@ -196,6 +222,80 @@ def cell_list(studies: Sequence[Study]) -> str:
     )
 
 
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of a section: file, caption, title, and the function that draws the figure."""
+
+    file: str
+    caption: str
+    title: str
+    plot: Callable[[], Figure]
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        figure = self.plot()
+        figure.suptitle(self.title, fontsize=8)
+        figure.savefig(folder / self.file, dpi=200, facecolor="white", metadata={"Software": None})
+
+
+def pictures(section: Section, plan: Plan) -> list[Picture]:
+    """The score against temperature, and against learning rate, where there are several."""
+    about, stem, rate = plan.about(section), f"study_{section.regime}_{section.title}", rate_text(section)
+    title = f"{about['model']}, {about['data']}"
+    found: list[Picture] = []
+    if len(section.temperatures) > 1:
+        caption = f"Score against sampling temperature, {rate}"
+        found.append(Picture(f"{stem}_temperature.png", caption, f"{title}; {rate}", lambda: temperature_plot(section)))
+    if len(section.rates) > 1:
+        caption = "Score against learning rate, greedy and at temperature 1"
+        found.append(Picture(f"{stem}_rate.png", caption, title, lambda: plot_rates(rate_lines(section))))
+    return found
+
+
+def temperature_plot(section: Section) -> Figure:
+    """The panels of `temperature_lines` with one scale."""
+    figure = plot_temperatures(temperature_lines(section))
+    ends = [end for axis in figure.axes for end in axis.get_ylim()]
+    for axis in figure.axes:
+        axis.set_ylim(min(ends), max(ends))
+    return figure
+
+
+def temperature_lines(section: Section) -> list[Record]:
+    """The lines of the temperature figure: panel, objective, temperature, score and interval, at one rate."""
+    lines: list[Record] = []
+    rest = [name for name in section.objectives if name not in HEADLINE]
+    panels = {
+        "NLL, DEFT, DEFT with a floor": [BASE, *HEADLINE],
+        "other objectives of the paper": [REFERENCE, *(name for name in rest if name in ORDER)],
+        "candidates and controls": [REFERENCE, *(name for name in rest if name not in ORDER)],
+    }
+    for panel, names in panels.items():
+        for name in names if len(names) > 1 else ():
+            for temperature in section.temperatures:
+                rate = None if name == BASE else section.reference_rate
+                effect = section.accuracy(name, temperature, rate) if name in section.scores else None
+                if effect:
+                    lines.append({"regime": panel, "objective": name, "temperature": temperature,
+                                  "score": effect.value, "low": effect.low, "high": effect.high})  # fmt: skip
+    return lines
+
+
+def rate_lines(section: Section) -> list[Record]:
+    """The lines of the learning-rate figure: a panel for each temperature."""
+    lines: list[Record] = []
+    for temperature in (t for t in (0.0, 1.0) if t in section.temperatures):
+        for name in section.objectives:
+            for rate in section.rates:
+                if effect := section.accuracy(name, temperature, rate):
+                    lines.append({"temperature": temperature, "objective": name, "learning_rate": rate,
+                                  "score": effect.value, "low": effect.low, "high": effect.high})  # fmt: skip
+    return lines
+
+
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 NONE_YET = "No cell of the study is committed yet; the [plan](plan.md) says which will be run."
@@ -207,25 +307,28 @@ def heading(section: Section, plan: Plan) -> str:
     return f"{section.regime}: {about['model']} tuned on {about['data']}, asked {tasks}"
 
 
-def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan, figures: Sequence[str]) -> str:
+def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> str:
     """The generated part of docs/study/results.md."""
     if not found:
         return NONE_YET
     regimes = [section for section in found if not plan.is_variant(section.regime)]
-    said = [line for section in found for line in answers(section, plan)] + default_answer(regimes)
-    pages = ["## Answers", "\n".join(wrapped(f"- {line}", "  ") for line in said), wrapped(READING)]
+    sentences = [line for section in found for line in answers(section, plan)] + default_answer(regimes)
+    planned = sum(len(list(plan.wanted(tier))) for tier in plan.tiers)
+    missing = sum(len(plan.missing(tier, studies)) for tier in plan.tiers)
+    pages = [
+        f"{planned - missing} of {planned} planned cells are finished; [Limits](#limits) has the missing ones by tier.",
+        "## Answers", "\n".join(wrapped(f"- {line}", "  ") for line in sentences), wrapped(READING),
+    ]  # fmt: skip
     for section in found:
-        pages += [f"## {heading(section, plan)}", primary_table(section), "Score and difference from NLL at each "
-                  "temperature, each objective at its own learning rate (chosen on the other half of the items):",
-                  temperature_table(section)]  # fmt: skip
-        pages += [f"![{caption}](../images/{name})" for name, caption in figure_names(section) if name in figures]
+        at = "each objective at its own learning rate (chosen on the other half of the items)"
+        at = at if len(section.rates) > 1 else rate_text(section)
+        pages += [f"## {heading(section, plan)}", primary_table(section),
+                  f"Score and difference from NLL at each temperature, {at}:", temperature_table(section)]  # fmt: skip
+        pages += [f"![{picture.caption}](../images/{picture.file})" for picture in pictures(section, plan)]
         if len(section.rates) > 1:
             pages += ["Score by learning rate, each at its best temperature:", rate_table(section)]
         if tokens := token_table(section):
-            pages += [
-                f"Held-out tokens, {rate_text(section)}, means over seeds:",
-                tokens,
-            ]
+            pages += [f"Held-out tokens, {rate_text(section)}, means over seeds:", tokens]
             pages += [text] if (text := entropy_text(section, found, plan)) else []
         pages += [f"Form of the answers, {rate_text(section)}:", form_table(section)]
     for title, regimes_of in plan.series.items():
@@ -253,17 +356,15 @@ README_NONE = (
 )
 
 
-def readme_block(found: Sequence[Section], plan: Plan, figures: Sequence[str]) -> str:
+def readme_block(found: Sequence[Section], plan: Plan) -> str:
     """The generated part of README.md: the picture of the first regime, and its numbers."""
     section = next((s for s in found if s.primary and len(s.temperatures) > 1), None)
     if section is None:
         return README_NONE
     about = plan.about(section)
     shown = [name for name in HEADLINE[1:] if name in section.primary]
-    lines: list[str] = []
-    name, _ = figure_names(section)[0]
-    if name in figures:
-        lines += [f"![Accuracy against sampling temperature for {', '.join(HEADLINE)}](docs/images/{name})", ""]
+    image = pictures(section, plan)[0].file
+    lines = [f"![Accuracy against sampling temperature for {', '.join(HEADLINE)}](docs/images/{image})", ""]
     kinds = [("greedy", 0.0), ("T = 1", 1.0), ("best temperature", None)]
     kinds = [(title, t) for title, t in kinds if t is None or t in section.temperatures]
     reference = [section.accuracy(REFERENCE, t) for _, t in kinds]
@@ -280,3 +381,58 @@ def readme_block(found: Sequence[Section], plan: Plan, figures: Sequence[str]) -
         f"[study](docs/study/plan.md); [`deftune advise MODEL DATA`](docs/advise.md) applies them to your data."
     ))  # fmt: skip
     return "\n".join(lines)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def put_between(text: str, marker: str, block: str, where: Path) -> str:
+    """The text with ``block`` between ``<!-- marker -->`` and ``<!-- /marker -->``.
+
+    >>> put_between("a <!-- x -->old<!-- /x --> b", "x", "new", Path("page.md"))
+    'a <!-- x -->\\nnew\\n<!-- /x --> b'
+    """
+    first, last = f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    if text.count(first) != 1 or text.count(last) != 1:
+        raise ValueError(f"{where}: needs {first} and {last}, once each; the report is written between them")
+    head, _, rest = text.partition(first)
+    _, _, tail = rest.partition(last)
+    return f"{head}{first}\n{block}\n{last}{tail}"
+
+
+def report(root: Path, *, check: bool = False) -> list[Path]:
+    """Write the study's pages, figures and evidence table below ``root``, the checkout.
+
+    Args:
+        root: the checkout of the repository.
+        check: write nothing.
+
+    Returns:
+        The files that were not what the committed results say, and now are (with ``check``: still are not). Figures are
+        drawn anew by each call without ``check``, and with it they must exist.
+    """
+    studies = [read_study(path) for path in sorted((root / FOLDER / "results").glob("*.json"))]
+    plan = Plan(root / FOLDER / "plan.yaml")
+    found = plan.arranged(sections(studies))
+    changed: list[Path] = []
+    for picture in (picture for section in found for picture in pictures(section, plan)):
+        if not check:
+            picture.write(root / IMAGES)
+        elif not (root / IMAGES / picture.file).is_file():
+            changed.append(IMAGES / picture.file)
+    earlier = yaml.safe_load((root / FOLDER / "earlier.yaml").read_text(encoding="utf-8"))
+    claims = ledger(found, plan)
+    blocks = {
+        "results": results_page(studies, found, plan), "study": readme_block(found, plan),
+        "ledger": ledger_block(claims),
+    }  # fmt: skip
+    files = {EVIDENCE: evidence(found, plan, earlier), LEDGER: claims}
+    texts = {path: json.dumps(content, indent=1) + "\n" for path, content in files.items()}
+    for marker, page in PAGES.items():
+        texts[page] = put_between((root / page).read_text(encoding="utf-8"), marker, blocks[marker], page)
+    for path, text in texts.items():
+        if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text:
+            changed.append(path)
+            if not check:
+                write_atomic(root / path, text)
+    return changed

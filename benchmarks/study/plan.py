@@ -1,8 +1,8 @@
-"""The study's plan: tiers of cells, and what is said of a regime."""
+"""The study's plan: tiers of cells, and the description of each regime."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -10,11 +10,9 @@ import yaml
 from deftune.artifacts.names import shown_model
 from deftune.comparison.grid import BASE
 from deftune.objectives import objective as parse_objective
-from deftune.paper.study_cells import Record, Study
-from deftune.paper.study_effects import REFERENCE, Section
 
-HEADLINE = (REFERENCE, "deft", "deft | floor(0.2)")
-
+from .cells import Record, Study
+from .effects import Section
 
 Wanted = tuple[str, str, int | None, float | None]
 """A planned cell: regime, objective, seed, learning rate (None: any, or the untuned model)."""
@@ -74,26 +72,19 @@ class Plan:
 
     def missing(self, tier: Record, studies: Sequence[Study]) -> list[Wanted]:
         """The planned cells of a tier that no results file has."""
-        have = {
-            (cell["regime"], cell["objective"], cell["seed"], rate)
-            for study in studies
-            for cell in study.cells.values()
-            if cell["state"] == "finished"
-            for rate in (cell["learning_rate"], None)
-        }
+        cells = [cell for study in studies for cell in study.cells.values() if cell["state"] == "finished"]
+        have = {key for cell in cells for key in plan_keys(cell)}
         return [cell for cell in self.wanted(tier) if cell not in have]
 
     def tier_of(self, cell: Record) -> str:
         """The first tier that plans the cell; "" for a cell that was not planned."""
-        for tier in self.tiers:
-            if cell["regime"] in tier["regimes"]:
-                if cell["objective"] == BASE and tier.get("base"):
-                    return tier["name"]
-                rates = tier["learning_rates"]
-                if (cell["objective"] in tier["objectives"] and cell["seed"] in tier["seeds"]
-                        and (not rates or cell["learning_rate"] in rates)):  # fmt: skip
-                    return tier["name"]
-        return ""
+        keys = plan_keys(cell)
+        return next((tier["name"] for tier in self.tiers if keys & {*self.wanted(tier)}), "")
+
+
+def plan_keys(cell: Record) -> set[Wanted]:
+    """How a plan may name a cell: with its learning rate, or at any rate."""
+    return {(cell["regime"], cell["objective"], cell["seed"], rate) for rate in (cell["learning_rate"], None)}
 
 
 def wanted_text(cell: Wanted) -> str:
@@ -103,12 +94,3 @@ def wanted_text(cell: Wanted) -> str:
     """
     regime, objective, seed, rate = cell
     return f"{regime} {objective}" + ("" if seed is None else f" seed {seed}") + ("" if rate is None else f" {rate:g}")
-
-
-def rates_text(rates: Iterable[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in rates)
-
-
-def rate_text(section: Section) -> str:
-    """The rate at which all objectives are shown together."""
-    return "untuned" if section.reference_rate is None else f"learning rate {section.reference_rate:g}"

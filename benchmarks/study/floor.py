@@ -1,7 +1,7 @@
 """What a floor under DEFT's gate does: how fast a confident conflict is learned, and how much label noise is.
 
-    python -m deftune.paper.floor docs/images/floor.png          # the figure of docs/study/floor.md, and its numbers
-    python -m deftune.paper.floor --tokens tokens.parquet        # shares of the signal in a token table
+    python -m benchmarks.study.floor docs/images/floor.png          # the figure of docs/study/floor.md, and its numbers
+    python -m benchmarks.study.floor --tokens tokens.parquet        # shares of the signal in a token table
 
 The model has two logits, of the label and of one rival that holds the rest: P = (p, 1 - p). Under gradient flow each
 logit moves by minus its gradient, so that z = z_label - z_rival and p follow
@@ -277,7 +277,7 @@ def numbers() -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m deftune.paper.floor", description="what a floor does")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.study.floor", description="what a floor does")
     parser.add_argument("out", nargs="?", type=Path, help="write the figure there (.png, .svg, .pdf)")
     parser.add_argument("--tokens", type=Path, metavar="FILE", help="a token table: shares of its signal")
     args = parser.parse_args(argv)

@@ -1,12 +1,21 @@
 """The study's tools: from the folder of a comparison to committed results, pages, figures and evidence."""
 
 import copy
+import doctest
+import importlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.study.__main__ import main
+from benchmarks.study.cells import Study, collect, read_study, shared_config, write_study
+from benchmarks.study.effects import Section, effect_of, sections
+from benchmarks.study.ledger import StudyBoard, evidence, ledger
+from benchmarks.study.pages import EVIDENCE, LEDGER, default_answer, limits, put_between, report, results_page
+from benchmarks.study.plan import Plan
+from benchmarks.study.tables import entropy_text, form_table, points, primary_table, series_table, wall_seconds
 
 from deftune.comparison.evidence import Evidence
 from deftune.comparison.grid import Cell, Comparison, load_comparison
@@ -15,15 +24,6 @@ from deftune.comparison.scores import Option, Scores, common
 from deftune.evaluation.crossed import crossed
 from deftune.evaluation.evaluate import Result
 from deftune.objectives import objective
-from deftune.paper.study import EVIDENCE, LEDGER, main, put_between, report
-from deftune.paper.study_cells import Study, collect, read_study, shared_config, write_study
-from deftune.paper.study_claims import StudyBoard, ledger
-from deftune.paper.study_effects import Section, effect_of, sections
-from deftune.paper.study_evidence import evidence
-from deftune.paper.study_plan import Plan
-from deftune.paper.study_report import default_answer, limits, results_page
-from deftune.paper.study_tables import entropy_text, form_table, primary_table, series_table, wall_seconds
-from deftune.paper.study_text import points
 from serial import run_here
 from tiny_comparison import comparison_at, save_model
 
@@ -253,7 +253,7 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
     write_study(study, root / "benchmarks/study/results/strong.json")
     report(root)
     (section,) = sections([study])
-    assert section.holm["linear"] < 0.05 < section.holm["deft"]
+    assert section.holm()["linear"] < 0.05 < section.holm()["deft"]
     page, readme = (" ".join((root / name).read_text().split()) for name in ("docs/study/results.md", "README.md"))
     hot = section.difference("deft", 1.0)
     value, low, high = hot.points
@@ -269,8 +269,8 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
     rows = [Evidence(**row) for row in json.loads((root / EVIDENCE).read_text())]
     assert {row.source for row in rows} == {"study", "comparison", "paper"}  # the first look is replaced
     (row,) = [r for r in rows if (r.source, r.objective, r.measure) == ("study", "deft", "T = 1")]
-    assert (row.difference, row.seeds, row.regime) == (round(value, 1), 3, "strong")
-    assert row.p_holm == section.holm_at(1.0)["deft"]  # at every temperature, as in the ledger
+    assert (row.difference, row.seeds, row.regime) == (value, 3, "strong")
+    assert row.p_holm == section.holm(1.0)["deft"]  # at every temperature, as in the ledger
 
 
 @pytest.mark.parametrize("kept", ["base", "nll/", "deft/lr2e-05-s1"])
@@ -347,7 +347,7 @@ def test_regimes_that_change_one_thing_have_a_table_and_are_no_evidence(root):
                             "exchanged": {"p": [0.125, 0.1, 0.2]}}  # fmt: skip
     found = plan.arranged(sections([noisy, study]))
     assert [section.regime for section in found] == ["strong", "noise-10"]
-    page = results_page([study, noisy], found, plan, [])
+    page = results_page([study, noisy], found, plan)
     assert "## By share of the answers exchanged\n\nScores in per cent, all at learning rate 1e-05" in page
     assert "## By epochs" not in page
     (line,) = [line for line in page.splitlines() if line.startswith("| `deft` |") and line.endswith("| 0.125 |")
@@ -445,6 +445,12 @@ def test_planned_cells_are_found_by_spec_and_rate(root):
     assert wall_seconds(list(study.cells.values())[:2]) == 120
 
 
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "benchmarks/study").glob("*.py")), ids=lambda path: path.stem)
+def test_doctests(path):
+    failed, _ = doctest.testmod(importlib.import_module(f"benchmarks.study.{path.stem}"))
+    assert failed == 0
+
+
 def test_a_page_without_its_marks_is_refused(root):
     with pytest.raises(ValueError, match=r"page\.md: needs <!-- x --> and <!-- /x -->, once each"):
         put_between("no marks", "x", "block", Path("page.md"))
@@ -452,5 +458,5 @@ def test_a_page_without_its_marks_is_refused(root):
 
 @pytest.mark.long
 def test_the_pages_and_the_evidence_agree_with_the_committed_results():
-    """README.md, docs/study/results.md and evidence.json: `python -m deftune.paper.study report` writes them."""
+    """README.md, docs/study/results.md and evidence.json: `python -m benchmarks.study report` writes them."""
     assert report(REPOSITORY, check=True) == []

@@ -1,0 +1,1 @@
+"""Measurements, and the study: scripts of the repository, which are not installed."""

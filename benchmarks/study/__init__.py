@@ -1,0 +1,1 @@
+"""The study of docs/study: its plan, the committed results of its cells, and the pages that are written from them."""
