@@ -15,6 +15,7 @@ from deftune.losses.checks import first_only
 from deftune.losses.chunks import Backend, scaled_gradients
 from deftune.losses.dtensors import check_divided_rows, is_dtensor, local_head
 from deftune.losses.eager import eager
+from deftune.losses.from_log_probs import MinusGate
 from deftune.losses.head import Head
 from deftune.losses.request import (
     Gradients,
@@ -27,7 +28,7 @@ from deftune.losses.request import (
 )
 from deftune.losses.shards import VocabShard
 from deftune.losses.sparse import Sparse
-from deftune.losses.statistics import wide
+from deftune.losses.statistics import compute_dtype, wide
 from deftune.losses.torch_backend import TorchBackend
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
@@ -210,10 +211,15 @@ def linear_token_stats(
 def fused_loss(request: Request, backend: str = "auto") -> Result:
     """Run a request that has an objective; the loss of the result is differentiable."""
     chosen, _ = choose(backend, request)
-    hidden, weight, bias = request.hidden, request.head.weight, request.head.bias
-    result = chosen.run(request.over(hidden, weight, bias))
-    function = _PerTokenLoss if request.reduction == "none" else _ReducedLoss
-    loss = function.apply(hidden, weight, bias, chosen, result)  # pyright: ignore
+    inputs = request.hidden, request.head.weight, request.head.bias
+    result = chosen.run(request.over(*inputs))
+    if request.reduction == "none":
+        log_p, _ = _Statistics.apply(*inputs, chosen, result)  # pyright: ignore
+        values: Tensor = MinusGate.apply(log_p, result.gate, result.values)  # pyright: ignore
+        zeros = values.new_zeros(len(request.hidden))
+        loss = zeros.index_copy(0, result.request.supervised.index, values).to(compute_dtype(request.dtype))
+    else:
+        loss = _ReducedLoss.apply(*inputs, chosen, result)
     return replace(result, loss=loss, gradients=None)
 
 
@@ -242,60 +248,31 @@ def _operator(
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-class _Linked(Function):
-    """A result's tensors with a backward; ctx keeps the request, without the tensors that autograd saves."""
-
-    @staticmethod
-    def keep(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, backend: type[Backend], result: Result
-    ) -> None:
-        ctx.save_for_backward(hidden, weight, bias, result.gate if result.request.reduction == "none" else None)
-        ctx.request, ctx.backend = result.request.released(), backend
-
-
-class _ReducedLoss(_Linked):
+class _ReducedLoss(Function):
     """A scalar loss: its gradients were made with it, and the backward multiplies them by the upstream gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor | None:  # pyright: ignore
-        _Linked.keep(ctx, *inputs)
+        _keep(ctx, *inputs)
         ctx.gradients = inputs[-1].gradients
         return inputs[-1].loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        *saved, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors
         # handed out once: a second backward over the same graph makes them once more
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = ctx.backend.run(ctx.request.over(*saved)).gradients
-        return (*_finished(ctx.backend, gradients, grad, saved), None, None)
+        return _finished(ctx.backend, gradients, grad, saved)
 
 
-class _PerTokenLoss(_Linked):
-    """Losses [N]; the backward recomputes the chunks, for any upstream vector."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor | None:  # pyright: ignore
-        _Linked.keep(ctx, *inputs)
-        return inputs[-1].loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        *saved, gate = ctx.saved_tensors
-        request = ctx.request.over(*saved)
-        # a gate of 0 gives 0, also times an infinite upstream
-        gate = torch.where(gate == 0, 0.0, wide(grad[request.rows.index]) * gate)
-        gradients = ctx.backend.recompute(request, gate, ctx.needs_input_grad[:3])
-        return (*_finished(ctx.backend, gradients, torch.ones((), device=gate.device), saved), None, None)
-
-
-class _Statistics(_Linked):
+class _Statistics(Function):
     """(log_p, entropy), whose backward recomputes the chunks."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore
-        _Linked.keep(ctx, *inputs)
+        _keep(ctx, *inputs)
         ctx.set_materialize_grads(False)
         stats = inputs[-1].stats
         return stats.log_p.clone(), stats.entropy.clone()
@@ -304,23 +281,29 @@ class _Statistics(_Linked):
     def backward(  # pyright: ignore
         ctx: Any, grad_log_p: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if grad_log_p is None and grad_entropy is None:
-            return (None,) * 5
-        *saved, _ = ctx.saved_tensors
-        request, backend, wanted = ctx.request.over(*saved), ctx.backend, ctx.needs_input_grad[:3]
-        if grad_entropy is None:
-            assert grad_log_p is not None
-            gradients = backend.recompute(request, wide(-grad_log_p), wanted)
-        else:
-            backend = TorchBackend  # an entropy's gradient is not gate x error
-            gate = torch.zeros_like(grad_entropy) if grad_log_p is None else -grad_log_p
-            gradients = TorchBackend.recompute_entropy(request, wide(gate), grad_entropy, wanted)
-        return (*_finished(backend, gradients, torch.ones((), device=saved[0].device), saved), None, None)
+        if grad_log_p is None:
+            if grad_entropy is None:
+                return (None,) * 5
+            grad_log_p = torch.zeros_like(grad_entropy)
+        saved = ctx.saved_tensors
+        backend = ctx.backend if grad_entropy is None else TorchBackend  # an entropy's gradient is not gate x error
+        gradients = backend.recompute(
+            ctx.request.over(*saved), ctx.needs_input_grad[:3], wide(-grad_log_p), grad_entropy
+        )
+        return _finished(backend, gradients, torch.ones((), device=grad_log_p.device), saved)
+
+
+def _keep(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, backend: type[Backend], result: Result
+) -> None:
+    """Store what a backward needs: the request without the tensors that autograd saves, and these tensors."""
+    ctx.save_for_backward(hidden, weight, bias)
+    ctx.request, ctx.backend = result.request.released(), backend
 
 
 def _finished(
-    backend: type[Backend], gradients: Gradients, factor: Tensor, tensors: Sequence[Tensor | None]
+    backend: type[Backend], gradients: Gradients, factor: Tensor, inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """factor * gradients in the dtypes of (hidden, weight, bias); their own derivative is refused."""
-    done = scaled_gradients(backend, gradients, factor, [None if x is None else x.dtype for x in tensors])
-    return tuple(first_only(tensors, done))
+    """factor * gradients in the dtypes of (hidden, weight, bias); the derivative of these gradients is refused."""
+    done = scaled_gradients(backend, gradients, factor, [None if x is None else x.dtype for x in inputs])
+    return *first_only(inputs, done), None, None

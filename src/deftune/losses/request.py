@@ -67,12 +67,23 @@ class Request:
         nothing = self.hidden.new_empty(0)
         return replace(self.over(nothing, nothing, None), targets=nothing)
 
-    def scale(self, count: int) -> Tensor | float:
-        """The factor of the sum over this request's ``count`` supervised tokens; checks the step's statistics."""
+    @property
+    def supervised(self) -> Rows:
+        """The supervised tokens, after `located`."""
+        assert self.rows is not None
+        return self.rows
+
+    @property
+    def count(self) -> int:
+        """The number of supervised tokens, after `located`."""
+        return len(self.supervised.index)
+
+    def scale(self) -> Tensor | float:
+        """The factor of the sum over the supervised tokens; checks the step's statistics."""
         if self.objective is None:
             return 1.0
-        check_step(self.objective, self.context, self.num_items, count)
-        items = mean_items(self.num_items, count) if self.reduction == "mean" else 1.0
+        check_step(self.objective, self.context, self.num_items, self.count)
+        items = mean_items(self.num_items, self.count) if self.reduction == "mean" else 1.0
         return 1.0 / (wide(items) if isinstance(items, Tensor) else items)
 
 
@@ -88,9 +99,9 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Result:
-    """What a backend returns; ``loss`` is a scalar, [N] for ``reduction="none"``, None without an objective."""
+    """What a backend returns."""
 
-    loss: Tensor | None
+    loss: Tensor | None  # a scalar; None for ``reduction="none"``, for which `fused_loss` makes it from ``values``
     gradients: Gradients | None
     stats: TokenStats
     request: Request  # with its rows
