@@ -140,18 +140,19 @@ class Backend(ABC):
             if request.rows is None:
                 rows, first_pass = cls.start(request)
                 request = request.located(rows)
-            scale, count, labels = request.scale(), request.count, request.supervised.labels
+            scale, count = request.scale(), request.count
             objective, context, wanted = request.objective, request.context, request.wanted
-            backend = first_pass or cls.new_pass(request)
             if objective is None or request.reduction == "none":
-                return backend.per_token(request)
+                return (first_pass or cls.new_pass(request)).per_token(request)
             own_mass = objective.kind == "mass" and context.step is None
             if own_mass:  # the request is the step: unnormalised gradients first, then one factor count / mass
                 context = replace(context, step="deferred")
             elif objective.kind == "step" and context.step is None and count:
                 # the request is the step, and its statistic comes before the first gate: one more forward GEMM
-                step = step_stats(objective, [backend.all_stats(request)], context=context, local=True)
-                context, backend = replace(context, step=step), cls.new_pass(request)
+                stats = (first_pass or cls.new_pass(request)).all_stats(request)
+                first_pass = None  # its buffers are freed before the next pass allocates its own
+                context = replace(context, step=step_stats(objective, [stats], context=context, local=True))
+            backend = first_pass or cls.new_pass(request)
             if request.sparse is not None:
                 backend.use_sparse(request.sparse)
             columns = new_columns(request)
@@ -162,8 +163,8 @@ class Backend(ABC):
             largest: list[Tensor | None] = []
             for chunk in backend.chunks(request, columns, any(wanted), request.top_k):
                 into = into or new_gradients(request, wanted, own_mass)  # allocated while the first GEMM runs
-                vectors = chunk.columns, chunk.top, labels[chunk.part]
-                stats = stats_of(*vectors, request.head.vocab_size, chunk.top_entropy)
+                labels = request.supervised.labels[chunk.part]
+                stats = stats_of(chunk.columns, chunk.top, labels, request.head.vocab_size, chunk.top_entropy)
                 gate, value = weighted(request, chunk.part, *objective.evaluate(stats, context))
                 losses.append(value)
                 if request.gates:

@@ -21,10 +21,7 @@ from deftune.losses.request import (
     Gradients,
     Request,
     Result,
-    check_request,
-    gemm_dtype,
     make_request,
-    wanted_gradients,
 )
 from deftune.losses.shards import VocabShard
 from deftune.losses.sparse import Sparse
@@ -132,7 +129,9 @@ def linear_loss(
     if torch.compiler.is_compiling() and whole and isinstance(objective, str):
         # all that the signature of an operator can hold; the rest is a graph break
         if chunk_rows is None and sparse is None and (context is None or context.step is None):
-            return _operator(hidden, head, targets, objective, reduction, num_items, weights, context, backend)
+            from deftune.losses.compiled import compiled_loss
+
+            return compiled_loss(hidden, head, targets, objective, reduction, num_items, weights, context, backend)
     loss, stats = _loss_and_stats(
         hidden, head, targets, objective, backend, reduction=reduction, num_items=num_items, weights=weights,
         context=context, chunk_rows=chunk_rows, sparse=sparse,
@@ -145,21 +144,11 @@ def _loss_and_stats(
     hidden: Tensor, head: Head, targets: Tensor, objective: str | Objective, backend: str, **options: Any
 ) -> tuple[Tensor, TokenStats]:
     objective, given = parse_objective(objective), hidden
-    hidden, head, targets, options["weights"] = _on_this_rank(hidden, head, targets, options["weights"])
+    hidden, head, targets, options["weights"] = local_head(hidden, head, targets, options["weights"])
     check_divided_rows("hidden", given, objective, options["reduction"], options["num_items"], options["context"])
     result = fused_loss(make_request(hidden, head, targets, objective, **options), backend)
     assert result.loss is not None
     return result.loss.view(targets.shape) if options["reduction"] == "none" else result.loss, result.stats
-
-
-def _on_this_rank(
-    hidden: Tensor, head: Head, targets: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Head, Tensor, Tensor | None]:
-    """The same with DTensors replaced by this rank's part of them."""
-    hidden, weight, bias, targets, weights, shard = local_head(
-        hidden, head.weight, head.bias, targets, weights, head.shard
-    )
-    return hidden, replace(head, weight=weight, bias=bias, shard=shard), targets, weights
 
 
 @eager
@@ -199,7 +188,7 @@ def linear_token_stats(
     (tensor([0.2500], dtype=torch.float64), tensor([0.2500], dtype=torch.float64))
     """
     head = Head(weight, bias, logit_scale, softcap, shard)
-    hidden, head, targets, _ = _on_this_rank(hidden, head, targets, None)
+    hidden, head, targets, _ = local_head(hidden, head, targets)
     request = make_request(hidden, head, targets, top_k=top_k, chunk_rows=chunk_rows)
     chosen, _ = choose(backend, request)
     inputs = request.hidden, head.weight, head.bias
@@ -221,28 +210,6 @@ def fused_loss(request: Request, backend: str = "auto") -> Result:
     else:
         loss = _ReducedLoss.apply(*inputs, chosen, result)
     return replace(result, loss=loss, gradients=None)
-
-
-def _operator(
-    hidden: Tensor, head: Head, targets: Tensor, spec: str, reduction: str, num_items: Tensor | float | None,
-    weights: Tensor | None, context: Context | None, backend: str,
-) -> Tensor:  # fmt: skip
-    """The loss as one opaque operator in a compiled graph."""
-    from deftune.losses.compiled import linear_loss_op
-
-    # the operator looks at a count that is in a tensor
-    on_host = None if isinstance(num_items, Tensor) and reduction == "mean" else num_items
-    check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights, context)
-    if num_items is not None and not isinstance(num_items, Tensor):
-        num_items = torch.tensor(float(num_items), dtype=torch.float64, device="cpu")
-    moment, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
-    # as a tensor: a number in the operator's signature would be compiled in, again at every step
-    progress = None if moment is None else torch.tensor(moment, dtype=torch.float64, device="cpu")
-    return linear_loss_op(
-        hidden, head.weight, targets, head.bias, weights, num_items, spec, reduction, head.softcap, head.scale,
-        progress, None if special_ids is None else list(special_ids), backend, gemm_dtype(hidden),
-        list(wanted_gradients(hidden, head)),
-    )[0]  # fmt: skip
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------

@@ -72,9 +72,6 @@ def raise_pending(*, wait: bool = True) -> None:
     Args:
         wait: wait for the streams of all earlier calls; False: check only the calls of the current stream.
 
-    Args:
-        wait: True: wait for the earlier calls of all streams. False: look at the calls on the current stream only.
-
     Raises:
         ValueError: an earlier call had a NaN.
 
