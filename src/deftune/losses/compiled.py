@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from deftune.losses.backends import choose
-from deftune.losses.checks import first_only
+from deftune.losses.checks import check_options, check_targets, first_only
 from deftune.losses.chunks import scaled_gradients
-from deftune.losses.head import Head
-from deftune.losses.request import check_request, gemm_dtype, make_request, wanted_gradients
+from deftune.losses.head import Head, check_head
+from deftune.losses.request import gemm_dtype, make_request, wanted_gradients
 from deftune.losses.statistics import compute_dtype
 from deftune.objectives import Context
 from deftune.objectives import objective as parse_objective
@@ -25,9 +25,9 @@ def compiled_loss(
     weights: Tensor | None, context: Context | None, backend: str,
 ) -> Tensor:  # fmt: skip
     """The loss as one opaque operator in a compiled graph."""
-    # the operator looks at a count that is in a tensor
-    on_host = None if isinstance(num_items, Tensor) and reduction == "mean" else num_items
-    check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights, context)
+    check_head(hidden, head)
+    check_targets(targets, hidden, "hidden")
+    check_options(targets, reduction, num_items, weights, context)
     if num_items is not None and not isinstance(num_items, Tensor):
         num_items = torch.tensor(float(num_items), dtype=torch.float64, device="cpu")
     moment, special_ids = (None, None) if context is None else (context.progress, context.special_ids)

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.losses.checks import (
-    check_context,
-    check_logits,
-    check_reduction,
-    check_weight_values,
-    check_weights,
-    second_derivative_error,
-)
+from deftune.losses.checks import check_logits, check_options, second_derivative_error
 from deftune.losses.dtensors import check_divided_rows, local_logits
 from deftune.losses.eager import eager
 from deftune.losses.reduction import check_step, reduce_losses
@@ -83,10 +76,7 @@ def token_loss(
     logits, targets, weights, shard = local_logits(logits, targets, weights, shard)
     check_divided_rows("logits", given, objective, reduction, num_items, context)
     check_logits(logits, targets, shard is not None)
-    check_reduction(reduction, num_items)
-    check_context(context)
-    check_weights(weights, targets)
-    check_weight_values(weights, targets)
+    check_options(targets, reduction, num_items, weights, context)
     if shard is not None:
         shard = shard.checked(logits.shape[-1], logits.device, "logits")
     flat = targets.reshape(-1)

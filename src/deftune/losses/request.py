@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deftune.losses.checks import (
-    check_context,
-    check_count_option,
-    check_reduction,
-    check_targets,
-    check_weight_values,
-    check_weights,
-)
+from deftune.losses.checks import check_count_option, check_options, check_targets
 from deftune.losses.head import Head, check_head
 from deftune.losses.reduction import check_step, mean_items
 from deftune.losses.sparse import Sparse
@@ -126,17 +119,6 @@ def wanted_gradients(hidden: Tensor, head: Head) -> tuple[bool, bool, bool]:
     )
 
 
-def check_request(
-    hidden: Tensor, head: Head, targets: Tensor, reduction: str, num_items: object, weights: object, context: object
-) -> None:
-    """Refuse shapes, types and host values that cannot be meant."""
-    check_head(hidden, head)
-    check_targets(targets, hidden, "hidden")
-    check_reduction(reduction, num_items)
-    check_context(context)
-    check_weights(weights, targets)
-
-
 def make_request(
     hidden: Tensor,
     head: Head,
@@ -167,13 +149,14 @@ def make_request(
             "hidden: torch.func (vmap, grad, jvp, ...) cannot transform the fused loss, whose gradients are made in "
             "its forward pass; use torch.autograd, or deftune.token_loss on the logits"
         )
-    check_request(hidden, head, targets, reduction, num_items, weights, context)
+    check_head(hidden, head)
+    check_targets(targets, hidden, "hidden")
+    check_options(targets, reduction, num_items, weights, context)
     check_count_option("top_k", top_k, 0)
     if chunk_rows is not None:
         check_count_option("chunk_rows", chunk_rows, 1)
     if sparse is not None:
         check_sparse(sparse, head, reduction)
-    check_weight_values(weights, targets)
     if head.shard is not None:
         head = replace(head, shard=head.shard.checked(head.classes, hidden.device, "weight"))
     hidden_gradient, weight_gradient, bias_gradient = wanted_gradients(hidden, head) if wanted is None else wanted
