@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import deftune
-from deftune.objectives.base import deformed_gate, deformed_loss
+from deftune.objectives.base import deformed
 
 mpmath.mp.dps = 50
 
@@ -28,9 +28,7 @@ def grid_error() -> tuple[float, float]:
     a = torch.tensor(focuses, dtype=torch.float32).repeat_interleave(len(log_ps))
     log_p = torch.tensor(log_ps, dtype=torch.float32).repeat(len(focuses))
     worst = [0.0, 0.0]
-    for focus, x, value, gate in zip(
-        *(c.tolist() for c in (a, log_p, deformed_loss(log_p, a), deformed_gate(log_p, a)))
-    ):
+    for focus, x, gate, value in zip(*(c.tolist() for c in (a, log_p, *deformed(log_p, a)))):
         power = mpmath.mpf(focus) * mpmath.mpf(x)
         true_value = -mpmath.mpf(x) if focus == 0 else -mpmath.expm1(power) / mpmath.mpf(focus)
         true_gate = mpmath.exp(power)

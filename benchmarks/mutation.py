@@ -81,7 +81,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "the two branches differ by 2 eps at most below -4 eps",
     ("objectives/base.py", "tiny = power > -torch.finfo(power.dtype).eps / 4", "4", "5"):
         "both branches round to the same value from -eps/4 to -eps/5",
-    ("objectives/base.py", "return -torch.where(tiny, log_p, torch.expm1(power) / torch.where(tiny, 1.0, focus))",
+    ("objectives/base.py", "value = -torch.where(tiny, log_p, torch.expm1(power) / torch.where(tiny, 1.0, focus))",
      "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
     ("objectives/base.py", "if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:",
      "abs(value) < 1000000000000000.0", "abs(value) <= 1000000000000000.0"):
@@ -94,16 +94,12 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "both ways choose the same tokens; the bound is for speed",
     ("objectives/modifiers.py", "if len(ids) > 8:", "8", "9"):
         "both ways choose the same tokens; the bound is for speed",
-    ("objectives/modifiers.py", "return torch.where(mean == 0, 0.0, column / torch.where(mean == 0, 1.0, mean))",
-     "1.0", "2.0"): "a divisor in the branch that torch.where does not take",
+    ("objectives/modifiers.py", "scale = torch.where(mean == 0, 1.0, mean)", "1.0", "2.0"):
+        "a divisor in the branch that torch.where does not take",
     ("objectives/stats.py", "u = (top[:, 1:] - top[:, :1]).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0",
      "800", "801"): "e^-800 and e^-801 are 0 in float64",
-    ("objectives/stats.py", "_top_source=top if all(part._top_source is not None for part in parts) else None,",
-     "all", "any"): "a part without the likeliest tokens refuses them with the same error",
     ("objectives/stats.py", "if len({c.shape for c in columns}) != 1 or columns[0].dim() != 1:", "0", "1"):
         "the columns have the same shape there",
-    ("objectives/stats.py", "targets = torch.zeros(columns[0].shape, dtype=torch.long, device=columns[0].device)",
-     "0", "1"): "the columns have the same shape and device",
     ("objectives/stats.py", "if min(k, vocab_size) > top.shape[-1]:", "-1", "1"):
         "the last dimension of a matrix is dimension 1",
     ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",

@@ -81,6 +81,18 @@ def test_an_objective_that_reads_the_targets_needs_them():
         loss_from_log_probs(torch.tensor([-1.0, -2.0]), "linear | eos(nll)", targets=torch.tensor([0]), **given)
 
 
+@pytest.mark.parametrize(
+    ("log_p", "context", "text"),
+    [
+        (torch.tensor(-1.0), None, r"the columns must be flat and equally long, got shapes \[\(\)"),
+        (torch.tensor([-1.0]), 0.5, r"context: expected a deftune\.Context\(\.\.\.\), got float"),
+    ],
+)
+def test_bad_input_is_named(log_p, context, text):
+    with pytest.raises(ValueError, match=text):
+        loss_from_log_probs(log_p, "linear", vocab_size=4, context=context)
+
+
 def test_a_column_that_is_nan_is_not_trained_as_nll():
     log_p = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     collision = torch.tensor([torch.nan, -1.0, -0.5])

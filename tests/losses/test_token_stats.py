@@ -380,9 +380,10 @@ def test_bad_input_is_named(logits, targets, text):
 
 
 def test_statistics_with_their_likeliest_tokens_can_be_pickled():
-    """But not those that keep a reference to the logits for them: `map` takes the tokens out."""
+    """Those of `token_stats` keep the logits for them; `map` keeps the tokens alone."""
     logits, targets = torch.randn(5, 9), torch.arange(5)
     stats = linear_token_stats(logits, torch.eye(9), targets, top_k=3)
-    for made in (stats, TokenStats.cat([stats, stats]), token_stats(logits, targets).map(torch.clone, 3)):
+    kept = token_stats(logits, targets)
+    for made in (stats, TokenStats.cat([stats, stats]), kept, kept.map(torch.clone, 3)):
         again = pickle.loads(pickle.dumps(made))
         assert torch.equal(again.top_log_p(3), made.top_log_p(3)) and torch.equal(again.log_p, made.log_p)

@@ -13,7 +13,7 @@ import deftune
 import oracle as exact
 from battery import CASES, CONTEXT, SETTING, V_EXTREME, Case, extreme_columns, names_in, of_kind, sample_logits
 from deftune import Context, TokenStats, token_loss, token_stats
-from deftune.objectives.base import deformed_gate, deformed_loss
+from deftune.objectives.base import deformed
 from deftune.objectives.stats import from_columns
 from tolerances import assert_close, assert_near
 
@@ -83,8 +83,9 @@ def check_deformed(log_p, focus, tolerance):
     gate = exact.column([token.gate for token in tokens])
     power = torch.where(focus == 0, 0.0, focus * log_p).double().abs()
     power = power.clamp(max=1e3)  # beyond it the gate is 0 in either precision
-    assert_close(deformed_loss(log_p, focus), value, tolerance, what="loss")
-    assert_close(deformed_gate(log_p, focus), gate, tolerance, condition=1 + power, what="gate")
+    found_gate, found_value = deformed(log_p, focus)
+    assert_close(found_value, value, tolerance, what="loss")
+    assert_close(found_gate, gate, tolerance, condition=1 + power, what="gate")
 
 
 @properties
@@ -94,7 +95,7 @@ def test_more_focus_is_less_gate_and_less_value(log_p, a, b):
     low, high = sorted((a, b))
     column = torch.tensor([log_p, log_p], dtype=torch.float64)
     focus = torch.tensor([low, high], dtype=torch.float64)
-    gate, loss = deformed_gate(column, focus), deformed_loss(column, focus)
+    gate, loss = deformed(column, focus)
     rounding = 1 + 1e-14
     assert gate[1] <= gate[0] * rounding and gate[0] <= 1
     assert loss[1] <= loss[0] * rounding and loss[0] <= -log_p * rounding
@@ -637,3 +638,25 @@ def test_columns_of_another_length_are_refused():
         from_columns(*one, vocab_size=4, targets=[0, 1, 2])
     with pytest.raises(ValueError, match="top_log_p has 1 rows for 2 tokens"):
         from_columns(*one, vocab_size=4, top_log_p=torch.zeros(1, 4))
+
+
+def test_an_objective_defines_gate_and_loss_or_both_together():
+    class Neither(deftune.Objective):
+        pass
+
+    class OnlyGate(deftune.Objective):
+        def gate(self, stats, context=CONTEXT):
+            return stats.p
+
+    class Together(deftune.Objective):
+        def evaluate(self, stats, context=CONTEXT):
+            return stats.p, 1 - stats.p
+
+    stats = from_columns([-1.0], [0.5], [-0.5], vocab_size=4)
+    for unfinished in (Neither(), OnlyGate()):
+        for method in (unfinished.loss, unfinished.evaluate):
+            with pytest.raises(NotImplementedError, match="define gate and loss, or evaluate, which returns both"):
+                method(stats)
+    linear, own = deftune.objective("linear"), Together()
+    assert_close(own.gate(stats), linear.gate(stats), "float64 column")
+    assert_close(own.loss(stats), linear.loss(stats), "float64 column")

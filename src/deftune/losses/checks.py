@@ -74,17 +74,16 @@ def check_logits(logits: object, targets: object, sharded: bool = False) -> None
     check_targets(targets, logits, "logits")
 
 
-def check_weight_values(weights: Tensor | None, targets: Tensor) -> None:
-    """Refuse weights of supervised tokens that are not finite; checked on the CPU only, where it needs no waiting."""
-    if weights is None or weights.device.type != "cpu":
-        return
-    bad = ~weights.reshape(-1).isfinite() & (targets.reshape(-1) != IGNORE_INDEX)
-    if bool(bad.any()):
-        index = int(bad.nonzero()[0, 0])
-        value = float(weights.reshape(-1)[index])
-        raise ValueError(
-            f"weights: token {index} (flat index) has weight {value}; use finite numbers, 0 to leave it out"
-        )
+def readable(tensor: Tensor) -> bool:
+    """Whether values can be checked: reading a GPU would wait for it, reading a traced tensor would break the graph."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_options(targets: Tensor, reduction: str, num_items: object, weights: object, context: object) -> None:
+    """The options that `token_loss` and `linear_loss` share."""
+    check_reduction(reduction, num_items)
+    check_context(context)
+    check_weights(weights, targets)
 
 
 def check_weights(weights: object, targets: Tensor) -> None:
@@ -100,6 +99,14 @@ def check_weights(weights: object, targets: Tensor) -> None:
     check_device("weights", weights, "targets", targets)
     if weights.requires_grad:
         raise ValueError("weights: are constants of the loss and get no gradient; pass weights.detach()")
+    if readable(weights):
+        bad = ~weights.reshape(-1).isfinite() & (targets.reshape(-1) != IGNORE_INDEX)
+        if bool(bad.any()):
+            index = int(bad.nonzero()[0, 0])
+            value = float(weights.reshape(-1)[index])
+            raise ValueError(
+                f"weights: token {index} (flat index) has weight {value}; use finite numbers, 0 to leave it out"
+            )
 
 
 def check_reduction(reduction: str, num_items: object) -> None:
@@ -114,8 +121,8 @@ def check_reduction(reduction: str, num_items: object) -> None:
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items: one count for the step, got a tensor of shape {tuple(num_items.shape)}")
-        if num_items.device.type != "cpu":
-            return  # reading it would synchronise
+        if not readable(num_items):
+            return
         num_items = num_items.item()
     if isinstance(num_items, bool) or not isinstance(num_items, numbers.Real):  # numpy's numbers are Real too
         raise ValueError(f"num_items: a number of supervised tokens, got {type(num_items).__name__}")

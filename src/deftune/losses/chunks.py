@@ -128,8 +128,7 @@ class Backend(ABC):
 
     @classmethod
     def new_pass(cls, request: Request) -> Self:
-        rows = request.rows
-        assert rows is not None
+        rows = request.supervised
         columns = request.head.columns(rows.labels)
         return cls(request.head, request.dtype, Supervised(request.hidden, rows.index, columns, rows.facts))
 
@@ -137,24 +136,23 @@ class Backend(ABC):
     def run(cls, request: Request) -> Result:
         """The loss, the wanted gradients and the statistics of a request."""
         with plain(request.hidden.device):
-            begun = None
+            first_pass = None
             if request.rows is None:
-                rows, begun = cls.start(request)
+                rows, first_pass = cls.start(request)
                 request = request.located(rows)
-            assert request.rows is not None
-            scale, count = request.scale(len(request.rows.index)), len(request.rows.index)
+            scale, count = request.scale(), request.count
             objective, context, wanted = request.objective, request.context, request.wanted
             if objective is None or request.reduction == "none":
-                return (begun or cls.new_pass(request)).per_token(request)
+                return (first_pass or cls.new_pass(request)).per_token(request)
             own_mass = objective.kind == "mass" and context.step is None
             if own_mass:  # the request is the step: unnormalised gradients first, then one factor count / mass
                 context = replace(context, step="deferred")
             elif objective.kind == "step" and context.step is None and count:
                 # the request is the step, and its statistic comes before the first gate: one more forward GEMM
-                stats = (begun or cls.new_pass(request)).all_stats(request)
-                begun = None
+                stats = (first_pass or cls.new_pass(request)).all_stats(request)
+                first_pass = None  # its buffers are freed before the next pass allocates its own
                 context = replace(context, step=step_stats(objective, [stats], context=context, local=True))
-            backend = begun or cls.new_pass(request)
+            backend = first_pass or cls.new_pass(request)
             if request.sparse is not None:
                 backend.use_sparse(request.sparse)
             columns = new_columns(request)
@@ -165,7 +163,7 @@ class Backend(ABC):
             largest: list[Tensor | None] = []
             for chunk in backend.chunks(request, columns, any(wanted), request.top_k):
                 into = into or new_gradients(request, wanted, own_mass)  # allocated while the first GEMM runs
-                labels = request.rows.labels[chunk.part]
+                labels = request.supervised.labels[chunk.part]
                 stats = stats_of(chunk.columns, chunk.top, labels, request.head.vocab_size, chunk.top_entropy)
                 gate, value = weighted(request, chunk.part, *objective.evaluate(stats, context))
                 losses.append(value)
@@ -193,25 +191,32 @@ class Backend(ABC):
             )  # fmt: skip
 
     def per_token(self, request: Request) -> Result:
-        """The statistics, and with an objective the loss [N] and the gate [M] of each token; no gradients."""
-        assert request.rows is not None
+        """The statistics, and with an objective the gate and the loss [M] of each token; no gradients."""
         stats = self.all_stats(request)
         if request.objective is None:
             return Result(None, None, stats, request)
         gate, value = weighted(request, slice(0, len(stats)), *request.objective.evaluate(stats, request.context))
-        losses = value.new_zeros(len(request.hidden)).index_copy_(0, request.rows.index, value)
-        return Result(losses.to(compute_dtype(request.dtype)), None, stats, request, gate, value)
+        return Result(None, None, stats, request, gate, value)
 
     @classmethod
-    def recompute(cls, request: Request, gate: Tensor, wanted: Sequence[bool]) -> Gradients:
-        """The gradients of sum gate * NLL over the request's rows, the chunks measured once more."""
+    def recompute(
+        cls, request: Request, wanted: Sequence[bool], gate: Tensor, grad_entropy: Tensor | None = None
+    ) -> Gradients:
+        """The gradients of sum gate * NLL + grad_entropy * entropy, the chunks measured once more."""
         with plain(request.hidden.device):
             backend, into = cls.new_pass(request), new_gradients(request, wanted)
             for chunk in backend.chunks(request, new_columns(request), True, 0):
-                backend.add(chunk, gate[chunk.part], 1.0, into)
+                if grad_entropy is None:
+                    backend.add(chunk, gate[chunk.part], 1.0, into)
+                else:
+                    backend.add_entropy(chunk, gate[chunk.part], grad_entropy[chunk.part], into)
             backend.end(into)
             sum_hidden(request, into)
         return into
+
+    def add_entropy(self, chunk: Chunk, gate: Tensor, grad_entropy: Tensor, to: Gradients) -> None:
+        """The gradients of gate * NLL + grad_entropy * entropy of a chunk, which is not gate x error: torch only."""
+        raise NotImplementedError
 
     def chunks(self, request: Request, columns: Tensor, keep: bool, top: int) -> Iterator[Chunk]:
         """The chunks, measured one after the other into ``columns`` [5, M]."""
@@ -225,7 +230,6 @@ class Backend(ABC):
 
     def all_stats(self, request: Request) -> TokenStats:
         """The statistics of every supervised row; E is not kept."""
-        assert request.rows is not None
         columns = new_columns(request)
         tops = [chunk.top for chunk in self.chunks(request, columns, False, request.top_k)]
         check_nan(columns[LOG_P], request)
@@ -234,17 +238,15 @@ class Backend(ABC):
 
 def new_columns(request: Request) -> Tensor:
     """[5, M]; each column starts on 128 bytes, so that Triton does not compile for other alignments."""
-    assert request.rows is not None
-    device, count = request.hidden.device, len(request.rows.index)
+    device, count = request.hidden.device, request.count
     return torch.empty(len(COLUMNS), -(-count // 16) * 16, dtype=wide_dtype(device), device=device)[:, :count]
 
 
 def new_gradients(request: Request, wanted: Sequence[bool], rescaled: bool = False) -> Gradients:
     """Buffers for the wanted gradients; those that a factor will rescale are rounded afterwards."""
-    assert request.rows is not None
     hidden, weight = request.hidden, request.head.weight
     full = compute_dtype(request.dtype)
-    new = torch.zeros if len(request.rows.index) < hidden.shape[0] else torch.empty
+    new = torch.zeros if request.count < hidden.shape[0] else torch.empty
     # float16 would underflow before the upstream gradient, a loss scale, is multiplied in; what is still to be summed
     # over ranks is rounded afterwards
     summed = request.head.shard is not None and request.head.shard.reduce_hidden
@@ -266,13 +268,12 @@ def weighted(request: Request, part: slice, gate: Tensor, value: Tensor) -> tupl
 
 def request_stats(request: Request, columns: Tensor, tops: Sequence[Tensor | None]) -> TokenStats:
     """The statistics of all rows from the columns and the chunks' largest log-probabilities."""
-    assert request.rows is not None
     top = None
     if request.top_k:
         found = [chunk for chunk in tops if chunk is not None]
         width = min(request.top_k, request.head.vocab_size)
         top = torch.cat(found) if found else columns.new_zeros(0, width)
-    return stats_of(columns, top, request.rows.labels, request.head.vocab_size)
+    return stats_of(columns, top, request.supervised.labels, request.head.vocab_size)
 
 
 def sum_hidden(request: Request, gradients: Gradients) -> None:
@@ -284,8 +285,7 @@ def sum_hidden(request: Request, gradients: Gradients) -> None:
 
 def check_nan(log_p: Tensor, request: Request) -> None:
     """Name the first token without a distribution: at the next synchronisation on CUDA, elsewhere at once."""
-    rows, sharded = request.rows, request.head.shard is not None
-    assert rows is not None
+    rows, sharded = request.supervised, request.head.shard is not None
     if log_p.device.type == "cuda":
         flag = log_p.isnan().sum() if rows.facts is None else rows.facts[1:]
         note_rows(flag, log_p, rows.index, sharded)

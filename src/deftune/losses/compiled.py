@@ -11,13 +11,33 @@ import torch
 from torch import Tensor
 
 from deftune.losses.backends import choose
-from deftune.losses.checks import first_only
+from deftune.losses.checks import check_options, check_targets, first_only
 from deftune.losses.chunks import scaled_gradients
-from deftune.losses.head import Head
-from deftune.losses.request import make_request
+from deftune.losses.head import Head, check_head
+from deftune.losses.request import gemm_dtype, make_request, wanted_gradients
 from deftune.losses.statistics import compute_dtype
 from deftune.objectives import Context
 from deftune.objectives import objective as parse_objective
+
+
+def compiled_loss(
+    hidden: Tensor, head: Head, targets: Tensor, spec: str, reduction: str, num_items: Tensor | float | None,
+    weights: Tensor | None, context: Context | None, backend: str,
+) -> Tensor:  # fmt: skip
+    """The loss as one opaque operator in a compiled graph."""
+    check_head(hidden, head)
+    check_targets(targets, hidden, "hidden")
+    check_options(targets, reduction, num_items, weights, context)
+    if num_items is not None and not isinstance(num_items, Tensor):
+        num_items = torch.tensor(float(num_items), dtype=torch.float64, device="cpu")
+    moment, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
+    # as a tensor: a number in the operator's signature would be compiled in, again at every step
+    progress = None if moment is None else torch.tensor(moment, dtype=torch.float64, device="cpu")
+    return linear_loss_op(
+        hidden, head.weight, targets, head.bias, weights, num_items, spec, reduction, head.softcap, head.scale,
+        progress, None if special_ids is None else list(special_ids), backend, gemm_dtype(hidden),
+        list(wanted_gradients(hidden, head)),
+    )[0]  # fmt: skip
 
 
 @torch.library.custom_op("deftune::linear_loss", mutates_args=())

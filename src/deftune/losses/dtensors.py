@@ -8,11 +8,13 @@ are replicated. A plain tensor of hidden states beside a sharded weight is refus
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from deftune.losses.head import Head
 from deftune.losses.shards import VocabShard, chunks_of
 from deftune.objectives import Context, Objective
 
@@ -65,17 +67,17 @@ def local_logits(
         return logits, targets, weights, shard
     if shard is not None:
         raise ValueError("shard: the logits are a DTensor, which has its shard in its placements; drop one of them")
-    at, placements = _sharded_dim("logits", logits, logits.dim() - 1)
+    at = _sharded_dim("logits", logits, logits.dim() - 1)
     if at is not None:
         shard = _shard(logits.device_mesh.get_group(at), logits.shape[-1], True)
-    given = (_beside(name, other, logits, placements) for name, other in (("targets", targets), ("weights", weights)))
-    return logits.to_local(), *given, shard
+    targets, weights = _beside("targets", targets, logits), _beside("weights", weights, logits)
+    return logits.to_local(), targets, weights, shard
 
 
 def local_head(
-    hidden: Any, weight: Any, bias: Any, targets: Any, weights: Any, shard: VocabShard | None
-) -> tuple[Any, Any, Any, Any, Any, VocabShard | None]:
-    """(hidden, weight, bias, targets, weights, shard) of this rank; plain tensors pass through.
+    hidden: Any, head: Head, targets: Any, weights: Any = None
+) -> tuple[Tensor, Head, Tensor, Tensor | None]:
+    """(hidden, head, targets, weights) of this rank; plain tensors pass through.
 
     The gradient of the hidden states leaves the loss as a DTensor that is still to be summed (``Partial``) over the
     ranks of the shard: an all-reduce, or a reduce-scatter where the hidden states came from a sharded sequence.
@@ -83,19 +85,21 @@ def local_head(
     Raises:
         ValueError: it is not plain that the ranks share the vocabulary, and the rows are the same on each of them.
     """
+    weight: Any = head.weight
+    bias: Any = head.bias
     if not (is_dtensor(weight) or is_dtensor(hidden)):
         _refuse_dtensors("hidden and weight are not", bias=bias, targets=targets, weights=weights)
-        return hidden, weight, bias, targets, weights, shard
+        return hidden, head, targets, weights
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     if not is_dtensor(weight) or not is_dtensor(hidden):
         raise ValueError(_one_of_two(is_dtensor(weight)))
-    if shard is not None:
+    if head.shard is not None:
         raise ValueError("shard: the weight is a DTensor, which has its shard in its placements; drop one of them")
     if hidden.device_mesh != weight.device_mesh:
         raise ValueError(f"hidden: is on {hidden.device_mesh} and the weight on {weight.device_mesh}; use one mesh")
-    at, placements = _sharded_dim("weight", weight, 0)
-    rows = hidden.placements
+    at = _sharded_dim("weight", weight, 0)
+    rows, placements = hidden.placements, weight.placements
     if bias is not None and (not is_dtensor(bias) or tuple(bias.placements) != tuple(placements)):
         raise ValueError("bias: must be a DTensor with the weight's placements")
     width = hidden.dim() - 1
@@ -113,17 +117,16 @@ def local_head(
             )
         if number != at and not column.is_replicate():
             raise ValueError(f"weight: {column} over mesh dimension {number}; only one dimension may share the classes")
-    if at is not None:
-        shard = _shard(weight.device_mesh.get_group(at), weight.shape[0], False)
+    shard = None if at is None else _shard(weight.device_mesh.get_group(at), weight.shape[0], False)
     # where each rank has rows of its own, the gradient of the weight is to be summed
     summed = [Partial() if row.is_shard() else column for row, column in zip(rows, placements)]
     states = [Partial() if number == at else row for number, row in enumerate(rows)]
-    given = (_beside(name, other, hidden, rows) for name, other in (("targets", targets), ("weights", weights)))
+    targets, weights = _beside("targets", targets, hidden), _beside("weights", weights, hidden)
     assert all(row.is_shard() or isinstance(row, Replicate) for row in rows)
-    return (
-        hidden.to_local(grad_placements=states), weight.to_local(grad_placements=summed),
-        None if bias is None else bias.to_local(grad_placements=summed), *given, shard,
-    )  # fmt: skip
+    weight = weight.to_local(grad_placements=summed)
+    bias = None if bias is None else bias.to_local(grad_placements=summed)
+    head = replace(head, weight=weight, bias=bias, shard=shard)
+    return hidden.to_local(grad_placements=states), head, targets, weights
 
 
 def _refuse_dtensors(others: str, **given: Any) -> None:
@@ -135,8 +138,8 @@ def _refuse_dtensors(others: str, **given: Any) -> None:
             )
 
 
-def _sharded_dim(name: str, tensor: DTensor, dim: int) -> tuple[int | None, tuple[Any, ...]]:
-    """(the mesh dimension over which tensor dimension ``dim`` is divided, or None; all placements)."""
+def _sharded_dim(name: str, tensor: DTensor, dim: int) -> int | None:
+    """The mesh dimension over which tensor dimension ``dim`` is divided; None: it is whole on every rank."""
     from torch.distributed.tensor import Replicate, Shard
 
     found: list[int] = []
@@ -147,7 +150,7 @@ def _sharded_dim(name: str, tensor: DTensor, dim: int) -> tuple[int | None, tupl
             found.append(number)
     if len(found) > 1:
         raise ValueError(f"{name}: mesh dimensions {found} all divide dimension {dim}; only one may")
-    return (found[0] if found else None), tuple(tensor.placements)
+    return found[0] if found else None
 
 
 def _shard(group: Any, vocab_size: int, reduce_hidden: bool) -> VocabShard:
@@ -156,14 +159,14 @@ def _shard(group: Any, vocab_size: int, reduce_hidden: bool) -> VocabShard:
     return VocabShard(layout[dist.get_rank(group)][0], vocab_size, group, reduce_hidden, layout)
 
 
-def _beside(name: str, other: Any, tensor: DTensor, placements: Any) -> Any:
+def _beside(name: str, other: Any, tensor: DTensor) -> Any:
     """This rank's part of ``other``, whose rows are those of ``tensor``."""
     if not is_dtensor(other):
         return other
     width = tensor.dim() - 1
     from torch.distributed.tensor import Replicate
 
-    expected = [Replicate() if p.is_shard(width) or p.is_shard(-1) else p for p in placements]
+    expected = [Replicate() if p.is_shard(width) or p.is_shard(-1) else p for p in tensor.placements]
     if other.device_mesh != tensor.device_mesh or list(other.placements) != expected:
         raise ValueError(f"{name}: is placed as {other.placements}, but the rows as {tuple(expected)}; redistribute it")
     return other.to_local()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.losses.checks import check_float, first_only
+from deftune.losses.checks import check_context, check_float, first_only
 from deftune.losses.eager import eager
 from deftune.losses.reduction import check_step
 from deftune.losses.statistics import wide
@@ -59,6 +59,7 @@ def loss_from_log_probs(
     >>> loss.detach(), log_p.grad
     (tensor([0.8647]), tensor([-0.1353]))
     """
+    check_context(context)
     objective, context = parse_objective(objective), context or NO_CONTEXT
     check_float(log_p, "log_p")
     if log_p.dtype not in (torch.float32, torch.float64):
@@ -73,7 +74,7 @@ def loss_from_log_probs(
     for name in sorted(read):
         if given[name] is None:
             raise ValueError(f"`{objective}` reads {name}, which this call lacks; pass {name}=...")
-    check_step(objective, context, None, len(log_p))
+    check_step(objective, context, None, log_p.numel())
     unread = torch.full_like(log_p, torch.nan)
     stats = from_columns(
         wide(log_p.detach().clamp(max=0)),
@@ -86,7 +87,7 @@ def loss_from_log_probs(
     # p^a with a NaN focus is 1, as 0^0 is: a column without a number must not train as NLL
     columns = [stats.log_p, *(getattr(stats, name) for name in sorted(read) if name in STATISTICS)]
     unknown = torch.stack(columns).isnan().any(0)
-    return _MinusGate.apply(log_p, gate.masked_fill(unknown, torch.nan), value.masked_fill(unknown, torch.nan))  # pyright: ignore
+    return MinusGate.apply(log_p, gate.masked_fill(unknown, torch.nan), value.masked_fill(unknown, torch.nan))  # pyright: ignore
 
 
 def columns_read(objective: str | Objective) -> frozenset[str]:
@@ -120,8 +121,8 @@ class _Watched(TokenStats):
         return object.__getattribute__(self, name)
 
 
-class _MinusGate(Function):
-    """The value as it is; its derivative with respect to log_p is -gate."""
+class MinusGate(Function):
+    """The value of each token as it is; its derivative with respect to log_p is -gate."""
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, gate: Tensor, value: Tensor) -> Tensor:

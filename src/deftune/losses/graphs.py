@@ -386,7 +386,7 @@ class GraphsBackend(TritonBackend):
                 count, bad, flag = workspace.poll()
                 survey.check(bad, flag)
             request = request.located(tensors.rows(count))
-            return replay.run(request, request.scale(count))
+            return replay.run(request, request.scale())
 
 
 class Replay:
@@ -426,9 +426,8 @@ class Replay:
         """The chunks, and the result of the located request."""
         from deftune.losses.triton_rows import aligned, sort_targets, subtract_targets
 
-        assert request.rows is not None
-        workspace, head, device, rows_found = self.workspace, self.head, self.workspace.x.device, request.rows
-        count, side = len(rows_found.index), workspace.side_stream
+        workspace, head, device, rows_found = self.workspace, self.head, self.workspace.x.device, request.supervised
+        count, side = request.count, workspace.side_stream
         into = new_gradients(request, request.wanted)
         record = aligned(len(COLUMNS) + 1, count, torch.float64, device)
         targets = torch.empty(count, dtype=torch.float32, device=device)  # t of every row

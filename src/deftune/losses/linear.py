@@ -15,19 +15,17 @@ from deftune.losses.checks import first_only
 from deftune.losses.chunks import Backend, scaled_gradients
 from deftune.losses.dtensors import check_divided_rows, is_dtensor, local_head
 from deftune.losses.eager import eager
+from deftune.losses.from_log_probs import MinusGate
 from deftune.losses.head import Head
 from deftune.losses.request import (
     Gradients,
     Request,
     Result,
-    check_request,
-    gemm_dtype,
     make_request,
-    wanted_gradients,
 )
 from deftune.losses.shards import VocabShard
 from deftune.losses.sparse import Sparse
-from deftune.losses.statistics import wide
+from deftune.losses.statistics import compute_dtype, wide
 from deftune.losses.torch_backend import TorchBackend
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.objectives import objective as parse_objective
@@ -131,7 +129,9 @@ def linear_loss(
     if torch.compiler.is_compiling() and whole and isinstance(objective, str):
         # all that the signature of an operator can hold; the rest is a graph break
         if chunk_rows is None and sparse is None and (context is None or context.step is None):
-            return _operator(hidden, head, targets, objective, reduction, num_items, weights, context, backend)
+            from deftune.losses.compiled import compiled_loss
+
+            return compiled_loss(hidden, head, targets, objective, reduction, num_items, weights, context, backend)
     loss, stats = _loss_and_stats(
         hidden, head, targets, objective, backend, reduction=reduction, num_items=num_items, weights=weights,
         context=context, chunk_rows=chunk_rows, sparse=sparse,
@@ -144,21 +144,11 @@ def _loss_and_stats(
     hidden: Tensor, head: Head, targets: Tensor, objective: str | Objective, backend: str, **options: Any
 ) -> tuple[Tensor, TokenStats]:
     objective, given = parse_objective(objective), hidden
-    hidden, head, targets, options["weights"] = _on_this_rank(hidden, head, targets, options["weights"])
+    hidden, head, targets, options["weights"] = local_head(hidden, head, targets, options["weights"])
     check_divided_rows("hidden", given, objective, options["reduction"], options["num_items"], options["context"])
     result = fused_loss(make_request(hidden, head, targets, objective, **options), backend)
     assert result.loss is not None
     return result.loss.view(targets.shape) if options["reduction"] == "none" else result.loss, result.stats
-
-
-def _on_this_rank(
-    hidden: Tensor, head: Head, targets: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Head, Tensor, Tensor | None]:
-    """The same with DTensors replaced by this rank's part of them."""
-    hidden, weight, bias, targets, weights, shard = local_head(
-        hidden, head.weight, head.bias, targets, weights, head.shard
-    )
-    return hidden, replace(head, weight=weight, bias=bias, shard=shard), targets, weights
 
 
 @eager
@@ -198,7 +188,7 @@ def linear_token_stats(
     (tensor([0.2500], dtype=torch.float64), tensor([0.2500], dtype=torch.float64))
     """
     head = Head(weight, bias, logit_scale, softcap, shard)
-    hidden, head, targets, _ = _on_this_rank(hidden, head, targets, None)
+    hidden, head, targets, _ = local_head(hidden, head, targets)
     request = make_request(hidden, head, targets, top_k=top_k, chunk_rows=chunk_rows)
     chosen, _ = choose(backend, request)
     inputs = request.hidden, head.weight, head.bias
@@ -210,92 +200,46 @@ def linear_token_stats(
 def fused_loss(request: Request, backend: str = "auto") -> Result:
     """Run a request that has an objective; the loss of the result is differentiable."""
     chosen, _ = choose(backend, request)
-    hidden, weight, bias = request.hidden, request.head.weight, request.head.bias
-    result = chosen.run(request.over(hidden, weight, bias))
-    function = _PerTokenLoss if request.reduction == "none" else _ReducedLoss
-    loss = function.apply(hidden, weight, bias, chosen, result)  # pyright: ignore
+    inputs = request.hidden, request.head.weight, request.head.bias
+    result = chosen.run(request.over(*inputs))
+    if request.reduction == "none":
+        log_p, _ = _Statistics.apply(*inputs, chosen, result)  # pyright: ignore
+        values: Tensor = MinusGate.apply(log_p, result.gate, result.values)  # pyright: ignore
+        zeros = values.new_zeros(len(request.hidden))
+        loss = zeros.index_copy(0, result.request.supervised.index, values).to(compute_dtype(request.dtype))
+    else:
+        loss = _ReducedLoss.apply(*inputs, chosen, result)
     return replace(result, loss=loss, gradients=None)
-
-
-def _operator(
-    hidden: Tensor, head: Head, targets: Tensor, spec: str, reduction: str, num_items: Tensor | float | None,
-    weights: Tensor | None, context: Context | None, backend: str,
-) -> Tensor:  # fmt: skip
-    """The loss as one opaque operator in a compiled graph."""
-    from deftune.losses.compiled import linear_loss_op
-
-    # the operator looks at a count that is in a tensor
-    on_host = None if isinstance(num_items, Tensor) and reduction == "mean" else num_items
-    check_request(hidden, head, targets, reduction, 1 if isinstance(on_host, Tensor) else on_host, weights, context)
-    if num_items is not None and not isinstance(num_items, Tensor):
-        num_items = torch.tensor(float(num_items), dtype=torch.float64, device="cpu")
-    moment, special_ids = (None, None) if context is None else (context.progress, context.special_ids)
-    # as a tensor: a number in the operator's signature would be compiled in, again at every step
-    progress = None if moment is None else torch.tensor(moment, dtype=torch.float64, device="cpu")
-    return linear_loss_op(
-        hidden, head.weight, targets, head.bias, weights, num_items, spec, reduction, head.softcap, head.scale,
-        progress, None if special_ids is None else list(special_ids), backend, gemm_dtype(hidden),
-        list(wanted_gradients(hidden, head)),
-    )[0]  # fmt: skip
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-class _Linked(Function):
-    """A result's tensors with a backward; ctx keeps the request, without the tensors that autograd saves."""
-
-    @staticmethod
-    def keep(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, backend: type[Backend], result: Result
-    ) -> None:
-        ctx.save_for_backward(hidden, weight, bias, result.gate if result.request.reduction == "none" else None)
-        ctx.request, ctx.backend = result.request.released(), backend
-
-
-class _ReducedLoss(_Linked):
+class _ReducedLoss(Function):
     """A scalar loss: its gradients were made with it, and the backward multiplies them by the upstream gradient."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor | None:  # pyright: ignore
-        _Linked.keep(ctx, *inputs)
+        _keep(ctx, *inputs)
         ctx.gradients = inputs[-1].gradients
         return inputs[-1].loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        *saved, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors
         # handed out once: a second backward over the same graph makes them once more
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             gradients = ctx.backend.run(ctx.request.over(*saved)).gradients
-        return (*_finished(ctx.backend, gradients, grad, saved), None, None)
+        return _finished(ctx.backend, gradients, grad, saved)
 
 
-class _PerTokenLoss(_Linked):
-    """Losses [N]; the backward recomputes the chunks, for any upstream vector."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor | None:  # pyright: ignore
-        _Linked.keep(ctx, *inputs)
-        return inputs[-1].loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        *saved, gate = ctx.saved_tensors
-        request = ctx.request.over(*saved)
-        # a gate of 0 gives 0, also times an infinite upstream
-        gate = torch.where(gate == 0, 0.0, wide(grad[request.rows.index]) * gate)
-        gradients = ctx.backend.recompute(request, gate, ctx.needs_input_grad[:3])
-        return (*_finished(ctx.backend, gradients, torch.ones((), device=gate.device), saved), None, None)
-
-
-class _Statistics(_Linked):
+class _Statistics(Function):
     """(log_p, entropy), whose backward recomputes the chunks."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:  # pyright: ignore
-        _Linked.keep(ctx, *inputs)
+        _keep(ctx, *inputs)
         ctx.set_materialize_grads(False)
         stats = inputs[-1].stats
         return stats.log_p.clone(), stats.entropy.clone()
@@ -304,23 +248,29 @@ class _Statistics(_Linked):
     def backward(  # pyright: ignore
         ctx: Any, grad_log_p: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if grad_log_p is None and grad_entropy is None:
-            return (None,) * 5
-        *saved, _ = ctx.saved_tensors
-        request, backend, wanted = ctx.request.over(*saved), ctx.backend, ctx.needs_input_grad[:3]
-        if grad_entropy is None:
-            assert grad_log_p is not None
-            gradients = backend.recompute(request, wide(-grad_log_p), wanted)
-        else:
-            backend = TorchBackend  # an entropy's gradient is not gate x error
-            gate = torch.zeros_like(grad_entropy) if grad_log_p is None else -grad_log_p
-            gradients = TorchBackend.recompute_entropy(request, wide(gate), grad_entropy, wanted)
-        return (*_finished(backend, gradients, torch.ones((), device=saved[0].device), saved), None, None)
+        if grad_log_p is None:
+            if grad_entropy is None:
+                return (None,) * 5
+            grad_log_p = torch.zeros_like(grad_entropy)
+        saved = ctx.saved_tensors
+        backend = ctx.backend if grad_entropy is None else TorchBackend  # an entropy's gradient is not gate x error
+        gradients = backend.recompute(
+            ctx.request.over(*saved), ctx.needs_input_grad[:3], wide(-grad_log_p), grad_entropy
+        )
+        return _finished(backend, gradients, torch.ones((), device=grad_log_p.device), saved)
+
+
+def _keep(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, backend: type[Backend], result: Result
+) -> None:
+    """Store what a backward needs: the request without the tensors that autograd saves, and these tensors."""
+    ctx.save_for_backward(hidden, weight, bias)
+    ctx.request, ctx.backend = result.request.released(), backend
 
 
 def _finished(
-    backend: type[Backend], gradients: Gradients, factor: Tensor, tensors: Sequence[Tensor | None]
+    backend: type[Backend], gradients: Gradients, factor: Tensor, inputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """factor * gradients in the dtypes of (hidden, weight, bias); their own derivative is refused."""
-    done = scaled_gradients(backend, gradients, factor, [None if x is None else x.dtype for x in tensors])
-    return tuple(first_only(tensors, done))
+    """factor * gradients in the dtypes of (hidden, weight, bias); the derivative of these gradients is refused."""
+    done = scaled_gradients(backend, gradients, factor, [None if x is None else x.dtype for x in inputs])
+    return *first_only(inputs, done), None, None

@@ -8,24 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from deftune.losses.checks import (
-    check_context,
-    check_logits,
-    check_reduction,
-    check_weight_values,
-    check_weights,
-    second_derivative_error,
-)
+from deftune.losses.checks import check_logits, check_options, second_derivative_error
 from deftune.losses.dtensors import check_divided_rows, local_logits
 from deftune.losses.eager import eager
 from deftune.losses.reduction import check_step, reduce_losses
 from deftune.losses.shards import VocabShard
 from deftune.losses.statistics import (
-    RowBlocks,
     block_rows,
     compute_dtype,
     logits_stats,
     plain,
+    row_blocks,
     supervised_index,
     widened_difference,
 )
@@ -83,10 +76,7 @@ def token_loss(
     logits, targets, weights, shard = local_logits(logits, targets, weights, shard)
     check_divided_rows("logits", given, objective, reduction, num_items, context)
     check_logits(logits, targets, shard is not None)
-    check_reduction(reduction, num_items)
-    check_context(context)
-    check_weights(weights, targets)
-    check_weight_values(weights, targets)
+    check_options(targets, reduction, num_items, weights, context)
     if shard is not None:
         shard = shard.checked(logits.shape[-1], logits.device, "logits")
     flat = targets.reshape(-1)
@@ -113,13 +103,7 @@ class _TokenLoss(Function):
         stats, index, sums, log_sum = logits_stats(logits, targets, shard)
         check_step(objective, context, num_items, len(index))
         gate, loss = objective.evaluate(stats, context)
-        columns = (
-            loss,
-            gate,
-            sums.shift.to(stats.log_p.dtype),
-            log_sum,
-            stats.error,
-        )
+        columns = (loss, gate, sums.shift.to(stats.log_p.dtype), log_sum, stats.error)
         return tuple(column.new_zeros(targets.shape).index_copy_(0, index, column) for column in columns)
 
     @staticmethod
@@ -175,11 +159,10 @@ class _GateTimesError(Function):
         size = min(block_rows(flat.shape[-1], dtype, logits.device), max(1, len(index)))
         e = torch.empty(size, flat.shape[-1], dtype=dtype, device=logits.device)
         inverse_sum = torch.exp(-log_sum)
+        in_place = len(index) == targets.numel() and flat.dtype == dtype
         with plain(logits.device):
-            for part, z in RowBlocks(logits, index, size):
-                rows = index[part]
-                dense = len(index) == targets.numel()
-                block = flat[part] if dense and flat.dtype == dtype else e[: len(z)]
+            for part, z in row_blocks(logits, index, size):
+                rows, block = index[part], flat[part] if in_place else e[: len(z)]
                 widened_difference(z, shift[rows, None], block)
                 block.exp_().mul_((scale[rows] * inverse_sum[rows])[:, None].to(dtype))
                 y, at_target = targets[rows, None], (-scale[rows] * error[rows])[:, None].to(dtype)
@@ -187,7 +170,7 @@ class _GateTimesError(Function):
                     y, own = y.clamp(min=0), y >= 0
                     at_target = torch.where(own, at_target, block.gather(-1, y))
                 block.scatter_(-1, y, at_target)
-                if block.data_ptr() != flat[part].data_ptr():
+                if not in_place:
                     flat.index_copy_(0, rows, block.to(flat.dtype))
         return grad
 

@@ -29,7 +29,7 @@ def note_rows(flag: Tensor, log_p: Tensor, places: Tensor, sharded: bool = False
     if log_p.numel():
         _notes.append(Note(flag, log_p, places, torch.cuda.current_stream(log_p.device), sharded))
         if len(_notes) > MOST:
-            answer(_notes[0], look(_notes[0]))
+            resolve(_notes[0], read_flag(_notes[0]))
 
 
 def latest_note(stream: torch.cuda.Stream) -> Note | None:
@@ -50,13 +50,13 @@ def clear() -> None:
     _notes.clear()
 
 
-def look(note: Note) -> int:
+def read_flag(note: Note) -> int:
     """Read a flag; waits for the stream that writes the flag."""
     with torch.cuda.stream(note.stream):
         return int(note.flag)
 
 
-def answer(note: Note, flag: int) -> None:
+def resolve(note: Note, flag: int) -> None:
     """Drop a note whose flag was read; raise its error if the flag is set."""
     _notes[:] = [] if flag else [other for other in _notes if other is not note]
     if flag:
@@ -72,9 +72,6 @@ def raise_pending(*, wait: bool = True) -> None:
     Args:
         wait: wait for the streams of all earlier calls; False: check only the calls of the current stream.
 
-    Args:
-        wait: True: wait for the earlier calls of all streams. False: look at the calls on the current stream only.
-
     Raises:
         ValueError: an earlier call had a NaN.
 
@@ -82,4 +79,4 @@ def raise_pending(*, wait: bool = True) -> None:
     """
     for note in list(_notes):
         if wait or note.stream == torch.cuda.current_stream(note.stream.device):
-            answer(note, look(note))
+            resolve(note, read_flag(note))

@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deftune.losses.checks import (
-    check_context,
-    check_count_option,
-    check_reduction,
-    check_targets,
-    check_weight_values,
-    check_weights,
-)
+from deftune.losses.checks import check_count_option, check_options, check_targets
 from deftune.losses.head import Head, check_head
 from deftune.losses.reduction import check_step, mean_items
 from deftune.losses.sparse import Sparse
@@ -67,12 +60,23 @@ class Request:
         nothing = self.hidden.new_empty(0)
         return replace(self.over(nothing, nothing, None), targets=nothing)
 
-    def scale(self, count: int) -> Tensor | float:
-        """The factor of the sum over this request's ``count`` supervised tokens; checks the step's statistics."""
+    @property
+    def supervised(self) -> Rows:
+        """The supervised tokens, after `located`."""
+        assert self.rows is not None
+        return self.rows
+
+    @property
+    def count(self) -> int:
+        """The number of supervised tokens, after `located`."""
+        return len(self.supervised.index)
+
+    def scale(self) -> Tensor | float:
+        """The factor of the sum over the supervised tokens; checks the step's statistics."""
         if self.objective is None:
             return 1.0
-        check_step(self.objective, self.context, self.num_items, count)
-        items = mean_items(self.num_items, count) if self.reduction == "mean" else 1.0
+        check_step(self.objective, self.context, self.num_items, self.count)
+        items = mean_items(self.num_items, self.count) if self.reduction == "mean" else 1.0
         return 1.0 / (wide(items) if isinstance(items, Tensor) else items)
 
 
@@ -88,9 +92,9 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Result:
-    """What a backend returns; ``loss`` is a scalar, [N] for ``reduction="none"``, None without an objective."""
+    """What a backend returns."""
 
-    loss: Tensor | None
+    loss: Tensor | None  # a scalar; None for ``reduction="none"``, for which `fused_loss` makes it from ``values``
     gradients: Gradients | None
     stats: TokenStats
     request: Request  # with its rows
@@ -113,17 +117,6 @@ def wanted_gradients(hidden: Tensor, head: Head) -> tuple[bool, bool, bool]:
         enabled and head.weight.requires_grad,
         enabled and head.bias is not None and head.bias.requires_grad,
     )
-
-
-def check_request(
-    hidden: Tensor, head: Head, targets: Tensor, reduction: str, num_items: object, weights: object, context: object
-) -> None:
-    """Refuse shapes, types and host values that cannot be meant."""
-    check_head(hidden, head)
-    check_targets(targets, hidden, "hidden")
-    check_reduction(reduction, num_items)
-    check_context(context)
-    check_weights(weights, targets)
 
 
 def make_request(
@@ -156,13 +149,14 @@ def make_request(
             "hidden: torch.func (vmap, grad, jvp, ...) cannot transform the fused loss, whose gradients are made in "
             "its forward pass; use torch.autograd, or deftune.token_loss on the logits"
         )
-    check_request(hidden, head, targets, reduction, num_items, weights, context)
+    check_head(hidden, head)
+    check_targets(targets, hidden, "hidden")
+    check_options(targets, reduction, num_items, weights, context)
     check_count_option("top_k", top_k, 0)
     if chunk_rows is not None:
         check_count_option("chunk_rows", chunk_rows, 1)
     if sparse is not None:
         check_sparse(sparse, head, reduction)
-    check_weight_values(weights, targets)
     if head.shard is not None:
         head = replace(head, shard=head.shard.checked(head.classes, hidden.device, "weight"))
     hidden_gradient, weight_gradient, bias_gradient = wanted_gradients(hidden, head) if wanted is None else wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -92,9 +93,9 @@ class VocabShard:
         if self.layout is None:
             given = [torch.zeros(3, dtype=torch.long, device=device) for _ in range(ranks)]
             dist.all_gather(given, torch.tensor([*mine, self.vocab_size], device=device), group=self.group)
-            told = [tuple(one.tolist()) for one in given]
-            check_layout([(first, size) for first, size, _ in told], [total for *_, total in told])
-            layout = tuple((first, size) for first, size, _ in told)
+            shards = [tuple(one.tolist()) for one in given]
+            layout = tuple((first, size) for first, size, _ in shards)
+            check_layout(layout, [total for *_, total in shards])
         else:
             layout = self.layout
             if len(layout) != ranks or layout[rank] != mine:
@@ -142,7 +143,7 @@ def check_ranks() -> None:
         )
 
 
-def check_layout(layout: list[tuple[int, int]], totals: list[int]) -> None:
+def check_layout(layout: Sequence[tuple[int, int]], totals: list[int]) -> None:
     """Refuse shards that do not make up one vocabulary; all ranks see the same layout, and raise the same error."""
     if len(set(totals)) > 1:
         raise ValueError(f"shard: the ranks differ in vocab_size: {', '.join(map(str, totals))} (rank 0, 1, ...)")

@@ -9,9 +9,9 @@ The sums leave the target out: its error 1 - p = rest / (E_y + rest) then keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,29 +103,24 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class RowBlocks:
-    """Rows of ``[..., V]`` logits by flat index, a block at a time, without a copy of all rows."""
+def row_blocks(logits: Tensor, index: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """(positions in the index, those rows) of ``[..., V]`` logits by flat index, without a copy of all rows.
 
-    def __init__(self, logits: Tensor, index: Tensor, size: int):
-        self.logits, self.index, self.size = logits, index, size
-        self.leading, self.width = logits.shape[:-1], logits.shape[-1]
-        self.flat: Tensor | None
-        try:
-            self.flat = logits.view(-1, self.width)
-        except RuntimeError:  # leading dimensions that do not merge, as in logits[:, :-1]
-            self.flat = None
-        self.dense = self.flat is not None and len(index) == self.leading.numel()
-
-    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """(positions in the index, those rows), in the logits' own dtype; the rows must not be written to."""
-        for start in range(0, len(self.index), self.size):
-            part = slice(start, min(start + self.size, len(self.index)))
-            if self.flat is None:
-                yield part, self.logits[torch.unravel_index(self.index[part], self.leading)]
-            elif self.dense:
-                yield part, self.flat[part]
-            else:
-                yield part, self.flat.index_select(0, self.index[part])
+    The rows have the logits' own dtype and must not be written to.
+    """
+    leading = logits.shape[:-1]
+    try:
+        flat = logits.view(-1, logits.shape[-1])
+    except RuntimeError:  # leading dimensions that do not merge, as in logits[:, :-1]
+        flat = None
+    for start in range(0, len(index), size):
+        part = slice(start, min(start + size, len(index)))
+        if flat is None:
+            yield part, logits[torch.unravel_index(index[part], leading)]
+        elif len(index) == len(flat):
+            yield part, flat[part]
+        else:
+            yield part, flat.index_select(0, index[part])
 
 
 def row_sums(logits: Tensor, index: Tensor, columns: Tensor, partial: bool = False) -> RowSums:
@@ -135,7 +130,7 @@ def row_sums(logits: Tensor, index: Tensor, columns: Tensor, partial: bool = Fal
     size = min(block_rows(logits.shape[-1], dtype, logits.device), max(1, len(index)))
     e = torch.empty(size, logits.shape[-1], dtype=dtype, device=logits.device)
     u = torch.empty_like(e)
-    for part, z in RowBlocks(logits, index, size):
+    for part, z in row_blocks(logits, index, size):
         block_sums(z, columns[part], u[: len(z)], e[: len(z)], sums[:, part], partial)
     return RowSums(*sums)
 
@@ -192,18 +187,14 @@ def log_p_of(largest: Tensor, columns: Tensor) -> Tensor:
 def plain(device: torch.device) -> AbstractContextManager[Any]:
     """No gradients, the sums in float32 or better whatever autocast says, kernels on the tensors' own device."""
     several = device.type == "cuda" and torch.cuda.device_count() > 1
-    return _plain(device) if several or torch.is_autocast_enabled(device.type) else torch.no_grad()
+    return _plain(device, several) if several or torch.is_autocast_enabled(device.type) else torch.no_grad()
 
 
 @contextmanager
-def _plain(device: torch.device) -> Generator[None]:
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), on(device):
+def _plain(device: torch.device, several: bool) -> Generator[None]:
+    on_device = torch.cuda.device(device) if several else nullcontext()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), on_device:
         yield
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch on this device, if there are several."""
-    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.device_count() > 1 else nullcontext()
 
 
 def supervised_index(targets: Tensor) -> Tensor:
@@ -223,25 +214,28 @@ def supervised_rows(targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return index, labels
 
 
-def top_source(
-    logits: Tensor, index: Tensor, sums: RowSums, log_sum: Tensor, shard: VocabShard | None = None
-) -> Callable[[int], Tensor]:
-    """The likeliest tokens of these rows, taken from the logits when first asked for; of a shard, on every rank."""
-    taken: dict[int, Tensor] = {}
+@dataclass(frozen=True)
+class TopOfLogits:
+    """The likeliest tokens of some rows, taken from the logits when first asked for; of a shard, on every rank."""
 
-    def take(k: int) -> Tensor:
+    logits: Tensor
+    index: Tensor
+    log_total: Tensor  # log sum e^z of each row
+    shard: VocabShard | None
+    taken: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def __call__(self, k: int) -> Tensor:
+        logits, shard = self.logits, self.shard
         k = min(k, logits.shape[-1] if shard is None else shard.vocab_size)
-        if k not in taken:
+        if k not in self.taken:
             dtype = compute_dtype(logits.dtype)
-            top = torch.empty(len(index), min(k, logits.shape[-1]), dtype=dtype, device=logits.device)
+            top = torch.empty(len(self.index), min(k, logits.shape[-1]), dtype=dtype, device=logits.device)
             with torch.no_grad():
-                for part, z in RowBlocks(logits, index, block_rows(logits.shape[-1], dtype, logits.device)):
+                for part, z in row_blocks(logits, self.index, block_rows(logits.shape[-1], dtype, logits.device)):
                     top[part] = z.topk(top.shape[1], -1).values.to(dtype)
                 top = top if shard is None else shard.likeliest(top, k)
-            taken[k] = wide(top) - (wide(sums.shift) + log_sum)[:, None]
-        return taken[k]
-
-    return take
+            self.taken[k] = wide(top) - self.log_total[:, None]
+        return self.taken[k]
 
 
 def logits_stats(
@@ -260,8 +254,8 @@ def logits_stats(
     if bool((bad := columns[LOG_P].isnan()).any()):
         raise nan_error(int(index[bad.nonzero()[0, 0]]), "logits", shard is not None)
     log_sum = columns[LOG_SUM]
-    stats = stats_of(columns, None, targets, vocab_size)
-    return replace(stats, _top_source=top_source(logits, index, sums, log_sum, shard)), index, sums, log_sum
+    top = TopOfLogits(logits, index, columns[SHIFT] + log_sum, shard)
+    return replace(stats_of(columns, None, targets, vocab_size), _top_source=top), index, sums, log_sum
 
 
 @eager

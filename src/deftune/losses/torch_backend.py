@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded, new_columns, new_gradients, sum_hidden
+from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded
 from deftune.losses.head import Head
-from deftune.losses.request import Gradients, Request
+from deftune.losses.request import Gradients
 from deftune.losses.sparse import Products, Sparse, add_products
 from deftune.losses.statistics import (
     ENTROPY,
@@ -22,7 +20,6 @@ from deftune.losses.statistics import (
     compute_dtype,
     log_p_of,
     merge_ranks,
-    plain,
     stats_columns,
     wide,
 )
@@ -177,24 +174,12 @@ class TorchBackend(Backend):
         if self.sparse is not None:
             self.sparse.end(to.weight)
 
-    @classmethod
-    def recompute_entropy(
-        cls, request: Request, gate: Tensor, grad_entropy: Tensor, wanted: Sequence[bool]
-    ) -> Gradients:
-        """The gradients of sum gate * NLL + grad_entropy * entropy, the chunks measured once more.
+    def add_entropy(self, chunk: Chunk, gate: Tensor, grad_entropy: Tensor, to: Gradients) -> None:
+        """dz_i = P_i (gate - h H - h log P_i), and at the target P_y (...) - gate, each times the softcap's slope.
 
-        dH/dz_i = -P_i (log P_i + H) is not gate x error, so it is written into the float32 E of this backend.
+        h is ``grad_entropy``. dH/dz_i = -P_i (log P_i + H) is not gate x error, so it is written into the float32 E.
         """
-        with plain(request.hidden.device):
-            backend, into = cls.new_pass(request), new_gradients(request, wanted)
-            for chunk in backend.chunks(request, new_columns(request), True, 0):
-                backend.add_entropy(chunk, gate[chunk.part], grad_entropy[chunk.part], into)
-            backend.end(into)
-            sum_hidden(request, into)
-        return into
-
-    def add_entropy(self, chunk: Chunk, gate: Tensor, h: Tensor, to: Gradients) -> None:
-        """dz_i = P_i (gate - h H - h log P_i), and at the target P_y (...) - gate, each times the softcap's slope."""
+        h = grad_entropy
         log_p, entropy, log_sum, shift = (chunk.columns[i] for i in (LOG_P, ENTROPY, LOG_SUM, SHIFT))
         e, log_factor = chunk.e, self.log_factor(chunk)
         assert e is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from deftune.losses.checks import label_error
 from deftune.losses.chunks import Backend, Chunk, Supervised, balanced, bounded
 from deftune.losses.head import Head, Slices
-from deftune.losses.pending import answer, latest_note
+from deftune.losses.pending import latest_note, resolve
 from deftune.losses.request import Gradients, Request, Rows
 from deftune.losses.sparse import Products, Sparse
 from deftune.objectives.stats import IGNORE_INDEX
@@ -322,6 +322,6 @@ class Survey:
     def check(self, bad: int, flag: int) -> None:
         """Raise for an earlier call's NaN, or for a label outside [0, V)."""
         if self.earlier is not None:
-            answer(self.earlier, flag)
+            resolve(self.earlier, flag)
         if bad < self.targets.shape[0]:
             raise label_error(bad, int(self.targets[bad]), self.vocab_size)

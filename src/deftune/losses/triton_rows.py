@@ -108,26 +108,26 @@ def aligned(planes: int, rows: int, dtype: torch.dtype, device: torch.device) ->
 def survey(
     targets: Tensor, vocab_size: int, ignore: int, earlier: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(places, labels, facts, told) of the supervised tokens, in one launch.
+    """(places, labels, facts, report) of the supervised tokens, in one launch.
 
-    Places and labels are [N], 0 from the count on. Facts, on the device: the count, and a flag that is still 0. Told,
-    where the host can read it once the kernel is done: the count, the place of the first label outside [0, V) (N: none;
-    the label then stands as 0), and what the flag ``earlier`` said.
+    Places and labels are [N], 0 from the count on. Facts, on the device: the count, and a flag that is still 0. Report,
+    which the host can read once the kernel is done: the count, the place of the first label outside [0, V) (N: none;
+    such a label becomes 0), and the value of the flag ``earlier``.
     """
     device, rows = targets.device, len(targets)
     places, labels = torch.empty(2, -(-rows // 16) * 16, dtype=torch.int64, device=device).unbind()
     facts = torch.empty(2, dtype=torch.int64, device=device)
-    told = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    report = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     survey_kernel[(1,)](
-        targets, places, labels, facts, told, facts if earlier is None else earlier, rows, vocab_size, ignore,
+        targets, places, labels, facts, report, facts if earlier is None else earlier, rows, vocab_size, ignore,
         EARLIER=earlier is not None, BLOCK=4096, num_warps=8,
     )  # fmt: skip
-    return places[:rows], labels[:rows], facts, told
+    return places[:rows], labels[:rows], facts, report
 
 
-def survey_told(here: Tensor, table: Tensor, told: Tensor, vocab_size: int, ignore: int) -> None:
-    """`survey` of the targets that the table names, into what it names; its first half is taken from ``here``."""
-    survey_told_kernel[(1,)](here, table, told, vocab_size, ignore, BLOCK=4096, num_warps=8)
+def survey_told(host_table: Tensor, table: Tensor, report: Tensor, vocab_size: int, ignore: int) -> None:
+    """`survey` with the addresses of its inputs and outputs in ``host_table``, whose first half goes to ``table``."""
+    survey_told_kernel[(1,)](host_table, table, report, vocab_size, ignore, BLOCK=4096, num_warps=8)
 
 
 def take_rows(table: Tensor, dtype: torch.dtype, x: Tensor, y: Tensor, facts: Tensor) -> None:

@@ -43,29 +43,17 @@ def reduce_step(column: Tensor, how: Literal["mean", "median"]) -> Tensor:
     return ordered[low] if low == high else (ordered[low] + ordered[high]) / 2
 
 
-def deformed_loss(log_p: Tensor, focus: Tensor) -> Tensor:
-    """L_a(p) = (1 - p^a) / a, and -log p where a log p is below rounding (a = 0 among them).
+def deformed(log_p: Tensor, focus: Tensor) -> tuple[Tensor, Tensor]:
+    """(p^a, (1 - p^a) / a): the gate and the value for a focus a. At a = 0 they are 1 and -log p, also for p = 0.
 
-    >>> deformed_loss(torch.tensor([-2.0, -2.0]), torch.tensor([1.0, 0.0]))
-    tensor([0.8647, 2.0000])
+    >>> deformed(torch.tensor([-2.0, -2.0]), torch.tensor([1.0, 0.0]))
+    (tensor([0.1353, 1.0000]), tensor([0.8647, 2.0000]))
     """
-    return _loss_of_power(log_p, focus, log_power(log_p, focus))
-
-
-def deformed_gate(log_p: Tensor, focus: Tensor) -> Tensor:
-    """p^a, with 0^0 = 1."""
-    return log_power(log_p, focus).exp()
-
-
-def log_power(log_p: Tensor, focus: Tensor) -> Tensor:
-    """x = a log p, with 0 * -inf = 0: at a = 0 the power is 1 whatever p is."""
-    return (focus * log_p).nan_to_num(nan=0.0, neginf=-math.inf)
-
-
-def _loss_of_power(log_p: Tensor, focus: Tensor, power: Tensor) -> Tensor:
+    power = (focus * log_p).nan_to_num(nan=0.0, neginf=-math.inf)  # x = a log p, with 0 * -inf = 0
     # (1 - e^x)/a = -log p (1 + x/2 + ...): above -eps/4 the first term is the rounded value, also for subnormal a
     tiny = power > -torch.finfo(power.dtype).eps / 4
-    return -torch.where(tiny, log_p, torch.expm1(power) / torch.where(tiny, 1.0, focus))
+    value = -torch.where(tiny, log_p, torch.expm1(power) / torch.where(tiny, 1.0, focus))
+    return power.detach().exp(), value
 
 
 def weighted_nll(log_p: Tensor, weight: Tensor) -> Tensor:
@@ -77,8 +65,8 @@ def weighted_nll(log_p: Tensor, weight: Tensor) -> Tensor:
 class Objective:
     """The base class of all objectives. Most objectives extend `Focus` or `Weight`; extend this class for other losses.
 
-    A subclass defines ``gate`` and ``loss``, such that d loss / d log_p = -gate. ``name`` is its name in specs and
-    tables. ``kind`` says what the gate of a token depends on:
+    A subclass defines ``gate`` and ``loss``, or ``evaluate``, which returns both; d loss / d log_p must be -gate.
+    ``name`` is its name in specs and tables. ``kind`` says what the gate of a token depends on:
 
     - ``local``: the token's own statistics
     - ``mass``: also the sum of masses of the optimizer step; step loss = sum of losses / sum of masses
@@ -93,14 +81,16 @@ class Objective:
 
     def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         """The gate s per token: the factor of the error P - onehot in the gradient."""
-        raise NotImplementedError
+        return self.evaluate(stats, context)[0]
 
     def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         """The loss per token; under autograd d loss / d log_p = -gate."""
-        raise NotImplementedError
+        return self.evaluate(stats, context)[1]
 
     def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
-        """(gate, loss); subclasses may compute both together."""
+        """(gate, loss)."""
+        if type(self).gate is Objective.gate or type(self).loss is Objective.loss:
+            raise NotImplementedError(f"{type(self).__name__}: define gate and loss, or evaluate, which returns both")
         return self.gate(stats, context), self.loss(stats, context)
 
     def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
@@ -167,16 +157,8 @@ class Focus(Objective):
     'half'
     """
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return deformed_gate(stats.log_p.detach(), self.focus(stats, context).detach())
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return deformed_loss(stats.log_p, self.focus(stats, context).detach())
-
     def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
-        focus = self.focus(stats, context).detach()
-        power = log_power(stats.log_p, focus)
-        return power.detach().exp(), _loss_of_power(stats.log_p, focus, power)
+        return deformed(stats.log_p, self.focus(stats, context).detach())
 
 
 @dataclass(frozen=True)
@@ -200,12 +182,6 @@ class Weight(Objective):
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return torch.zeros_like(stats.log_p)
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return self.weight(stats, context).detach()
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return weighted_nll(stats.log_p, self.weight(stats, context).detach())
-
     def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         weight = self.weight(stats, context).detach()
         return weight, weighted_nll(stats.log_p, weight)
@@ -215,15 +191,15 @@ class Weight(Objective):
 class Modifier(Objective):
     """An objective that wraps another one, ``inner``, as ``floor(0.2)`` does in ``deft | floor(0.2)``.
 
-    Subclasses define ``gate`` and ``loss``, so that d loss / d log_p = -gate; the focus is that of ``inner``.
+    Subclasses define ``evaluate``, or ``gate`` and ``loss``; d loss / d log_p must be -gate. The focus is that of
+    ``inner``.
 
     >>> @dataclass(frozen=True)
     ... class Half(Modifier):
     ...     name: ClassVar[str] = "half"
-    ...     def gate(self, stats, context=NO_CONTEXT):
-    ...         return self.inner.gate(stats, context) / 2
-    ...     def loss(self, stats, context=NO_CONTEXT):
-    ...         return self.inner.loss(stats, context) / 2
+    ...     def evaluate(self, stats, context=NO_CONTEXT):
+    ...         gate, loss = self.inner.evaluate(stats, context)
+    ...         return gate / 2, loss / 2
     >>> from deftune import objective
     >>> str(Half(objective("deft")))
     'deft | half'

@@ -64,22 +64,15 @@ def register(name: str, about: About | None = None) -> Callable[[T], T]:
         raise ValueError(f"register: {name!r} is in the catalogue already; choose another name")
 
     def add(factory: T) -> T:
-        _set_name(factory, name)
-        (MODIFIERS if _is_modifier(factory) else OBJECTIVES)[name] = factory
+        made: object = factory
+        if isinstance(made, type) and issubclass(made, Objective):
+            if made.name not in ("", name):
+                raise ValueError(f"register: the class's own name is {made.name!r}, not {name!r}; make them the same")
+            made.name = name  # so that str() of an instance is a spec again
+        modifier = isinstance(made, type) and issubclass(made, Modifier)
+        (MODIFIERS if modifier else OBJECTIVES)[name] = factory
         if about is not None:
             ABOUT[name] = about
         return factory
 
     return add
-
-
-def _is_modifier(factory: object) -> bool:
-    return isinstance(factory, type) and issubclass(factory, Modifier)
-
-
-def _set_name(factory: object, name: str) -> None:
-    """Give a class the name of its spec, so that ``str()`` of an instance is a spec again."""
-    if isinstance(factory, type) and issubclass(factory, Objective):
-        if factory.name not in ("", name):
-            raise ValueError(f"register: the class's own name is {factory.name!r}, not {name!r}; make them the same")
-        factory.name = name

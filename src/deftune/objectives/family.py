@@ -290,11 +290,9 @@ class Threshold(Objective):
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return self.base.focus(stats, context)
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return torch.where(self.selected(stats), self.base.gate(stats, context), 0.0)
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return torch.where(self.selected(stats), self.base.loss(stats, context), 0.0)
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
+        selected, (gate, loss) = self.selected(stats), self.base.evaluate(stats, context)
+        return torch.where(selected, gate, 0.0), torch.where(selected, loss, 0.0)
 
     def __str__(self) -> str:
         return f"{self.name}({render_value(self.t)}{', of=linear' if self.of == 'linear' else ''})"
@@ -403,13 +401,9 @@ class Clip(Objective):
     def focus(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return torch.zeros_like(stats.log_p)
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> tuple[Tensor, Tensor]:
         cap = self.k * self.step_value(self.step_statistics[0], stats, context)
         nll = stats.nll.detach()
-        return torch.where(nll <= cap, 1.0, cap / nll)
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        cap = self.k * self.step_value(self.step_statistics[0], stats, context)
-        gate = self.gate(stats, context)
+        gate = torch.where(nll <= cap, 1.0, cap / nll)
         # sg[cap / NLL] * NLL has the value cap and the gate's gradient; at p = 0 only the value is left
-        return torch.where(gate == 0, cap, weighted_nll(stats.log_p, gate))
+        return gate, torch.where(gate == 0, cap, weighted_nll(stats.log_p, gate))

@@ -51,8 +51,10 @@ class _Parser:
             if match is None:
                 raise self.error(f"unexpected {spec[at:].strip()[0]!r}", at)
             kind = match.lastgroup or ""
-            self.tokens.append((kind, match[kind], match.start(kind)))
+            text = match[kind]
+            self.tokens.append((text if kind == "sign" else kind, text, match.start(kind)))
             at = match.end()
+        self.tokens.append(("end", "", len(spec)))
         self.next = 0
         self.depth = 0
 
@@ -62,44 +64,47 @@ class _Parser:
         )
 
     def peek(self) -> tuple[str, str, int]:
-        return self.tokens[self.next] if self.next < len(self.tokens) else ("end", "", len(self.spec))
+        """(kind, text, column) of the next token; a sign's kind is the sign."""
+        return self.tokens[self.next]
 
-    def take(self, kind: str, text: str | None = None) -> str:
-        got_kind, got, at = self.peek()
-        if got_kind != kind or (text is not None and got != text):
-            wanted = repr(text) if text else {"name": "a name"}.get(kind, kind)
-            raise self.error(f"expected {wanted}, found {repr(got) if got else 'the end'}", at)
+    def comes(self, kind: str) -> bool:
+        return self.peek()[0] == kind
+
+    def take(self, kind: str) -> str:
+        found, text, at = self.peek()
+        if found != kind:
+            wanted = "a name" if kind == "name" else repr(kind)
+            raise self.error(f"expected {wanted}, found {repr(text) if text else 'the end'}", at)
         self.next += 1
-        return got
+        return text
 
     def pipeline(self) -> list[_Term]:
         terms = [self.term()]
-        while self.peek()[:2] == ("sign", "|"):
-            self.take("sign", "|")
+        while self.comes("|"):
+            self.take("|")
             terms.append(self.term())
         return terms
 
     def term(self) -> _Term:
         term = _Term(self.take("name"), [], {})
-        if self.peek()[:2] != ("sign", "("):
+        if not self.comes("("):
             return term
-        self.take("sign", "(")
+        self.take("(")
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise self.error(f"nested deeper than {MAX_DEPTH} levels", self.peek()[2])
-        while self.peek()[:2] != ("sign", ")"):
+        while not self.comes(")"):
             self.argument(term)
-            if self.peek()[:2] != ("sign", ")"):
-                self.take("sign", ",")
-        self.take("sign", ")")
+            if not self.comes(")"):
+                self.take(",")
+        self.take(")")
         self.depth -= 1
         return term
 
     def argument(self, term: _Term) -> None:
-        following = self.tokens[self.next + 1][:2] if self.next + 1 < len(self.tokens) else None
-        if self.peek()[0] == "name" and following == ("sign", "="):
+        if self.comes("name") and self.tokens[self.next + 1][0] == "=":
             key, at = self.take("name"), self.peek()[2]
-            self.take("sign", "=")
+            self.take("=")
             if key in term.named:
                 raise self.error(f"{term.name}: {key} is given twice", at)
             term.named[key] = self.value()
@@ -109,13 +114,11 @@ class _Parser:
             term.positional.append(self.value())
 
     def value(self) -> _Value:
-        kind, text, at = self.peek()
-        if kind == "number":
-            self.next += 1
-            return _Value(text, True, [])
+        if self.comes("number"):
+            return _Value(self.take("number"), True, [])
+        at = self.peek()[2]
         terms = self.pipeline()
-        end = self.peek()[2]
-        return _Value(self.spec[at:end].strip(), False, terms)
+        return _Value(self.spec[at : self.peek()[2]].strip(), False, terms)
 
 
 def _unknown(what: str, word: str, known: Iterable[str]) -> ValueError:
@@ -158,8 +161,8 @@ def _hints(factory: Callable[..., Objective]) -> dict[str, object]:
 
 def _call(name: str, factory: Callable[..., Objective], term: _Term, first: list[Objective]) -> Objective:
     """The factory's objective for one term; a modifier takes the objective before it as ``first``."""
-    hints = _hints(factory)
-    parameters = list(inspect.signature(factory).parameters)[len(first) :]
+    hints, signature = _hints(factory), inspect.signature(factory)
+    parameters = list(signature.parameters)[len(first) :]
     if len(term.positional) > len(parameters):
         takes = f"takes {', '.join(parameters)}" if parameters else "takes no values"
         raise ValueError(f"{name}: {len(term.positional)} values given, it {takes}")
@@ -171,10 +174,8 @@ def _call(name: str, factory: Callable[..., Objective], term: _Term, first: list
             raise ValueError(f"{name}: {key} is given twice")
         given[key] = value
     kwargs = {key: _convert(f"{name}: {key}", hints.get(key, str), value) for key, value in given.items()}
-    signature = inspect.signature(factory)
-    missing = [
-        key for key in parameters if signature.parameters[key].default is inspect.Parameter.empty and key not in kwargs
-    ]
+    required = [key for key in parameters if signature.parameters[key].default is inspect.Parameter.empty]
+    missing = [key for key in required if key not in kwargs]
     if missing:
         raise ValueError(
             f"{name}: {', '.join(missing)} is missing; write e.g. {name}({', '.join(f'{m}=...' for m in missing)})"

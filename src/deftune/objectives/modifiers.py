@@ -16,15 +16,16 @@ from deftune.objectives.family import Alpha, require
 from deftune.objectives.stats import NO_CONTEXT, Context, TokenStats
 
 NLL = Alpha(0.0)
+Pair = tuple[Tensor, Tensor]  # (gate, loss)
 
 
-def mix(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """(1 - share) first + share second, without 0 * inf at the ends."""
+def mix(first: Pair, second: Pair, share: float) -> Pair:
+    """(1 - share) first + share second, gates and losses alike, without 0 * inf at the ends."""
     if share <= 0:
         return first
     if share >= 1:
         return second
-    return (1 - share) * first + share * second
+    return (1 - share) * first[0] + share * second[0], (1 - share) * first[1] + share * second[1]
 
 
 @register(
@@ -48,12 +49,10 @@ class Floor(Modifier):
         super().__post_init__()
         require(math.isfinite(self.g) and self.g >= 0, "floor", "g must be finite and >= 0", self.g, "e.g. floor(0.1)")
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return self.inner.gate(stats, context).clamp(min=self.g)
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        lift = (self.g - self.inner.gate(stats, context)).clamp(min=0)
-        return self.inner.loss(stats, context) + weighted_nll(stats.log_p, lift)
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Pair:
+        gate, loss = self.inner.evaluate(stats, context)
+        lift = (self.g - gate).clamp(min=0)
+        return gate.clamp(min=self.g), loss + weighted_nll(stats.log_p, lift)
 
 
 @register(
@@ -88,13 +87,10 @@ class Eos(Modifier):
         chosen = self.chosen(stats, context)
         return torch.where(chosen, self.o.focus(stats, context), self.inner.focus(stats, context))
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Pair:
         chosen = self.chosen(stats, context)
-        return torch.where(chosen, self.o.gate(stats, context), self.inner.gate(stats, context))
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        chosen = self.chosen(stats, context)
-        return torch.where(chosen, self.o.loss(stats, context), self.inner.loss(stats, context))
+        (gate, loss), (gate_o, loss_o) = self.inner.evaluate(stats, context), self.o.evaluate(stats, context)
+        return torch.where(chosen, gate_o, gate), torch.where(chosen, loss_o, loss)
 
 
 @register(
@@ -125,11 +121,8 @@ class Blend(Modifier):
             "e.g. blend(nll, 0.1)",
         )
 
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return mix(self.inner.gate(stats, context), self.o.gate(stats, context), self.w)
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return mix(self.inner.loss(stats, context), self.o.loss(stats, context), self.w)
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Pair:
+        return mix(self.inner.evaluate(stats, context), self.o.evaluate(stats, context), self.w)
 
 
 @register(
@@ -157,14 +150,9 @@ class Warmup(Modifier):
     def requires(self) -> frozenset[str]:
         return super().requires | {"progress"}
 
-    def share(self, context: Context) -> float:
-        return (context.need_progress(self) - self.f) / self.f  # `mix` takes the ends as they are
-
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return mix(NLL.gate(stats, context), self.inner.gate(stats, context), self.share(context))
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return mix(NLL.loss(stats, context), self.inner.loss(stats, context), self.share(context))
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Pair:
+        share = (context.need_progress(self) - self.f) / self.f  # `mix` takes the ends as they are
+        return mix(NLL.evaluate(stats, context), self.inner.evaluate(stats, context), share)
 
 
 @register(
@@ -200,15 +188,11 @@ class MeanOne(Modifier):
     def mass(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
         return self.inner.gate(stats, self.unscaled(context))
 
-    def over_mean(self, column: Tensor, stats: TokenStats, context: Context) -> Tensor:
+    def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Pair:
+        gate, loss = self.inner.evaluate(stats, self.unscaled(context))
         if context.step == "deferred" and self.kind == "mass":
-            return column
+            return gate, loss
         mean = self.step_value(self.step_statistics[-1], stats, context)
         # every gate is shut: nothing to scale, and 0/0 must not reach the gradients
-        return torch.where(mean == 0, 0.0, column / torch.where(mean == 0, 1.0, mean))
-
-    def gate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return self.over_mean(self.inner.gate(stats, self.unscaled(context)), stats, context)
-
-    def loss(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Tensor:
-        return self.over_mean(self.inner.loss(stats, self.unscaled(context)), stats, context)
+        scale = torch.where(mean == 0, 1.0, mean)
+        return torch.where(mean == 0, 0.0, gate / scale), torch.where(mean == 0, 0.0, loss / scale)

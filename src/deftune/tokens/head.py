@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Generator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -331,8 +331,8 @@ def _divided(hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Head]
     whole: Any = head.weight
     mesh = whole.device_mesh
     same = DTensor.from_local(hidden, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    hidden, weight, bias, _, _, shard = local_head(same, head.weight, head.bias, targets, None, None)
-    return hidden, replace(head, weight=weight, bias=bias, shard=shard)
+    hidden, head, _, _ = local_head(same, head, targets)
+    return hidden, head
 
 
 def base_of(model: Any) -> Any:
