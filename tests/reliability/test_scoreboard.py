@@ -39,6 +39,7 @@ TESTS: dict[int, list[tuple[str, str]]] = {
     15: [("training/test_faults.py", "killed_at_every or killed_again")],
     16: [("training/test_faults.py", "sigterm or full_disk or cannot_be_written")],
     17: [("artifacts/test_checkpoints.py", "")],
+    18: [("training/test_attacks.py", "")],
     19: [("evaluation/test_grading.py", "not agreement and not any_number")],
     20: [("evaluation/test_grading.py", "agreement or any_number")],
     21: [("data/test_rows.py", ""), ("data/test_formats.py", ""), ("data/test_sources.py", "")],
