@@ -61,11 +61,13 @@ def run_chat(args: argparse.Namespace) -> int:
     from deftune.artifacts.display import quiet
     from deftune.artifacts.results import encoding_of, load_result
     from deftune.artifacts.terminal import printable
+    from deftune.data.encoding import Encoder, EncodingError
     from deftune.training.results import reply
 
     with quiet():
         model, tokenizer = load_result(args.run_or_model, notice, trust_remote_code=args.trust_remote_code)
-    end_tokens = encoding_of(args.run_or_model)["end_tokens"]
+    # the template of a run is saved with its tokenizer
+    encoder = Encoder(tokenizer, **{**encoding_of(args.run_or_model), "template": args.template})
     start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     interactive = sys.stdin.isatty()
@@ -86,12 +88,14 @@ def run_chat(args: argparse.Namespace) -> int:
             continue
         messages.append({"role": "user", "content": text})
         answer = ""
-        for piece in reply(
-            model, tokenizer, messages, template=args.template, end_tokens=end_tokens,
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        ):  # fmt: skip
-            answer += piece
-            print(printable(piece), end="", flush=True)
+        options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+        try:
+            for piece in reply(model, tokenizer, encoder, messages, **options):
+                answer += piece
+                print(printable(piece), end="", flush=True)
+        except EncodingError as error:
+            hint = "leave out --system, or pass --template" if args.system else "pass another --template"
+            raise ValueError(f"the chat template refuses the conversation ({error.__cause__}); {hint}") from error
         print()
         messages.append({"role": "assistant", "content": answer})
 
