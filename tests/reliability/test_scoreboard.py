@@ -48,7 +48,8 @@ TESTS: dict[int, list[tuple[str, str]]] = {
     25: [("objectives/test_grammar.py", "value_error"), ("artifacts/test_config.py", ""),
          ("artifacts/test_checkpoints.py", "manifest"), ("evaluation/test_extraction.py", "")],
     27: [("training/test_trainer.py", "refused or silently"), ("tokens/test_head.py", ""),
-         ("losses/test_sparse.py", "")],
+         ("losses/test_sparse.py", ""), ("training/test_resume.py", "leave_the_checkpoints or kept"),
+         ("artifacts/test_models.py", "revision"), ("training/test_runs.py", "duplicate_key")],
     28: [("evaluation/test_generation.py", "batch or alone or generate")],
 }  # fmt: skip
 GPU = {4, 8}

@@ -1,5 +1,6 @@
 """Row 18: files that try to run code, or to write outside their folder, when a command reads them.
 
+The test suite has more of them (`tests/training/test_attacks.py`): git, names of paths, and the package's own source.
 Every attack would leave a file called `canary`, or change one called `thesis`. None of them does more than that.
 """
 
@@ -10,7 +11,6 @@ import io
 import json
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,17 +129,6 @@ def code_in_model_folder(target: Target, reader: str) -> list[Command]:
     return [target.read_by(reader, model_with_code(target))]
 
 
-@attacks("train")
-def programs_of_git_config(target: Target, _: str) -> list[Command]:
-    if shutil.which("git") is None:
-        return []
-    for line in ("init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m x"):
-        subprocess.run(["git", *line.split()], cwd=target.folder, check=True, capture_output=True)
-    for key in ("core.fsmonitor", "core.sshCommand", "diff.external", "core.pager"):
-        subprocess.run(["git", "config", key, f"touch {target.canary};:"], cwd=target.folder, check=True)
-    return [("train", target.config({"train.max_steps": 1}))]
-
-
 # --- pickles ----------------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +241,7 @@ def deep_json_and_yaml(target: Target, text: str) -> list[Command]:
     return [*previews, ("train", target.write("deep.yaml", text))]
 
 
-# --- paths and links --------------------------------------------------------------------------------------------------
+# --- links ------------------------------------------------------------------------------------------------------------
 
 
 @attacks(".lock", ".status.json.writing", ".metrics.jsonl.writing", "metrics.jsonl", "status.json")
@@ -270,28 +259,6 @@ def link_in_checkpoint(target: Target, _: str) -> list[Command]:
     weights.unlink()
     weights.symlink_to(target.thesis)
     return [("train", run)]
-
-
-@attacks("train")
-def manifest_that_names_a_file_outside(target: Target, _: str) -> list[Command]:
-    run = target.unfinished_run()
-    path = checkpoints.checkpoints(run / "checkpoints")[-1] / folders.MANIFEST
-    manifest = json.loads(json.loads(path.read_text())["content"])
-    manifest["files"]["../../../thesis"] = {"bytes": 5, "sha256": "0" * 64}
-    path.write_text(folders.render_manifest(json.dumps(manifest)))
-    return [("train", run)]
-
-
-@attacks("..", ".", "../up", "/tmp")
-def regime_outside_its_comparison(target: Target, name: str) -> list[Command]:
-    train = {"max_steps": 1, "epochs": 9, "batch_size": 8, "micro_batch_size": 8, "precision": "fp32"}
-    data = {"train": [{"path": str(target.bench.data)}], "max_length": 128}
-    content = {
-        "folder": str(target.folder / "comparison" / "grid"), "objectives": ["nll"], "train": train,
-        "model": {"name": str(target.bench.model)},
-        "regimes": {name: {"data": data, "tokens": [{"path": str(target.bench.data), "limit": 2}]}},
-    }  # fmt: skip
-    return [("compare", "run", target.write("compare.yaml", json.dumps(content)), "--cell", f"{name}/base")]
 
 
 # --- the check --------------------------------------------------------------------------------------------------------
@@ -312,14 +279,9 @@ def attack_files(size: Size) -> Figure:
                     command(*arguments)
         if target.canary.exists():
             misses.append(f"executed: {name}")
-        if target.thesis.read_text() != "years of work" or outside(target.folder / "comparison"):
-            misses.append(f"wrote outside: {name}")
+        if target.thesis.read_text() != "years of work":
+            misses.append(f"wrote through a link: {name}")
         shutil.rmtree(target.folder, ignore_errors=True)
         sys.modules.pop("evil", None)
     text = f"{len(misses)} of {len(ATTACKS)} attacks executed or wrote outside"
     return Figure(text, not misses and len(ATTACKS) >= 40, tuple(misses))
-
-
-def outside(folder: Path) -> list[Path]:
-    """The files below a folder that are not in its folder `grid`."""
-    return [path for path in folder.rglob("*") if path.is_file() and folder / "grid" not in path.parents]
