@@ -60,6 +60,8 @@ def test_a_run_without_a_result(tmp_path, make_config, capsys):
     open_run(make_config(tmp_path / "new"))
     assert main(["chat", str(tmp_path / "new")]) == 2
     assert "has no model yet (the run is new)" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "none")]) == 2
+    assert "none: is no run (it has no config.yaml)" in capsys.readouterr().err
 
 
 def test_a_damaged_result_is_not_loaded(lora_run, tmp_path, capsys):

@@ -172,6 +172,7 @@ def checkpoint_folder(run: Run, step: int) -> Path:
 def result_folder(run: Run) -> Path:
     """Where a finished run's model lies."""
     if not run.model.is_dir():
+        run.read_config()  # refuses what is no run
         state = run.status()["state"]
         raise ValueError(f"{run.folder}: has no model yet (the run is {state}); `deftune train {run.folder}` goes on")
     return verified(run.model)

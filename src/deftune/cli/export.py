@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.cli.options import add_set, need
 from deftune.cli.output import notice
-from deftune.cli.train import need_training, read_config
+from deftune.cli.train import read_config
 
 STACKS = ("verl", "axolotl", "llamafactory", "swift")
 TYPES = ("f16", "bf16", "f32", "q8_0")
@@ -24,7 +25,7 @@ def add_to(commands: Any) -> None:
         help="a YAML file, a run's folder, or a recipe of `deftune paper recipes`; with gguf a run's folder or a model",
     )
     export.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder; with gguf a new file")
-    export.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
+    add_set(export)
     export.add_argument("--ranks", type=int, metavar="N", help="processes that will train (default: 1)")
     export.add_argument("--type", choices=TYPES, help="type of the matrices in a GGUF file (default: f16)")
     export.set_defaults(run=run_export)
@@ -37,11 +38,15 @@ def read_run_or_recipe(name: str, overrides: list[str]) -> Any:
     from deftune.artifacts.config import load_config
     from deftune.paper.recipes import recipe
 
-    return load_config(None, overrides, base=recipe(name).config())
+    try:
+        found = recipe(name)
+    except ValueError as error:
+        raise ValueError(f"{name}: no such file or run, and {error}") from None
+    return load_config(None, overrides, base=found.config())
 
 
 def run_export(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     if args.stack == "gguf":
         return run_gguf(args)
     if args.type is not None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from deftune.cli import analyze
-from deftune.cli.data_options import add_data_options, data_options
+from deftune.cli.options import add_data_options, add_model_and_data, data_options, flag, need
 from deftune.cli.output import notice
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import need_training
 
 
 def add_to(commands: Any) -> None:
@@ -23,13 +22,16 @@ def add_to(commands: Any) -> None:
         "  deftune inspect MODEL DATA --export flagged.jsonl --keep rest.jsonl\n"
         "  deftune inspect --tokens tokens.parquet         read a token table again",
     )
-    parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or any model that `train` takes")
-    parser.add_argument("data", nargs="?", help="a file, a folder, a hub id, or generated:NAME")
-    parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
+    add_model_and_data(parser, optional=True)
+    parser.add_argument(
+        "--objectives", metavar="A,B", help=f"objectives to show (default: {analyze.OBJECTIVES}, or those of the table)"
+    )
     parser.add_argument(
         "--by", metavar="SCORE", help="the score that ranks the rows: answer, conflict, noise, mean_nll, ..."
     )
-    parser.add_argument("--top", type=int, metavar="N", default=50, help="most rows to list and to export (50)")
+    parser.add_argument(
+        "--top", type=int, metavar="N", default=50, help="most rows to list and to export (default: 50)"
+    )
     parser.add_argument(
         "--min-score", type=float, metavar="X", help="only rows with at least this score (of mean_p: at most)"
     )
@@ -47,7 +49,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from rich.console import Console
 
     with progress() as shown:
@@ -139,12 +141,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.tokens is not None and args.tokens.exists():
         for name in data_options(args):  # of no use beside a table that is made
             if name != "split":  # which says what rows are copied
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option}: {args.tokens} is made already; leave {option} out, or name a new table")
+                raise ValueError(
+                    f"{flag(name)}: {args.tokens} is made already; leave {flag(name)} out, or name a new table"
+                )
         for name in ("split", "skip_bad_rows"):
             if getattr(args, name) and not (args.export or args.keep):
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option}: {args.tokens} is made already, and nothing is exported; leave it out")
+                raise ValueError(f"{flag(name)}: {args.tokens} is made already, and nothing is exported; leave it out")
     elif args.model is None or args.data is None:
         hint = f"; {args.tokens} does not exist" if args.tokens else ""
         raise ValueError(f"inspect: needs a model and data, or --tokens with a table{hint}")
