@@ -72,6 +72,12 @@ class Job:
     files: list[Path] = field(default_factory=list[Path])
 
     @property
+    def model(self) -> str:
+        """What from_pretrained takes; a folder by its absolute path, because the stack may be started elsewhere."""
+        source = self.prepared.source
+        return str(Path(source).absolute()) if Path(source).is_dir() else source
+
+    @property
     def accumulation(self) -> int:
         train = self.prepared.config.train
         return train.batch_size // (train.micro_batch_size * self.ranks)

@@ -37,7 +37,7 @@ def export_llamafactory(job: Job) -> str:
     job.files.append(tokens)
     content: dict[str, Any] = {
         "deft_objective": prepared.config.objective,
-        "model_name_or_path": prepared.source,
+        "model_name_or_path": job.model,
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "full",
@@ -97,7 +97,7 @@ def export_axolotl(job: Job) -> str:
     content: dict[str, Any] = {
         "plugins": ["deftune.adapters.axolotl.DeftPlugin"],
         "deft_objective": prepared.config.objective,
-        "base_model": prepared.source,
+        "base_model": job.model,
         "datasets": [axolotl_rows(job, "train", prepared.train.examples)],
         "dataset_prepared_path": str(job.out / "prepared"),
         "shuffle_merged_datasets": False,
@@ -162,7 +162,7 @@ def export_swift(job: Job) -> str:
     content: dict[str, Any] = {
         "loss_type": "deft",
         "ENV": {"DEFTUNE_OBJECTIVE": prepared.config.objective},
-        "model": prepared.source,
+        "model": job.model,
         "template": "deft_tokens",
         "tuner_type": "full",
         "torch_dtype": "float32",
@@ -178,8 +178,8 @@ def export_swift(job: Job) -> str:
         "gradient_checkpointing": uses_checkpointing(job),
         **arguments,
     }
-    if os.path.isdir(prepared.source):  # ms-swift knows hub ids by name; a folder may fit several of its types
-        content["model_type"] = json.loads(Path(prepared.source, "config.json").read_text("utf-8"))["model_type"]
+    if os.path.isdir(job.model):  # ms-swift knows hub ids by name; a folder may fit several of its types
+        content["model_type"] = json.loads(Path(job.model, "config.json").read_text("utf-8"))["model_type"]
         content["check_model"] = False
     else:
         content["use_hf"] = True
@@ -255,7 +255,7 @@ def export_verl(job: Job) -> str:
         keys.problems.append("train.report_to: verl has no trackio; use wandb or tensorboard")
     precision = "bf16" if uses_bf16(job) else "fp32"
     model: dict[str, Any] = {
-        "path": prepared.source,
+        "path": job.model,
         "trust_remote_code": take("model.trust_remote_code"),
         "enable_gradient_checkpointing": uses_checkpointing(job),
         "use_remove_padding": False,
