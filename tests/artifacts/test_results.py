@@ -143,8 +143,9 @@ def test_a_template_that_refuses_the_conversation_is_one_line(tiny_model, tmp_pa
 
 
 def test_chat_refuses_a_negative_temperature(lora_run, capsys):
-    assert main(["chat", str(lora_run.folder), "--temperature", "-1"]) == 2
-    assert "--temperature: -1 is below 0" in capsys.readouterr().err
+    for value in ("-1", "nan"):
+        assert main(["chat", str(lora_run.folder), "--temperature", value]) == 2
+        assert f"--temperature: at least 0, got {value}" in capsys.readouterr().err
 
 
 def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):

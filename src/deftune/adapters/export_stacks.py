@@ -84,16 +84,10 @@ def export_axolotl(job: Job) -> str:
             "weights"
         )
     renamed = {
-        "micro_batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
-        "gradient_accumulation_steps": "gradient_accumulation_steps", "learning_rate": "learning_rate",
-        "num_epochs": "num_train_epochs", "max_steps": "max_steps", "lr_scheduler": "lr_scheduler_type",
-        "warmup_steps": "warmup_steps", "optimizer": "optim", "weight_decay": "weight_decay",
-        "adam_beta1": "adam_beta1", "adam_beta2": "adam_beta2", "max_grad_norm": "max_grad_norm", "seed": "seed",
-        "torch_compile": "torch_compile", "dataloader_num_workers": "dataloader_num_workers",
-        "logging_steps": "logging_steps", "save_strategy": "save_strategy", "save_steps": "save_steps",
-        "save_total_limit": "save_total_limit", "eval_strategy": "eval_strategy", "eval_steps": "eval_steps",
-        "output_dir": "output_dir",
+        "per_device_train_batch_size": "micro_batch_size", "per_device_eval_batch_size": "eval_batch_size",
+        "num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
     }  # fmt: skip
+    other = ("data_seed", "report_to", "fsdp", "fsdp_config")  # axolotl has no such key, or other values of it
     content: dict[str, Any] = {
         "plugins": ["deftune.adapters.axolotl.DeftPlugin"],
         "deft_objective": prepared.config.objective,
@@ -111,7 +105,7 @@ def export_axolotl(job: Job) -> str:
         "bf16": bf16,
         "fp16": False,
         "tf32": False,
-        **{name: arguments[own] for name, own in renamed.items() if own in arguments},
+        **{renamed.get(name, name): value for name, value in arguments.items() if name not in other},
     }
     if prepared.eval is not None:
         content["test_datasets"] = [axolotl_rows(job, "eval", prepared.eval.examples)]

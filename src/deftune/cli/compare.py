@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli.options import add_trust, need
 from deftune.cli.output import notice, say
 from deftune.cli.progress import Progress, progress
@@ -81,14 +82,14 @@ def run_init(args: argparse.Namespace) -> int:
 
 def run_run(args: argparse.Namespace) -> int:
     need("eval")
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs: at least 1, got {args.jobs}")
-    if args.jobs is not None and (args.cell or args.dry_run):
-        raise ValueError(f"--jobs: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
-    if args.keep_going and (args.cell or args.dry_run):
-        raise ValueError(f"--keep-going: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
+    check_counts(jobs=args.jobs)
     if args.dry_run and args.cell:
         raise ValueError("--cell: a dry run lists all cells; leave it out")
+    if args.cell or args.dry_run:
+        why = "--cell runs one" if args.cell else "a dry run runs none"
+        for option, given in {"--jobs": args.jobs is not None, "--keep-going": args.keep_going}.items():
+            if given:
+                raise ValueError(f"{option}: {why}; leave it out")
     if args.worker:
         return run_worker(args)
     if args.cell and sys.stderr.isatty():  # training has a display of its own

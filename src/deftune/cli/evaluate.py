@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli.options import Renamed, add_row_options, add_trust, flag, need, parse_fields
 from deftune.cli.output import notice, say
 from deftune.cli.progress import progress
@@ -227,8 +228,7 @@ def run_show(args: argparse.Namespace) -> int:
     from deftune.evaluation.heldout import read_rows
     from deftune.evaluation.results import Result
 
-    if args.show < 1:
-        raise ValueError(f"--show: at least 1, got {args.show}")
+    check_counts(show=args.show)
     result = Result(args.result)
     summary = result.summary()
     if summary["settings"]["suite"] == "heldout":

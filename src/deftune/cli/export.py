@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli.options import add_set, need
 from deftune.cli.output import notice
 from deftune.cli.train import read_config
@@ -51,15 +52,13 @@ def run_export(args: argparse.Namespace) -> int:
         return run_gguf(args)
     if args.type is not None:
         raise ValueError(f"export: --type is for gguf; {args.stack} trains the run itself: leave it out")
-    ranks = 1 if args.ranks is None else args.ranks
-    if ranks < 1:
-        raise ValueError(f"export: --ranks from 1, got {ranks}")
+    check_counts(ranks=args.ranks)
     from deftune.adapters.export import export_run
     from deftune.artifacts.display import quiet
 
     config = read_run_or_recipe(args.config, args.set)
     with quiet():
-        done = export_run(config, args.stack, args.out, ranks=ranks, notice=notice)
+        done = export_run(config, args.stack, args.out, ranks=args.ranks or 1, notice=notice)
     for path in done.files:
         print(path)
     for line in done.notes:

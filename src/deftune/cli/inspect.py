@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli import analyze
 from deftune.cli.options import add_data_options, add_model_and_data, data_options, flag, need
 from deftune.cli.output import notice
@@ -136,8 +137,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     known = [score.name for score in ROW_SCORES]
     if args.by and args.by not in known:
         raise ValueError(f"--by: unknown score {args.by!r}. Known: {', '.join(known)}")
-    if args.top < 1:
-        raise ValueError(f"--top: at least 1, got {args.top}")
+    check_counts(top=args.top)
     if args.tokens is not None and args.tokens.exists():
         for name in data_options(args):  # of no use beside a table that is made
             if name != "split":  # which says what rows are copied
@@ -150,21 +150,25 @@ def check_arguments(args: argparse.Namespace) -> None:
     elif args.model is None or args.data is None:
         hint = f"; {args.tokens} does not exist" if args.tokens else ""
         raise ValueError(f"inspect: needs a model and data, or --tokens with a table{hint}")
-    for path in (args.html, args.export, args.keep, args.tokens):
-        if path and path.is_dir():
+    for path in outputs(args):
+        if path.is_dir():
             raise ValueError(f"{path}: is a folder; name a file")
-    outputs = [path.resolve() for path in (args.html, args.export, args.keep, args.tokens) if path]
-    if len(set(outputs)) < len(outputs):
+    if len({path.resolve() for path in outputs(args)}) < len(outputs(args)):
         raise ValueError("inspect: two of --html, --export, --keep and --tokens name the same file")
     if args.data:
         refuse_overwriting(args, args.data)
 
 
+def outputs(args: argparse.Namespace) -> list[Path]:
+    """The files that the command may write."""
+    return [path for path in (args.html, args.export, args.keep, args.tokens) if path]
+
+
 def refuse_overwriting(args: argparse.Namespace, data: str) -> None:
     """What is written is neither the data nor, in a folder of data, taken for data the next time."""
     source = Path(data).resolve()
-    for path in (args.html, args.export, args.keep, args.tokens):
-        if path and source.exists() and path.resolve().is_relative_to(source):
+    for path in outputs(args):
+        if source.exists() and path.resolve().is_relative_to(source):
             raise ValueError(
                 f"{path}: is {'in the data folder' if source.is_dir() else 'the data itself'}; name another file"
             )

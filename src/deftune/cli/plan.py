@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli.export import read_run_or_recipe
 from deftune.cli.options import Renamed, add_set, need
 
@@ -45,10 +46,9 @@ def run_plan(args: argparse.Namespace) -> int:
     from deftune.training.plan import BACKBONES, Workload, find_shape, known_gpu, plan, workload_of
 
     known_gpu(args.gpu)  # before the hub is asked for the model's config
+    check_counts(gpus=args.gpus, length=args.length, micro_batch_size=args.micro_batch_size)
     asked = {"length": args.length, "rows": args.micro_batch_size}
     given = {name: value for name, value in asked.items() if value is not None}
-    if any(value < 1 for value in given.values()):
-        raise ValueError("plan: --length and --micro-batch-size from 1")
     if args.backbones:
         if args.run_or_model or args.set:
             raise ValueError("plan: --backbones is a table of its own; leave out RUN|MODEL and --set")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli.options import add_trust, need
 from deftune.cli.output import notice, say
 
@@ -60,8 +61,9 @@ def run_quickstart(args: argparse.Namespace) -> int:
 
 def run_chat(args: argparse.Namespace) -> int:
     need()
-    if args.temperature < 0:
-        raise ValueError(f"--temperature: {args.temperature:g} is below 0")
+    check_counts(max_new_tokens=args.max_new_tokens)
+    if not args.temperature >= 0:  # nor NaN
+        raise ValueError(f"--temperature: at least 0, got {args.temperature:g}")
     from deftune.artifacts.display import quiet
     from deftune.artifacts.results import encoding_of, load_result
     from deftune.artifacts.terminal import printable

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli.options import (
     Renamed,
     add_encoding_options,
@@ -280,14 +281,19 @@ def run_preview(args: argparse.Namespace) -> int:
     from deftune.data.sources import iterate_rows
     from deftune.training.display import RowProgress
 
-    rows = 1000 if args.rows is None else args.rows
-    if rows < 1 or args.show < 0:
-        raise ValueError(f"data preview: --rows from 1 and --show from 0, got {rows} and {args.show}")
+    check_counts(rows=args.rows)
+    if args.show < 0:
+        raise ValueError(f"--show: at least 0, got {args.show}")
     if Path(args.data).suffix in (".yaml", ".yml"):
         return preview_run(args)
     bad = BadRows(skip=args.skip_bad_rows)
     found = iterate_rows(
-        args.data, format=args.format or "auto", split=args.split, limit=rows, bad=bad, fields=parse_fields(args.fields)
+        args.data,
+        format=args.format or "auto",
+        split=args.split,
+        limit=args.rows or 1000,
+        bad=bad,
+        fields=parse_fields(args.fields),
     )
     packed = PackedRows(found, bad)
     model = args.model or "smollm2"

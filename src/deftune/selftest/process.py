@@ -15,7 +15,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,20 +82,6 @@ class Started:
             self.process.kill()
             raise AssertionError(f"did not end: {self.output.read_text()}")
         return self.process.exitcode
-
-    def killed_after(self, seconds: float, group: bool = False) -> bool:
-        """SIGKILL after some seconds, to the process or to its group; False when it ended before."""
-        self.process.join(seconds)
-        if self.process.exitcode is not None:
-            return False
-        if group:
-            while os.getpgid(self.process.pid) != self.process.pid:  # it has not made its group yet
-                time.sleep(0.001)
-            os.killpg(self.process.pid, signal.SIGKILL)
-        else:
-            self.process.kill()
-        self.process.join()
-        return self.ended() == -signal.SIGKILL
 
 
 def fork(target: Any, args: tuple[Any, ...]) -> Any:
