@@ -202,9 +202,9 @@ def swift_rows(job: Job, name: str, examples: Sequence[Any]) -> str:
     columns = token_columns(examples)
     folder = job.out / name
     # ms-swift wants messages, which the template of these rows does not read
-    said = [{"role": "user", "content": "tokens"}, {"role": "assistant", "content": "tokens"}]
+    messages = [{"role": "user", "content": "tokens"}, {"role": "assistant", "content": "tokens"}]
     rows = {
-        "messages": [said] * len(examples),
+        "messages": [messages] * len(examples),
         "deft_input_ids": columns["input_ids"],
         "deft_labels": columns["labels"],
         "lengths": [len(ids) for ids in columns["input_ids"]],

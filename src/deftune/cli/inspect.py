@@ -1,4 +1,4 @@
-"""`deftune inspect`: what in a dataset contradicts a model, and how much each objective would listen."""
+"""`deftune inspect`: the tokens of a dataset that contradict a model, and each objective's gradient there."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def run_rows(numbers: Iterable[int], full: bool, show: Callable[[Row, str, float
     """Measure rows one after the other; ``show`` gets each row, its figure and its seconds as they come."""
     records: list[Record] = []
     for row in (row for row in ROWS if row.number in set(numbers)):
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             figure = measure(row, full)
         except NotHere as reason:
@@ -120,7 +120,7 @@ def run_rows(numbers: Iterable[int], full: bool, show: Callable[[Row, str, float
             continue
         except Exception as error:  # a broken installation is a figure, too
             figure = Figure(f"{type(error).__name__}: {error}", False)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         text = f"{'ok' if figure.holds else 'FAILED'}: {figure.text}"
         misses = [" ".join(miss.split())[:300] for miss in figure.misses]
         show(row, "\n".join([text, *(f"  - {miss}" for miss in misses[:20])]), seconds)

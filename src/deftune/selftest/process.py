@@ -106,6 +106,6 @@ def start(
     count_in: Path | None = None,
     file_limit: int | None = None,
 ) -> Started:
-    """`deftune ARGUMENTS` begun. ``kill_at``: which change below the ``watched`` folder is its last."""
+    """Start `deftune ARGUMENTS`. ``kill_at``: which change below the ``watched`` folder is its last."""
     details = (str(output), str(watched), kill_at, str(count_in) if count_in else None, file_limit)
     return Started(fork(run_command, ([*map(str, arguments)], *details)), output)
