@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,7 @@ import yaml
 from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.runs import Run
 from deftune.selftest import tiny
-from deftune.selftest.process import start
+from deftune.selftest.process import Started, start
 from deftune.selftest.records import Record, read_records, write_records
 from deftune.selftest.runs import CLOCK, last_checkpoint, last_record
 
@@ -210,6 +212,21 @@ def undisturbed(kind: Kind, folder: Path) -> tuple[Contents, list[float]]:
     return kind.contents(folder), seconds
 
 
+def killed_after(started: Started, seconds: float, group: bool) -> bool:
+    """SIGKILL after some seconds, to the process or to its group; False if the process ended before."""
+    process = started.process
+    process.join(seconds)
+    if process.exitcode is not None:
+        return False
+    if group:
+        while os.getpgid(process.pid) != process.pid:  # it has not made its group yet
+            time.sleep(0.001)
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    return started.ended() == -signal.SIGKILL
+
+
 def kill_until_done(kind: Kind, folder: Path, seconds: list[float], draw: random.Random, tally: Tally) -> None:
     """One run: each command is killed until one of its lives ends by itself. ``seconds`` is what each usually takes."""
     folder.mkdir(parents=True)
@@ -217,7 +234,7 @@ def kill_until_done(kind: Kind, folder: Path, seconds: list[float], draw: random
         for life in range(1000):
             begun = time.monotonic()
             started = start(*command, output=folder / f"output-{life}.txt")
-            if started.killed_after(draw.uniform(0, seconds[place]), kind.group):
+            if killed_after(started, draw.uniform(0, seconds[place]), kind.group):
                 tally.kills += 1
                 if kind.interval:
                     tally.while_saving += any((folder / "run" / "checkpoints").glob(".saving-*"))

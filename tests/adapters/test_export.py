@@ -111,6 +111,15 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("stack", [*STACKS])
+def test_a_models_folder_is_named_by_its_absolute_path(stack, prepared, tmp_path, monkeypatch):
+    """The stack may be started in another folder."""
+    monkeypatch.chdir(Path(prepared.source).parent)
+    relative = dataclasses.replace(prepared, source=Path(prepared.source).name)
+    export_prepared(relative, stack, tmp_path / "out")
+    assert str(Path(prepared.source).absolute()) in flat(read(tmp_path / "out", stack)).values()
+
+
+@pytest.mark.parametrize("stack", [*STACKS])
 def test_the_file_has_the_run(stack, prepared, tmp_path):
     done = export_prepared(prepared, stack, tmp_path / "out")
     found = flat(read(tmp_path / "out", stack))

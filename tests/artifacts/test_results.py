@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 
 from deftune.artifacts.checkpoints import checkpoints
@@ -59,6 +60,8 @@ def test_a_run_without_a_result(tmp_path, make_config, capsys):
     open_run(make_config(tmp_path / "new"))
     assert main(["chat", str(tmp_path / "new")]) == 2
     assert "has no model yet (the run is new)" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "none")]) == 2
+    assert "none: is no run (it has no config.yaml)" in capsys.readouterr().err
 
 
 def test_a_damaged_result_is_not_loaded(lora_run, tmp_path, capsys):
@@ -84,7 +87,8 @@ def test_verify_compares_every_byte(lora_run, tmp_path, capsys):
     assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == [str(p) for p in places]
     weights = run.model / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
-    load_result(str(run.folder))  # names and sizes are right: only `verify` reads every byte
+    assert main(["chat", str(run.folder)]) == 2  # names and sizes are right, the weights are not
+    assert f"{weights}: is damaged (its sha256 is not the one written); it is not loaded" in capsys.readouterr().err
     for folder in (run.folder, run.model):
         assert main(["verify", str(folder)]) == 1
         assert f"{weights}: is damaged (its sha256 is not the one written)" in capsys.readouterr().err
@@ -105,9 +109,43 @@ def test_chat_reads_lines_and_keeps_the_conversation(lora_run, monkeypatch, caps
     )  # greedy, and the conversation was forgotten
 
 
+def test_chat_gives_the_prompt_that_training_showed(tmp_path, make_config, tiny_model, monkeypatch, capsys):
+    """With the template's options and the BOS token of the run, and the whole conversation."""
+    template = tmp_path / "named.jinja"
+    template.write_text("{{ name }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    options = {"data.template": str(template), "data.template_options": {"name": "Ann"}}
+    run = train_run(make_config(tmp_path / "run", options), Console(file=open(os.devnull, "w"))).run
+    template.unlink()  # it is saved with the model
+    seen: list[str] = []
+    true = transformers.LlamaForCausalLM.generate
+    tokenizer = load_tokenizer(str(tiny_model))
+
+    def generate(self, input_ids, **given):
+        seen.append(tokenizer.decode(input_ids[0]))
+        return true(self, input_ids, **given)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", generate)
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    assert main(["chat", str(run.folder), "--max-new-tokens", "2", "--system", "Hi"]) == 0
+    answer = capsys.readouterr().out.split("\n")[0]
+    assert seen[0] == "AnnHi<|im_end|>one<|im_end|>"
+    assert seen[1] == f"AnnHi<|im_end|>one<|im_end|>{answer}<|im_end|>two<|im_end|>"
+
+
+@pytest.mark.parametrize(("more", "hint"), [([], "pass another --template"), (["--system", "a"], "leave out --system")])
+def test_a_template_that_refuses_the_conversation_is_one_line(tiny_model, tmp_path, monkeypatch, capsys, more, hint):
+    template = tmp_path / "strict.jinja"
+    template.write_text("{{ raise_exception('System role not supported') }}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(tiny_model), "--template", str(template), *more]) == 2
+    refusal = "deftune: the chat template refuses the conversation (System role not supported); "
+    assert capsys.readouterr().err.startswith(refusal + hint)
+
+
 def test_chat_refuses_a_negative_temperature(lora_run, capsys):
-    assert main(["chat", str(lora_run.folder), "--temperature", "-1"]) == 2
-    assert "--temperature: -1 is below 0" in capsys.readouterr().err
+    for value in ("-1", "nan"):
+        assert main(["chat", str(lora_run.folder), "--temperature", value]) == 2
+        assert f"--temperature: at least 0, got {value}" in capsys.readouterr().err
 
 
 def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):

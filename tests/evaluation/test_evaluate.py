@@ -183,11 +183,11 @@ def test_wrong_inputs_are_one_line(arguments, text, capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("arguments", [["runs/first", "--suite", "math"], ["smollm2"], ["a", "b"]])
-def test_a_model_without_a_verb_is_one_line(arguments, capsys):
+def test_a_model_without_an_action_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["eval", *arguments])
-    [line] = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and "deftune eval MODEL is now deftune eval run MODEL" in line
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and f"argument ACTION: invalid choice: {arguments[0]!r} (choose from " in line
 
 
 @pytest.mark.parametrize(

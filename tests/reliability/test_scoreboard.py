@@ -39,6 +39,7 @@ TESTS: dict[int, list[tuple[str, str]]] = {
     15: [("training/test_faults.py", "killed_at_every or killed_again")],
     16: [("training/test_faults.py", "sigterm or full_disk or cannot_be_written")],
     17: [("artifacts/test_checkpoints.py", "")],
+    18: [("training/test_attacks.py", "")],
     19: [("evaluation/test_grading.py", "not agreement and not any_number")],
     20: [("evaluation/test_grading.py", "agreement or any_number")],
     21: [("data/test_rows.py", ""), ("data/test_formats.py", ""), ("data/test_sources.py", "")],
@@ -47,7 +48,8 @@ TESTS: dict[int, list[tuple[str, str]]] = {
     25: [("objectives/test_grammar.py", "value_error"), ("artifacts/test_config.py", ""),
          ("artifacts/test_checkpoints.py", "manifest"), ("evaluation/test_extraction.py", "")],
     27: [("training/test_trainer.py", "refused or silently"), ("tokens/test_head.py", ""),
-         ("losses/test_sparse.py", "")],
+         ("losses/test_sparse.py", ""), ("training/test_resume.py", "leave_the_checkpoints or kept"),
+         ("artifacts/test_models.py", "revision"), ("training/test_runs.py", "duplicate_key")],
     28: [("evaluation/test_generation.py", "batch or alone or generate")],
 }  # fmt: skip
 GPU = {4, 8}

@@ -9,8 +9,8 @@ import pytest
 
 from deftune.cli import main
 from deftune.selftest import board, losses
-from deftune.selftest.attacks import attacks, dangerous_calls
-from deftune.selftest.board import ROWS, Row, measure, render_markdown, run_rows
+from deftune.selftest.attacks import ATTACKS
+from deftune.selftest.board import ROWS, Row, measure, run_rows
 from deftune.selftest.check import Figure, NotHere, Size, counted
 from deftune.selftest.files import damaged
 from deftune.selftest.records import Record, machine, read_records, write_records
@@ -25,8 +25,8 @@ def test_the_rows_are_numbered_and_their_checks_exist():
             assert callable(getattr(importlib.import_module(f"deftune.selftest.{module}"), function)), name
 
 
-def record(row, figure, passed=True, machine="A machine", test="scoreboard", command="a command", **details):
-    return Record(row, test, figure, passed, 1.0, command, "2026-01-02", machine, details)
+def record(row, figure, test="scoreboard"):
+    return Record(row, test, figure, True, 1.0, "a command", "2026-01-02", "A machine")
 
 
 def test_a_newer_figure_of_a_row_replaces_the_older(tmp_path):
@@ -34,21 +34,6 @@ def test_a_newer_figure_of_a_row_replaces_the_older(tmp_path):
     write_records(path, [record(2, "old"), record(1, "one")])
     write_records(path, [record(2, "new"), record(None, "soaked", test="soak")])
     assert [(r.row, r.figure) for r in read_records(path)] == [(1, "one"), (2, "new"), (None, "soaked")]
-
-
-def test_the_page_has_every_row_each_figure_its_machine_and_what_fails():
-    page = render_markdown([
-        record(1, "1e-7 | x", command="deftune selftest"), record(3, "cpu", machine="B"), record(3, "gpu", machine="C"),
-        record(18, "2 of 40", passed=False, misses=["a `tag`"]), record(None, "flat", test="soak"),
-    ])  # fmt: skip
-    lines = page.splitlines()
-    assert sum(bool(re.match(r"\| \d+ \|", line)) for line in lines) == 28
-    assert "1e-7 \\| x (A, 2026-01-02, small size)" in page
-    assert "cpu (B, 2026-01-02)<br>gpu (C, 2026-01-02)" in page
-    assert "**FAILS**: 2 of 40" in page and "  - `a 'tag'`" in lines
-    assert next(line for line in lines if line.startswith("| 8 |")).endswith("| not measured |")
-    assert "| soak | flat (A, 2026-01-02) | `a command` |" in lines
-    assert "- B: B" in lines
 
 
 def test_a_check_that_breaks_is_a_figure_and_one_that_cannot_run_is_none(monkeypatch):
@@ -116,10 +101,8 @@ def test_a_wrong_loss_is_noticed(monkeypatch, tmp_path):
     assert not losses.loss_and_gate(Size(False, tmp_path)).holds
 
 
-def test_attacks_are_many_and_the_package_calls_nothing_dangerous():
-    names = [name for name, _ in attacks()]
-    assert len(names) == len(set(names)) >= 40
-    assert dangerous_calls() == []
+def test_there_are_more_attacks_than_the_promise_says():
+    assert len(ATTACKS) >= 60
 
 
 def test_damage_changes_something():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deftune.adapters.export_job import Job, Keys, check_common, shown
+from deftune.adapters.export_job import Job, Keys, check_common
 from deftune.adapters.export_stacks import STACKS
 from deftune.artifacts.config import ConfigError, RunConfig
 from deftune.objectives import objective as parse_objective
@@ -66,7 +66,7 @@ def export_run(
     objective = parse_objective(config.objective)
     if stack != "verl" and objective.kind != "local":
         raise ValueError(
-            f"export {stack}: {shown(config.objective)} depends on the whole optimizer step, and the loss of a "
+            f"export {stack}: `{config.objective}` depends on the whole optimizer step, and the loss of a "
             f"micro-batch cannot see it; verl and `deftune train` can train it"
         )
     train = config.train

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,6 @@ def write_gguf(
 
     config = model.config.get_text_config()
     architecture = check_architecture(config)
-    tensors = convert_tensors(model, config, architecture, type)
-    notes: list[str] = []
     # llama.cpp's writer opens the file itself; the file gets its name when it is complete
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
@@ -134,18 +133,12 @@ def write_gguf(
     add_parameters(writer, config, architecture)
     writer.add_file_type(getattr(gguf.LlamaFileType, "ALL_F32" if type == "f32" else f"MOSTLY_{type.upper()}"))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    notes += describe_tokenizer(tokenizer, config.vocab_size, end_tokens).add_to(writer)
-    count = 0
+    notes = describe_tokenizer(tokenizer, config.vocab_size, end_tokens).add_to(writer)
+    notes += add_tensors(writer, model, config, architecture, type)
     try:
-        for tensor in tensors:
-            writer.add_tensor_info(tensor.name, tensor.stored_shape, tensor.dtype, tensor.num_bytes, tensor.kind)
-            notes += tensor.notes
-            count += 1
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in tensors:  # one at a time: converted tensors are not all held
-            writer.write_tensor_data(tensor.convert())
+        writer.write_tensors_to_file()
         writer.flush()
         writer.close()
         sync(temporary)
@@ -156,7 +149,7 @@ def write_gguf(
             raise ValueError(f"export gguf: {out}: could not be written ({reason}); nothing of it was kept") from error
         raise
     sync(out.parent)
-    return ExportedGguf(out, architecture.name, count, out.stat().st_size, notes)
+    return ExportedGguf(out, architecture.name, sum(map(len, writer.tensors)), out.stat().st_size, notes)
 
 
 def check_architecture(config: Any) -> Architecture:
@@ -237,69 +230,47 @@ def rope_of(config: Any, layers: str = "full_attention") -> dict[str, Any]:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor under its name in the file, converted when it is written."""
-
-    name: str
-    read: Callable[[], NDArray[np.float32]]
-    shape: tuple[int, ...]
-    kind: Any  # gguf.GGMLQuantizationType
-    notes: tuple[str, ...] = ()
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        from gguf.quants import quant_shape_to_byte_shape
-
-        return quant_shape_to_byte_shape(self.shape, self.kind) if self.dtype == np.uint8 else self.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype({"F32": np.float32, "F16": np.float16}.get(self.kind.name, np.uint8))
-
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.stored_shape)) * self.dtype.itemsize
-
-    def convert(self) -> NDArray[Any]:
-        from gguf.quants import quantize
-
-        values = self.read()
-        largest = float(np.abs(values).max(initial=0.0))
-        if not np.isfinite(largest):
-            raise ValueError(f"export gguf: {self.name} holds NaN or infinity; the weights are damaged")
-        if self.kind.name == "F16" and largest > LARGEST_F16:
-            raise ValueError(f"export gguf: {self.name} holds {largest:.4g}, more than f16 can; use --type bf16")
-        return quantize(np.ascontiguousarray(values), self.kind)
-
-
-def convert_tensors(model: Any, config: Any, architecture: Architecture, type: str) -> list[StoredTensor]:
-    """The tensors of the file, in the order of the model."""
+def add_tensors(writer: Any, model: Any, config: Any, architecture: Architecture, type: str) -> list[str]:
+    """Add the tensors of the file, in the order of the model; the notes on tensors that have another type."""
     import gguf
 
     kind = getattr(gguf.GGMLQuantizationType, type.upper())
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    tensors: list[StoredTensor] = []
+    notes: list[str] = []
+    if rope_of(config)["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config))
     for name, value in _weights(model):
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored is None:
             raise ValueError(f"export gguf: llama.cpp's {architecture.name} has no tensor for {name}; {CONVERTER}")
-        chosen, notes = kind, ()
+        chosen = kind
         if value.dim() < 2 or stored.endswith("_norm.weight"):
             chosen = gguf.GGMLQuantizationType.F32
         elif kind.name == "Q8_0" and value.shape[-1] % 32:
             chosen = gguf.GGMLQuantizationType.F16
-            notes = (f"{stored} is f16: q8_0 needs rows of a multiple of 32 values, these have {value.shape[-1]}",)
-        read = _reader(name, value, config, architecture)
-        tensors.append(StoredTensor(stored, read, tuple(value.shape), chosen, notes))
-    rope = rope_of(config)
-    if rope["rope_type"] == "llama3":
-        factors = llama3_factors(config)
-        tensors.insert(
-            0, StoredTensor("rope_freqs.weight", lambda: factors, factors.shape, gguf.GGMLQuantizationType.F32)
-        )
-    return tensors
+            notes.append(f"{stored} is f16: q8_0 needs rows of a multiple of 32 values, these have {value.shape[-1]}")
+        read = partial(_read, name, value, config, architecture)
+        writer.add_tensor(stored, _converted_later(stored, read, value.shape, chosen), raw_dtype=chosen)
+    return notes
+
+
+def _converted_later(name: str, read: Callable[[], NDArray[np.float32]], shape: Any, kind: Any) -> Any:
+    """A tensor that is read and converted when it is written: converted tensors are not all held."""
+    from gguf import LazyNumpyTensor
+    from gguf.quants import quantize
+
+    def checked() -> NDArray[np.float32]:
+        values = np.ascontiguousarray(read())
+        largest = float(np.abs(values).max(initial=0.0))
+        if not np.isfinite(largest):
+            raise ValueError(f"export gguf: {name} holds NaN or infinity; the weights are damaged")
+        if kind.name == "F16" and largest > LARGEST_F16:
+            raise ValueError(f"export gguf: {name} holds {largest:.4g}, more than f16 can; use --type bf16")
+        return values
+
+    form = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, tuple(shape))
+    return quantize(LazyNumpyTensor(meta=form, func=checked), kind)  # pyright: ignore
 
 
 def _weights(model: Any) -> Iterator[tuple[str, Any]]:
@@ -311,19 +282,16 @@ def _weights(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, value.detach()
 
 
-def _reader(name: str, value: Any, config: Any, architecture: Architecture) -> Callable[[], NDArray[np.float32]]:
+def _read(name: str, value: Any, config: Any, architecture: Architecture) -> NDArray[np.float32]:
+    """A weight in llama.cpp's layout."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-
-    def read() -> NDArray[np.float32]:
-        found: NDArray[np.float32] = value.float().cpu().numpy()
-        module = name.split(".")[-2]
-        if architecture.permuted and module in heads:
-            found = interleave_halves(found, heads[module])
-        if architecture.norm_shift and module.endswith("norm"):
-            found = found + np.float32(architecture.norm_shift)
-        return found
-
-    return read
+    found: NDArray[np.float32] = value.float().cpu().numpy()
+    module = name.split(".")[-2]
+    if architecture.permuted and module in heads:
+        found = interleave_halves(found, heads[module])
+    if architecture.norm_shift and module.endswith("norm"):
+        found = found + np.float32(architecture.norm_shift)
+    return found
 
 
 def interleave_halves(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:

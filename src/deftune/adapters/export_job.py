@@ -72,6 +72,12 @@ class Job:
     files: list[Path] = field(default_factory=list[Path])
 
     @property
+    def model(self) -> str:
+        """What from_pretrained takes; a folder by its absolute path, because the stack may be started elsewhere."""
+        source = self.prepared.source
+        return str(Path(source).absolute()) if Path(source).is_dir() else source
+
+    @property
     def accumulation(self) -> int:
         train = self.prepared.config.train
         return train.batch_size // (train.micro_batch_size * self.ranks)
@@ -89,14 +95,10 @@ class Job:
     def write_yaml(self, name: str, content: dict[str, Any]) -> Path:
         path = self.out / name
         config = self.prepared.config
-        header = f"# deftune export {self.keys.stack}: {shown(config.objective)} on {config.model.name}\n"
+        header = f"# deftune export {self.keys.stack}: `{config.objective}` on {config.model.name}\n"
         path.write_text(header + yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
         self.files.append(path)
         return path
-
-
-def shown(spec: str) -> str:
-    return f"`{spec}`"
 
 
 # --- the rows ---------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def check_common(job: Job) -> None:
     needs_ends = "special_ids" in parse_objective(config.objective).requires
     if needs_ends and (config.data.template is not None or config.data.end_tokens):
         keys.problems.append(
-            f"objective: {shown(config.objective)} takes its end tokens from data.template and data.end_tokens, which "
+            f"objective: `{config.objective}` takes its end tokens from data.template and data.end_tokens, which "
             f"{keys.stack} does not read; save them in the model's tokenizer, and leave them out of the run"
         )
     keys.take("data.end_tokens")

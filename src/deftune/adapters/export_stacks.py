@@ -37,7 +37,7 @@ def export_llamafactory(job: Job) -> str:
     job.files.append(tokens)
     content: dict[str, Any] = {
         "deft_objective": prepared.config.objective,
-        "model_name_or_path": prepared.source,
+        "model_name_or_path": job.model,
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "full",
@@ -84,20 +84,14 @@ def export_axolotl(job: Job) -> str:
             "weights"
         )
     renamed = {
-        "micro_batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
-        "gradient_accumulation_steps": "gradient_accumulation_steps", "learning_rate": "learning_rate",
-        "num_epochs": "num_train_epochs", "max_steps": "max_steps", "lr_scheduler": "lr_scheduler_type",
-        "warmup_steps": "warmup_steps", "optimizer": "optim", "weight_decay": "weight_decay",
-        "adam_beta1": "adam_beta1", "adam_beta2": "adam_beta2", "max_grad_norm": "max_grad_norm", "seed": "seed",
-        "torch_compile": "torch_compile", "dataloader_num_workers": "dataloader_num_workers",
-        "logging_steps": "logging_steps", "save_strategy": "save_strategy", "save_steps": "save_steps",
-        "save_total_limit": "save_total_limit", "eval_strategy": "eval_strategy", "eval_steps": "eval_steps",
-        "output_dir": "output_dir",
+        "per_device_train_batch_size": "micro_batch_size", "per_device_eval_batch_size": "eval_batch_size",
+        "num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
     }  # fmt: skip
+    other = ("data_seed", "report_to", "fsdp", "fsdp_config")  # axolotl has no such key, or other values of it
     content: dict[str, Any] = {
         "plugins": ["deftune.adapters.axolotl.DeftPlugin"],
         "deft_objective": prepared.config.objective,
-        "base_model": prepared.source,
+        "base_model": job.model,
         "datasets": [axolotl_rows(job, "train", prepared.train.examples)],
         "dataset_prepared_path": str(job.out / "prepared"),
         "shuffle_merged_datasets": False,
@@ -111,7 +105,7 @@ def export_axolotl(job: Job) -> str:
         "bf16": bf16,
         "fp16": False,
         "tf32": False,
-        **{name: arguments[own] for name, own in renamed.items() if own in arguments},
+        **{renamed.get(name, name): value for name, value in arguments.items() if name not in other},
     }
     if prepared.eval is not None:
         content["test_datasets"] = [axolotl_rows(job, "eval", prepared.eval.examples)]
@@ -162,7 +156,7 @@ def export_swift(job: Job) -> str:
     content: dict[str, Any] = {
         "loss_type": "deft",
         "ENV": {"DEFTUNE_OBJECTIVE": prepared.config.objective},
-        "model": prepared.source,
+        "model": job.model,
         "template": "deft_tokens",
         "tuner_type": "full",
         "torch_dtype": "float32",
@@ -178,8 +172,8 @@ def export_swift(job: Job) -> str:
         "gradient_checkpointing": uses_checkpointing(job),
         **arguments,
     }
-    if os.path.isdir(prepared.source):  # ms-swift knows hub ids by name; a folder may fit several of its types
-        content["model_type"] = json.loads(Path(prepared.source, "config.json").read_text("utf-8"))["model_type"]
+    if os.path.isdir(job.model):  # ms-swift knows hub ids by name; a folder may fit several of its types
+        content["model_type"] = json.loads(Path(job.model, "config.json").read_text("utf-8"))["model_type"]
         content["check_model"] = False
     else:
         content["use_hf"] = True
@@ -208,9 +202,9 @@ def swift_rows(job: Job, name: str, examples: Sequence[Any]) -> str:
     columns = token_columns(examples)
     folder = job.out / name
     # ms-swift wants messages, which the template of these rows does not read
-    said = [{"role": "user", "content": "tokens"}, {"role": "assistant", "content": "tokens"}]
+    messages = [{"role": "user", "content": "tokens"}, {"role": "assistant", "content": "tokens"}]
     rows = {
-        "messages": [said] * len(examples),
+        "messages": [messages] * len(examples),
         "deft_input_ids": columns["input_ids"],
         "deft_labels": columns["labels"],
         "lengths": [len(ids) for ids in columns["input_ids"]],
@@ -255,7 +249,7 @@ def export_verl(job: Job) -> str:
         keys.problems.append("train.report_to: verl has no trackio; use wandb or tensorboard")
     precision = "bf16" if uses_bf16(job) else "fp32"
     model: dict[str, Any] = {
-        "path": prepared.source,
+        "path": job.model,
         "trust_remote_code": take("model.trust_remote_code"),
         "enable_gradient_checkpointing": uses_checkpointing(job),
         "use_remove_padding": False,

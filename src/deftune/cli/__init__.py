@@ -24,7 +24,6 @@ from deftune.cli import (
     objectives,
     paper,
     plan,
-    report,
     results,
     selftest,
     train,
@@ -68,7 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_to(commands)
     evaluate.add_to(commands)
     compare.add_to(commands)
-    report.add_to(commands)
     inspect.add_to(commands)
     advise.add_to(commands)
     analyze.add_to(commands)

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.compare import need_comparison
-from deftune.cli.data_options import add_data_options, data_options
+from deftune.cli.options import add_data_options, add_model_and_data, data_options, flag, need
 from deftune.cli.output import say
 from deftune.cli.progress import progress
 
@@ -21,31 +20,35 @@ PROBE_OPTIONS = ("out", "steps", "seeds", "learning_rate")
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
-        help="which objective and learning rate the evidence supports for your model and data",
+        help="recommend an objective and learning rates for your model and data, with the evidence",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n  deftune advise MODEL DATA --rows 100            one pass over the rows, no training\n"
         "  deftune advise MODEL DATA --rows 100 --probe    also train three objectives for some steps and compare them",
     )
-    parser.add_argument("model", help="a run's folder, RUN:STEP, or any model that `train` takes")
-    parser.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
+    add_model_and_data(parser)
     add_data_options(parser)
     parser.add_argument(
         "--probe", action="store_true", help="also train nll, deft and deft | floor(0.2) for some steps"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="with --probe: its folder (default: advise-probe)")
-    parser.add_argument("--steps", type=int, help="with --probe: optimizer steps of each run (default: 20)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="with --probe: optimizer steps of each run (default: 20)"
+    )
     parser.add_argument("--seeds", metavar="A,B", help="with --probe: seeds of the runs (default: 0)")
     parser.add_argument(
-        "--learning-rate", type=float, help="with --probe: learning rate (default: the lowest one of the advice)"
+        "--learning-rate",
+        type=float,
+        metavar="RATE",
+        help="with --probe: learning rate (default: the lowest one of the advice)",
     )
     parser.add_argument("--json", action="store_true", help="print the advice as JSON")
     parser.set_defaults(run=run_advise)
 
 
 def run_advise(args: argparse.Namespace) -> int:
-    need_comparison()
+    need("eval")
     if not args.probe and (given := [name for name in PROBE_OPTIONS if getattr(args, name) is not None]):
-        raise ValueError(f"--{given[0].replace('_', '-')}: is for --probe; add --probe, or leave it out")
+        raise ValueError(f"{flag(given[0])}: is for --probe; add --probe, or leave it out")
     seeds = parse_seeds(args.seeds or "0")
     from deftune.comparison.advise import advise, probe
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from deftune.cli.data_options import add_data_options, data_options
+from deftune.cli.options import add_data_options, add_model_and_data, data_options, flag, need
 from deftune.cli.output import say
 from deftune.cli.progress import progress
-from deftune.cli.train import need_training
 
 OBJECTIVES = "nll,linear,cayley,deft,eaft"
 
@@ -21,84 +21,90 @@ def add_to(commands: Any) -> None:
     tokens = actions.add_parser(
         "tokens", help="a table of every supervised token: p, entropy, rank, and each objective's gate"
     )
-    tokens.add_argument("model", help="a run's folder, RUN:STEP, or any model that `train` takes")
-    tokens.add_argument("data", help="a file, a folder, a hub id, or generated:NAME")
-    tokens.add_argument("--out", type=Path, default=Path("tokens.parquet"), help="default: tokens.parquet")
+    add_model_and_data(tokens)
+    tokens.add_argument(
+        "--out", type=Path, default=Path("tokens.parquet"), help="the file to write (default: tokens.parquet)"
+    )
     tokens.add_argument(
         "--objectives", default=OBJECTIVES, metavar="A,B", help=f"columns for these (default: {OBJECTIVES})"
     )
     add_data_options(tokens)
     tokens.set_defaults(run=run_tokens)
 
-    conflicts = figure(
-        actions, "conflicts", "tokens learned and forgotten between two checkpoints", "BEFORE AFTER", "TABLE",
-        "token tables of the same rows; more pairs make more panels",
+    table = {"action": "append", "default": []}
+    scores = {
+        "--task": {"help": "a task of the results (default: the suite's average)"},
+        "--metric": {"choices": ["score", "similarity"], "help": "what is drawn (default: score)"},
+    }
+    results = {"inputs": "[REGIME/]OBJECTIVE=RESULT", "what": "folders that `deftune eval` wrote"}
+    add_figure(
+        actions, "conflicts", conflicts, "tokens learned and forgotten between two checkpoints", "BEFORE AFTER",
+        "token tables of the same rows; more pairs make more panels", "A.parquet B.parquet", {
+            "--objective": {"help": "the objective whose change of loss is drawn (default: nll)"},
+            "--threshold": {"type": float, "help": "a smaller change of p counts as no change (default: 0.01)"},
+        },
     )  # fmt: skip
-    conflicts.add_argument(
-        "--objective", default="nll", help="the objective whose change of loss is drawn (default: nll)"
-    )
-    conflicts.add_argument(
-        "--threshold", type=float, default=0.01, help="a smaller change of p counts as no change (default: 0.01)"
-    )
-    conflicts.set_defaults(run=run_conflicts)
-
-    gradients = figure(
-        actions, "gradients", "gradient norms over p and entropy, a panel per objective", "REGIME=TABLE", "TABLE",
-        "token tables, a row of panels each; REGIME= is optional for one table",
+    add_figure(
+        actions, "gradients", gradients, "gradient norms over p and entropy, a panel per objective", "REGIME=TABLE",
+        "token tables, a row of panels each; REGIME= is optional for one table", "strong=tokens.parquet",
+        {"--objectives": {"metavar": "A,B", "help": "objectives to draw (default: all in the tables)"}},
     )  # fmt: skip
-    gradients.add_argument("--objectives", metavar="A,B", help="objectives to draw (default: all in the tables)")
-    gradients.set_defaults(run=run_gradients)
-
-    histograms = figure(
-        actions, "histograms", "target probabilities, base against tuned models", "[REGIME/]MODEL=TABLE", "TABLE",
+    add_figure(
+        actions, "histograms", histograms, "target probabilities, base against tuned models", "[REGIME/]MODEL=TABLE",
         "token tables; MODEL is base, or the objective a model was tuned with",
+        "strong/base=base.parquet strong/deft=deft.parquet",
     )  # fmt: skip
-    histograms.set_defaults(run=run_histograms)
-
-    progress = figure(
-        actions,
-        "progress",
-        "p and concentration over training",
-        "REGIME=RUN",
-        "RUN",
-        "runs' folders; a regime may have several",
-    )
-    progress.set_defaults(run=run_progress)
-
-    results = "[REGIME/]OBJECTIVE=RESULT"
-    temperatures = figure(
-        actions, "temperatures", "scores against the sampling temperature", results, "RESULT", RESULTS
-    )
-    continuum = figure(actions, "continuum", "scores against the base model's mean p", results, "RESULT", RESULTS)
-    continuum.add_argument(
-        "--base", action="append", default=[], metavar="REGIME=TABLE", help="the base model's token table of a regime"
-    )
-    continuum.add_argument("--temperature", type=float, help="the temperature to draw, if the results have several")
-    entropy = figure(actions, "entropy", "scores against the tuned model's mean entropy", results, "RESULT", RESULTS)
-    entropy.add_argument(
-        "--tokens",
-        action="append",
-        default=[],
-        metavar="[REGIME/]OBJECTIVE=TABLE",
-        help="the tuned model's token table",
-    )
-    for parser, run in ((temperatures, run_temperatures), (continuum, run_continuum), (entropy, run_entropy)):
-        parser.add_argument("--task", help="a task of the results (default: the suite's average)")
-        parser.add_argument("--metric", choices=["score", "similarity"], help="default: score")
-        parser.set_defaults(run=run)
+    add_figure(
+        actions, "progress", training_progress, "p and concentration over training", "REGIME=RUN",
+        "runs' folders; a regime may have several", "strong=runs/first",
+    )  # fmt: skip
+    add_figure(
+        actions, "temperatures", temperatures, "scores against the sampling temperature", **results,
+        example="deft=results/deft-math", options=scores,
+    )  # fmt: skip
+    add_figure(
+        actions, "continuum", continuum, "scores against the base model's mean p", **results,
+        example="weak/deft=results/deft-figfont", options={
+            "--base": {**table, "metavar": "REGIME=TABLE", "help": "the base model's token table of a regime"},
+            "--temperature": {"type": float, "help": "the temperature to draw, if the results have several"}, **scores,
+        },
+    )  # fmt: skip
+    add_figure(
+        actions, "entropy", entropy, "scores against the tuned model's mean entropy", **results,
+        example="deft=results/deft-math --tokens deft=deft.parquet", options={
+            "--tokens": {**table, "metavar": "[REGIME/]OBJECTIVE=TABLE", "help": "the tuned model's token table"},
+            **scores,
+        },
+    )  # fmt: skip
 
 
-RESULTS = "folders that `deftune eval` wrote"
+def add_figure(
+    actions: Any, name: str, parts: Callable[[argparse.Namespace], Figure], about: str, inputs: str, what: str,
+    example: str, options: dict[str, dict[str, Any]] | None = None,
+) -> None:  # fmt: skip
+    """The command of a figure.
 
-
-def figure(actions: Any, name: str, about: str, metavar: str, kind: str, what: str) -> Any:
-    """The parser of a figure's command: its inputs, or the table beside an earlier figure, and where to."""
+    Args:
+        actions: of the parser of `deftune analyze`.
+        name: of the command.
+        parts: gives the figure's functions; it imports them.
+        about: what the figure shows.
+        inputs: how an input is written.
+        what: what the inputs are.
+        example: inputs, for an error.
+        options: flags that only the making of the table reads, and their settings in argparse.
+    """
     parser = actions.add_parser(name, help=f"figure: {about}")
-    parser.add_argument("inputs", nargs="*", metavar=metavar, help=what)
-    parser.add_argument("--table", type=Path, help=f"draw this table (CSV or Parquet) instead of {kind}s")
-    parser.set_defaults(figure=name)
-    parser.add_argument("--out", type=Path, default=Path("figures") / name, help=f"default: figures/{name}.png, ...")
-    return parser
+    parser.add_argument("inputs", nargs="*", metavar=inputs, help=what)
+    parser.add_argument("--table", type=Path, help="draw this table (CSV or Parquet) instead of making one")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("figures") / name,
+        help=f"the files to write (default: figures/{name}.png, .svg, .pdf, and the table)",
+    )
+    names = [parser.add_argument(option, **settings).dest for option, settings in (options or {}).items()]
+    parser.set_defaults(run=run_figure, figure=name, parts=parts, example=example, options=names)
 
 
 def split_specs(text: str) -> list[str]:
@@ -118,7 +124,7 @@ def split_specs(text: str) -> list[str]:
 
 
 def run_tokens(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     with progress() as shown:
         shown.show("loading the libraries")
         from deftune.tokens.table import make_token_table
@@ -175,111 +181,85 @@ def parse_each(inputs: list[str], **options: Any) -> dict[tuple[str, str], str]:
     return found
 
 
-def need_inputs(args: argparse.Namespace, example: str) -> None:
-    """A figure is made from its inputs or from a table, not from both, nor from nothing."""
+class Figure(NamedTuple):
+    """The functions of a figure: its table from the command's inputs, its picture, and lines to print with it."""
+
+    make: Callable[[], Any]
+    plot: Callable[[Any], Any]
+    lines: Callable[[Any], list[dict[str, Any]]] | None = None
+
+
+def run_figure(args: argparse.Namespace) -> int:
+    """Draw a figure from the command's inputs, or from a table that an earlier figure was saved with."""
+    need()
     if bool(args.inputs) == (args.table is not None):
-        raise ValueError(f"analyze {args.figure}: give either inputs ({example}) or --table")
+        raise ValueError(f"analyze {args.figure}: give either inputs ({args.example}) or --table")
+    if args.table is not None and (given := [name for name in args.options if getattr(args, name) not in (None, [])]):
+        raise ValueError(f"{flag(given[0])}: has no effect on a table that is made; leave it out")
+    from deftune.comparison.show import align
+    from deftune.inspection.style import read_table, save_figure
 
-
-def draw(args: argparse.Namespace, plot: Any, table: Any) -> int:
-    from deftune.inspection.style import save_figure
-
-    for path in save_figure(plot(table), args.out, table):
+    figure = args.parts(args)
+    table = figure.make() if args.table is None else read_table(args.table)
+    if lines := figure.lines(table) if figure.lines else []:
+        cells = [
+            [f"{value:.3f}" if isinstance(value, float) else str(value) for value in line.values()] for line in lines
+        ]
+        say(align([list(lines[0]), *cells]))
+    for path in save_figure(figure.plot(table), args.out, table):
         print(path)
     return 0
 
 
-def given_table(args: argparse.Namespace, *unused: str) -> Any:
-    """The table of --table; options that only make a table are refused beside it."""
-    from deftune.inspection.style import read_table
-
-    for name in unused:
-        if getattr(args, name) not in (None, []):
-            raise ValueError(f"--{name}: has no effect on a table that is made; leave it out")
-    return read_table(args.table)
-
-
-def print_lines(lines: list[dict[str, Any]]) -> None:
-    """A small table on the terminal, numbers to three digits."""
-    cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in line.values()] for line in lines]
-    widths = [max(map(len, column)) for column in zip(lines[0], *cells)]
-    for row in [list(lines[0]), *cells]:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-
-
-def run_conflicts(args: argparse.Namespace) -> int:
-    need_training()
+def conflicts(args: argparse.Namespace) -> Figure:
     from deftune.paper.conflicts import NEEDED, conflict_shares, conflict_tables, plot_conflicts
     from deftune.tokens.table import read_token_table
 
-    need_inputs(args, "A.parquet B.parquet")
-    if args.table is not None:
-        table = given_table(args)
-    else:
+    def make() -> Any:
         tables = [read_token_table(path, NEEDED) for path in args.inputs]
-        table = conflict_tables(tables, objective=args.objective, threshold=args.threshold)
-    print_lines(conflict_shares(table))
-    return draw(args, plot_conflicts, table)
+        threshold = 0.01 if args.threshold is None else args.threshold
+        return conflict_tables(tables, objective=args.objective or "nll", threshold=threshold)
+
+    return Figure(make, plot_conflicts, conflict_shares)
 
 
-def run_gradients(args: argparse.Namespace) -> int:
-    need_training()
+def gradients(args: argparse.Namespace) -> Figure:
     from deftune.inspection.figures import gradient_map_table, plot_gradient_maps
     from deftune.tokens.table import read_token_table
 
-    need_inputs(args, "strong=tokens.parquet")
-    if args.table is not None:
-        return draw(args, plot_gradient_maps, given_table(args, "objectives"))
-    tables = {regime: read_token_table(path) for regime, path in parse_regimes(args.inputs).items()}
-    return draw(
-        args, plot_gradient_maps, gradient_map_table(tables, split_specs(args.objectives) if args.objectives else None)
-    )
+    def make() -> Any:
+        tables = {regime: read_token_table(path) for regime, path in parse_regimes(args.inputs).items()}
+        return gradient_map_table(tables, split_specs(args.objectives) if args.objectives else None)
+
+    return Figure(make, plot_gradient_maps)
 
 
-def run_histograms(args: argparse.Namespace) -> int:
-    need_training()
+def histograms(args: argparse.Namespace) -> Figure:
     from deftune.inspection.figures import histogram_table, plot_histograms, probability_shares
     from deftune.tokens.table import read_token_table
 
-    need_inputs(args, "strong/base=base.parquet strong/deft=deft.parquet")
-    if args.table is not None:
-        table = given_table(args)
-    else:
+    def make() -> Any:
         named = parse_each(args.inputs, need_name=True)
-        table = histogram_table({key: read_token_table(path, ["p"]) for key, path in named.items()})
-    print_lines(probability_shares(table))
-    return draw(args, plot_histograms, table)
+        return histogram_table({key: read_token_table(path, ["p"]) for key, path in named.items()})
+
+    return Figure(make, plot_histograms, probability_shares)
 
 
-def run_progress(args: argparse.Namespace) -> int:
-    need_training()
+def training_progress(args: argparse.Namespace) -> Figure:
     from deftune.inspection.figures import focus_anchors, plot_progress, progress_table
 
-    need_inputs(args, "strong=runs/first")
-    if args.table is not None:
-        table = given_table(args)
-    else:
-        table = progress_table([(name, path) for _, name, path in map(parse_named, args.inputs)])
-    if anchors := focus_anchors(table):
-        print_lines(anchors)
-    return draw(args, plot_progress, table)
+    def make() -> Any:
+        return progress_table([(name, path) for _, name, path in map(parse_named, args.inputs)])
+
+    return Figure(make, plot_progress, focus_anchors)
 
 
 def read_scores(args: argparse.Namespace) -> list[dict[str, Any]]:
     from deftune.comparison.figures import score_table
 
     named = parse_each(args.inputs, need_name=True)
-    return score_table(
-        [(regime, name, path) for (regime, name), path in named.items()], task=args.task, metric=args.metric or "score"
-    )
-
-
-def run_temperatures(args: argparse.Namespace) -> int:
-    need_training()
-    from deftune.comparison.figures import plot_temperatures
-
-    need_inputs(args, "deft=results/deft-math")
-    return draw(args, plot_temperatures, read_scores(args) if args.inputs else given_table(args, "task", "metric"))
+    folders = [(regime, name, path) for (regime, name), path in named.items()]
+    return score_table(folders, task=args.task, metric=args.metric or "score")
 
 
 def mean_of(path: str, column: str) -> float:
@@ -291,25 +271,28 @@ def mean_of(path: str, column: str) -> float:
     return float(np.mean(np.asarray(read_token_table(path, [column])[column], dtype=np.float64)))
 
 
-def run_continuum(args: argparse.Namespace) -> int:
-    need_training()
+def temperatures(args: argparse.Namespace) -> Figure:
+    from deftune.comparison.figures import plot_temperatures
+
+    return Figure(lambda: read_scores(args), plot_temperatures)
+
+
+def continuum(args: argparse.Namespace) -> Figure:
     from deftune.comparison.figures import continuum_table, plot_continuum
 
-    need_inputs(args, "weak/deft=results/deft-figfont")
-    if args.table is not None:
-        return draw(args, plot_continuum, given_table(args, "task", "metric", "base", "temperature"))
-    scores = read_scores(args)
-    base_p = {regime: mean_of(path, "p") for regime, path in parse_regimes(args.base).items()}
-    return draw(args, plot_continuum, continuum_table(scores, base_p, temperature=args.temperature))
+    def make() -> Any:
+        scores = read_scores(args)
+        base_p = {regime: mean_of(path, "p") for regime, path in parse_regimes(args.base).items()}
+        return continuum_table(scores, base_p, temperature=args.temperature)
+
+    return Figure(make, plot_continuum)
 
 
-def run_entropy(args: argparse.Namespace) -> int:
-    need_training()
+def entropy(args: argparse.Namespace) -> Figure:
     from deftune.comparison.figures import entropy_table, plot_entropy
 
-    need_inputs(args, "deft=results/deft-math --tokens deft=deft.parquet")
-    if args.table is not None:
-        return draw(args, plot_entropy, given_table(args, "task", "metric", "tokens"))
-    scores = read_scores(args)
-    entropies = {key: mean_of(path, "entropy") for key, path in parse_each(args.tokens, need_name=True).items()}
-    return draw(args, plot_entropy, entropy_table(scores, entropies))
+    def make() -> Any:
+        scores, tables = read_scores(args), parse_each(args.tokens, need_name=True)
+        return entropy_table(scores, {key: mean_of(path, "entropy") for key, path in tables.items()})
+
+    return Figure(make, plot_entropy)

@@ -1,4 +1,4 @@
-"""`deftune compare`: objectives against each other on the same data, seeds and budget."""
+"""`deftune compare` and `report`: objectives against each other on the same data, seeds and budget."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
+from deftune.cli.options import add_trust, need
 from deftune.cli.output import notice, say
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import add_trust, is_recorded, need_training, not_installed, write_starter
+from deftune.cli.train import refuse_recorded_trust, write_starter
 
 FORMATS = ("markdown", "latex", "html", "json")
 
@@ -24,15 +26,21 @@ def add_to(commands: Any) -> None:
     actions = compare.add_subparsers(metavar="ACTION", required=True)
 
     init = actions.add_parser("init", help="write a comparison to start from")
-    init.add_argument("file", type=Path, nargs="?", default=Path("compare.yaml"), help="default: compare.yaml")
+    init.add_argument(
+        "file", type=Path, nargs="?", default=Path("compare.yaml"), help="the file to write (default: compare.yaml)"
+    )
     init.set_defaults(run=run_init)
 
     run = actions.add_parser(
         "run", help="train and measure every cell (objective, data, learning rate, seed); the same command resumes"
     )
     run.add_argument("config", type=Path, help="a YAML file (`deftune compare init` writes one), or its folder")
-    run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the file")
-    run.add_argument("--dry-run", action="store_true", help="list the cells and what they would take")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="override a key of the file; repeatable"
+    )
+    run.add_argument(
+        "--dry-run", action="store_true", help="list the cells, and the tokens they would train on and generate"
+    )
     run.add_argument("--cell", metavar="NAME", help="run only this cell, in this process (for job arrays)")
     run.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by `schedule.Children`
     run.add_argument(
@@ -58,33 +66,30 @@ def add_to(commands: Any) -> None:
     )
     show.set_defaults(run=run_show)
 
-
-def need_comparison() -> None:
-    """Training, answers and their grading, token tables."""
-    from importlib.util import find_spec
-
-    need_training()
-    if missing := [name for name in ("pyarrow", "math_verify", "rapidfuzz") if find_spec(name) is None]:
-        raise not_installed(missing, "eval")
+    report = commands.add_parser("report", help="write a comparison as one self-contained HTML page")
+    report.add_argument("folder", type=Path, help="a comparison's folder (`deftune compare run` makes one)")
+    report.add_argument("--out", type=Path, help="the page (default: FOLDER/report.html)")
+    report.add_argument("--figures", type=Path, metavar="DIR", help="also save its figures here: PNG, SVG, PDF, tables")
+    report.set_defaults(run=run_report)
 
 
 def run_init(args: argparse.Namespace) -> int:
-    need_comparison()
+    need("eval")
     from deftune.comparison.grid import STARTER
 
     return write_starter(args.file, STARTER, "deftune compare run")
 
 
 def run_run(args: argparse.Namespace) -> int:
-    need_comparison()
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs: at least 1, got {args.jobs}")
-    if args.jobs is not None and (args.cell or args.dry_run):
-        raise ValueError(f"--jobs: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
-    if args.keep_going and (args.cell or args.dry_run):
-        raise ValueError(f"--keep-going: {'--cell runs one' if args.cell else 'a dry run runs none'}; leave it out")
+    need("eval")
+    check_counts(jobs=args.jobs)
     if args.dry_run and args.cell:
         raise ValueError("--cell: a dry run lists all cells; leave it out")
+    if args.cell or args.dry_run:
+        why = "--cell runs one" if args.cell else "a dry run runs none"
+        for option, given in {"--jobs": args.jobs is not None, "--keep-going": args.keep_going}.items():
+            if given:
+                raise ValueError(f"{option}: {why}; leave it out")
     if args.worker:
         return run_worker(args)
     if args.cell and sys.stderr.isatty():  # training has a display of its own
@@ -145,15 +150,12 @@ def run_all(args: argparse.Namespace, shown: Progress) -> int:
 
 
 def check_trust(args: argparse.Namespace, comparison: Any) -> None:
-    """A comparison's folder may be somebody else's: that it runs the code of a model's repository must be typed."""
+    """Refuse a flag that no cell needs, and code of a model that only the comparison's own folder asks to run."""
     asking = [cell for cell in comparison.cells() if cell.config.model.trust_remote_code]
     if args.trust_remote_code and not asking:
         raise ValueError("--trust-remote-code: no cell asks for it; set model.trust_remote_code in the file")
-    if asking and not args.trust_remote_code and is_recorded(args.config):
-        raise ValueError(
-            f"{args.config}: the comparison asks to execute the code of {asking[0].config.model.name}; read that code, "
-            f"and pass --trust-remote-code if you trust it"
-        )
+    if asking and not args.trust_remote_code:
+        refuse_recorded_trust(args.config, "comparison", asking[0].config.model.name)
 
 
 def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None:
@@ -177,7 +179,7 @@ def shown_state(cell: dict[str, Any]) -> str:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    need_comparison()
+    need("eval")
     from deftune.comparison.grid import load_comparison
     from deftune.comparison.show import align, cost_lines, difference_lines, token_lines
     from deftune.comparison.summary import summarize_comparison
@@ -214,4 +216,16 @@ def run_show(args: argparse.Namespace) -> int:
     for name, state in unfinished.items():
         error = summary["cells"][name].get("error", "no reason recorded")
         say(escape_markdown(f"{state}: {name}" + (f": {error}" if state == "failed" else "")))
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    need("eval")
+    from deftune.comparison.grid import load_comparison
+    from deftune.comparison.report import write_report
+    from deftune.paper.beside import report_additions
+
+    comparison = load_comparison(args.folder)
+    for path in write_report(comparison, args.out, figures=args.figures, beside=report_additions):
+        say(str(path))
     return 0

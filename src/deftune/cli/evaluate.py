@@ -8,19 +8,19 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from deftune.cli.output import Renamed, notice, say
+from deftune.artifacts.options import check_counts
+from deftune.cli.options import Renamed, add_row_options, add_trust, flag, need, parse_fields
+from deftune.cli.output import notice, say
 from deftune.cli.progress import progress
-from deftune.cli.train import add_fields, add_trust, need_training, not_installed, parse_fields
 
 SHOWN = ("prompt", "text", "answer", "how", "gold")  # of a graded answer, by `eval show`
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("eval", help="evaluate a model on benchmarks or held-out tokens; compare results")
-    parser.error = refuse_verb(parser)
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    verbs = parser.add_subparsers(metavar="ACTION", required=True)
 
     run = verbs.add_parser("run", help="ask a model the questions of suites and tasks, and grade the answers")
     run.add_argument(
@@ -32,10 +32,14 @@ def add_to(commands: Any) -> None:
     add_list(
         how, "--temperature", "temperatures", "T", "0 is greedy (default: the suite's, or 0 for single tasks)", float
     )
-    how.add_argument("--top-p", type=float, help="nucleus sampling (default: 1, all tokens)")
+    how.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling (default: 1, all tokens)")
     how.add_argument("--seed", type=int, help="seed of the sampling (default: 0)")
     how.add_argument("--max-new-tokens", type=int, metavar="N", help="token limit of an answer (default: the task's)")
-    how.add_argument("--rule", choices=["strict", "lenient"], help="multiple-choice extraction (default: strict)")
+    how.add_argument(
+        "--rule",
+        choices=["strict", "lenient"],
+        help="how the letter of a multiple-choice answer is found (default: strict)",
+    )
     how.add_argument("--workers", type=int, metavar="N", default=2, help="grading processes (default: 2)")
     add_model(run)
     engine = run.add_argument_group(
@@ -68,15 +72,7 @@ def add_to(commands: Any) -> None:
     heldout = verbs.add_parser("heldout", help="measure a model on the supervised tokens of any dataset")
     heldout.add_argument("model", metavar="MODEL", help="a model, a run, or RUN:STEP")
     heldout.add_argument("--data", required=True, help="a file, a folder, a hub id, or generated:NAME")
-    heldout.add_argument(
-        "--format", default="auto", help="format of the rows (default: by the fields of the first row)"
-    )
-    add_fields(heldout)
-    heldout.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
-    heldout.add_argument("--rows", type=int, metavar="N", help="read the first N rows only")
-    heldout.add_argument(
-        "--skip-bad-rows", action="store_true", help="write rows that cannot be read to bad_rows.jsonl and go on"
-    )
+    add_row_options(heldout)
     heldout.add_argument(
         "--batch-size", type=int, metavar="N", help="most rows of a batch (default: batches of 8192 tokens)"
     )
@@ -140,26 +136,6 @@ def add_output(parser: Any, default: str) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-def refuse_verb(parser: argparse.ArgumentParser) -> Any:
-    """The parser's ``error``, with one line instead of the usage if the verb is unknown."""
-    usual = parser.error
-
-    def error(message: str) -> NoReturn:
-        if "invalid choice" in message:
-            parser.exit(2, "deftune: deftune eval MODEL is now deftune eval run MODEL; see deftune eval --help\n")
-        usual(message)
-
-    return error
-
-
-def need_evaluation() -> None:
-    from importlib.util import find_spec
-
-    need_training()
-    if missing := [name for name in ("math_verify", "rapidfuzz") if find_spec(name) is None]:
-        raise not_installed(missing, "eval")
-
-
 def make_engine(args: argparse.Namespace) -> Any:
     """The engine that the flags describe; a flag of another engine is an error."""
     from deftune.evaluation.engines import Endpoint, Transformers, Vllm
@@ -169,12 +145,12 @@ def make_engine(args: argparse.Namespace) -> Any:
     flags = {Transformers: "--engine transformers", Vllm: "--engine vllm", Endpoint: "--endpoint URL"}
     chosen = Endpoint if args.url is not None else Vllm if args.engine == "vllm" else Transformers
     given: dict[str, Any] = {}
-    for engine, flag in flags.items():
+    for engine, needed in flags.items():
         for field in dataclasses.fields(engine):
             if (value := getattr(args, field.name)) is None:
                 continue
             if engine is not chosen:
-                raise ValueError(f"--{field.name.replace('_', '-')}: is for {flag}; leave it out")
+                raise ValueError(f"{flag(field.name)}: is for {needed}; leave it out")
             given[field.name] = value
     if "extra_body" in given:
         given["extra_body"] = parse_extra_body(given["extra_body"])
@@ -197,7 +173,7 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 
 
 def run_questions(args: argparse.Namespace) -> int:
-    need_evaluation()
+    need("eval")
     with progress() as working:
         working.show("loading the libraries")
         from deftune.cli.eval_tables import render_summary
@@ -227,14 +203,14 @@ def run_questions(args: argparse.Namespace) -> int:
 
 
 def run_heldout(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     with progress() as working:
         working.show("loading the libraries")
         from deftune.cli.eval_tables import render_heldout
         from deftune.evaluation.heldout import evaluate_heldout
 
         outcome = evaluate_heldout(
-            args.model, args.data, format=args.format, fields=parse_fields(args.fields), split=args.split,
+            args.model, args.data, format=args.format or "auto", fields=parse_fields(args.fields), split=args.split,
             rows=args.rows, skip_bad_rows=args.skip_bad_rows, template=args.template, like=args.like,
             batch_size=args.batch_size, trust_remote_code=args.trust_remote_code, out=args.out, display=working,
         )  # fmt: skip
@@ -247,13 +223,12 @@ def run_heldout(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.cli.eval_tables import render_answer, render_rows, render_summary
     from deftune.evaluation.heldout import read_rows
     from deftune.evaluation.results import Result
 
-    if args.show < 1:
-        raise ValueError(f"--show: at least 1, got {args.show}")
+    check_counts(show=args.show)
     result = Result(args.result)
     summary = result.summary()
     if summary["settings"]["suite"] == "heldout":
@@ -276,7 +251,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.cli.eval_tables import render_comparison
     from deftune.evaluation.comparison import compare_folders
 
@@ -286,7 +261,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 
 def run_list(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.cli.eval_tables import render_tasks
     from deftune.evaluation.items import locate_tasks
 
@@ -295,7 +270,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    need_evaluation()
+    need("eval")
     from deftune.evaluation.harness import PREFIX, export_tasks
     from deftune.evaluation.questions import load_questions
 

@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
+from deftune.cli.options import add_set, need
 from deftune.cli.output import notice
-from deftune.cli.train import need_training, read_config
+from deftune.cli.train import read_config
 
 STACKS = ("verl", "axolotl", "llamafactory", "swift")
 TYPES = ("f16", "bf16", "f32", "q8_0")
@@ -24,7 +26,7 @@ def add_to(commands: Any) -> None:
         help="a YAML file, a run's folder, or a recipe of `deftune paper recipes`; with gguf a run's folder or a model",
     )
     export.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder; with gguf a new file")
-    export.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the config")
+    add_set(export)
     export.add_argument("--ranks", type=int, metavar="N", help="processes that will train (default: 1)")
     export.add_argument("--type", choices=TYPES, help="type of the matrices in a GGUF file (default: f16)")
     export.set_defaults(run=run_export)
@@ -37,24 +39,26 @@ def read_run_or_recipe(name: str, overrides: list[str]) -> Any:
     from deftune.artifacts.config import load_config
     from deftune.paper.recipes import recipe
 
-    return load_config(None, overrides, base=recipe(name).config())
+    try:
+        found = recipe(name)
+    except ValueError as error:
+        raise ValueError(f"{name}: no such file or run, and {error}") from None
+    return load_config(None, overrides, base=found.config())
 
 
 def run_export(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     if args.stack == "gguf":
         return run_gguf(args)
     if args.type is not None:
         raise ValueError(f"export: --type is for gguf; {args.stack} trains the run itself: leave it out")
-    ranks = 1 if args.ranks is None else args.ranks
-    if ranks < 1:
-        raise ValueError(f"export: --ranks from 1, got {ranks}")
+    check_counts(ranks=args.ranks)
     from deftune.adapters.export import export_run
     from deftune.artifacts.display import quiet
 
     config = read_run_or_recipe(args.config, args.set)
     with quiet():
-        done = export_run(config, args.stack, args.out, ranks=ranks, notice=notice)
+        done = export_run(config, args.stack, args.out, ranks=args.ranks or 1, notice=notice)
     for path in done.files:
         print(path)
     for line in done.notes:

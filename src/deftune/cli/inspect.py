@@ -1,4 +1,4 @@
-"""`deftune inspect`: what in a dataset contradicts a model, and how much each objective would listen."""
+"""`deftune inspect`: the tokens of a dataset that contradict a model, and each objective's gradient there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli import analyze
-from deftune.cli.data_options import add_data_options, data_options
+from deftune.cli.options import add_data_options, add_model_and_data, data_options, flag, need
 from deftune.cli.output import notice
 from deftune.cli.progress import Progress, progress
-from deftune.cli.train import need_training
 
 
 def add_to(commands: Any) -> None:
@@ -23,13 +23,16 @@ def add_to(commands: Any) -> None:
         "  deftune inspect MODEL DATA --export flagged.jsonl --keep rest.jsonl\n"
         "  deftune inspect --tokens tokens.parquet         read a token table again",
     )
-    parser.add_argument("model", nargs="?", help="a run's folder, RUN:STEP, or any model that `train` takes")
-    parser.add_argument("data", nargs="?", help="a file, a folder, a hub id, or generated:NAME")
-    parser.add_argument("--objectives", metavar="A,B", help=f"default: {analyze.OBJECTIVES}, or all of the table")
+    add_model_and_data(parser, optional=True)
+    parser.add_argument(
+        "--objectives", metavar="A,B", help=f"objectives to show (default: {analyze.OBJECTIVES}, or those of the table)"
+    )
     parser.add_argument(
         "--by", metavar="SCORE", help="the score that ranks the rows: answer, conflict, noise, mean_nll, ..."
     )
-    parser.add_argument("--top", type=int, metavar="N", default=50, help="most rows to list and to export (50)")
+    parser.add_argument(
+        "--top", type=int, metavar="N", default=50, help="most rows to list and to export (default: 50)"
+    )
     parser.add_argument(
         "--min-score", type=float, metavar="X", help="only rows with at least this score (of mean_p: at most)"
     )
@@ -47,7 +50,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from rich.console import Console
 
     with progress() as shown:
@@ -134,35 +137,38 @@ def check_arguments(args: argparse.Namespace) -> None:
     known = [score.name for score in ROW_SCORES]
     if args.by and args.by not in known:
         raise ValueError(f"--by: unknown score {args.by!r}. Known: {', '.join(known)}")
-    if args.top < 1:
-        raise ValueError(f"--top: at least 1, got {args.top}")
+    check_counts(top=args.top)
     if args.tokens is not None and args.tokens.exists():
         for name in data_options(args):  # of no use beside a table that is made
             if name != "split":  # which says what rows are copied
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option}: {args.tokens} is made already; leave {option} out, or name a new table")
+                raise ValueError(
+                    f"{flag(name)}: {args.tokens} is made already; leave {flag(name)} out, or name a new table"
+                )
         for name in ("split", "skip_bad_rows"):
             if getattr(args, name) and not (args.export or args.keep):
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option}: {args.tokens} is made already, and nothing is exported; leave it out")
+                raise ValueError(f"{flag(name)}: {args.tokens} is made already, and nothing is exported; leave it out")
     elif args.model is None or args.data is None:
         hint = f"; {args.tokens} does not exist" if args.tokens else ""
         raise ValueError(f"inspect: needs a model and data, or --tokens with a table{hint}")
-    for path in (args.html, args.export, args.keep, args.tokens):
-        if path and path.is_dir():
+    for path in outputs(args):
+        if path.is_dir():
             raise ValueError(f"{path}: is a folder; name a file")
-    outputs = [path.resolve() for path in (args.html, args.export, args.keep, args.tokens) if path]
-    if len(set(outputs)) < len(outputs):
+    if len({path.resolve() for path in outputs(args)}) < len(outputs(args)):
         raise ValueError("inspect: two of --html, --export, --keep and --tokens name the same file")
     if args.data:
         refuse_overwriting(args, args.data)
 
 
+def outputs(args: argparse.Namespace) -> list[Path]:
+    """The files that the command may write."""
+    return [path for path in (args.html, args.export, args.keep, args.tokens) if path]
+
+
 def refuse_overwriting(args: argparse.Namespace, data: str) -> None:
     """What is written is neither the data nor, in a folder of data, taken for data the next time."""
     source = Path(data).resolve()
-    for path in (args.html, args.export, args.keep, args.tokens):
-        if path and source.exists() and path.resolve().is_relative_to(source):
+    for path in outputs(args):
+        if source.exists() and path.resolve().is_relative_to(source):
             raise ValueError(
                 f"{path}: is {'in the data folder' if source.is_dir() else 'the data itself'}; name another file"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from deftune.artifacts.options import OptionError
@@ -29,15 +28,3 @@ def error_text(error: ValueError) -> str:
     if not isinstance(error, OptionError):
         return str(error)
     return f"--{FLAGS.get(error.option, error.option.replace('_', '-'))}: {error.problem}"
-
-
-class Renamed(argparse.Action):
-    """An option that has another name now: the error names it."""
-
-    def __init__(self, option_strings: list[str], dest: str, now: str) -> None:
-        hidden = argparse.SUPPRESS
-        super().__init__(option_strings, hidden, nargs="?", default=hidden, help=hidden)
-        self.now = now
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.exit(2, f"{parser.prog}: {self.option_strings[0]} is now {self.now}\n")

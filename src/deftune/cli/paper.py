@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.compare import FORMATS, need_comparison
-from deftune.cli.train import need_training
+from deftune.cli.compare import FORMATS
+from deftune.cli.options import need
 
 
 def add_to(commands: Any) -> None:
@@ -21,7 +21,9 @@ def add_to(commands: Any) -> None:
 
     table = actions.add_parser("table", help="one of the paper's Tables 1 to 8, best and second marked")
     table.add_argument("number", type=int, metavar="1..8", help="number of the table")
-    table.add_argument("--format", choices=FORMATS[:-1], default="markdown", help="default: markdown")
+    table.add_argument(
+        "--format", choices=FORMATS[:-1], default="markdown", help="format of the table (default: markdown)"
+    )
     table.set_defaults(run=run_table)
 
     claims = actions.add_parser("claims", help="the paper's sentences about results, checked against its tables")
@@ -36,7 +38,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_recipes(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.paper.recipes import recipes
 
     width = max(len(r.name) for r in recipes()) + 2
@@ -53,7 +55,7 @@ def run_claims(args: argparse.Namespace) -> int:
 
     board = None
     if args.config is not None:
-        need_comparison()
+        need("eval")
         from deftune.comparison.grid import load_comparison
         from deftune.comparison.summary import summarize_comparison
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
 from deftune.cli.export import read_run_or_recipe
-from deftune.cli.output import Renamed
-from deftune.cli.train import need_training
+from deftune.cli.options import Renamed, add_set, need
 
 
 def add_to(commands: Any) -> None:
@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "run_or_model", nargs="?", metavar="RUN|MODEL", help="a YAML file, a run's folder, a recipe, or a model"
     )
-    parser.add_argument("--backbones", action="store_true", help="a table of the paper's backbones instead")
+    parser.add_argument("--backbones", action="store_true", help="plan the paper's base models instead of one run")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs (default: 1)")
     parser.add_argument(
         "--gpu",
@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
         metavar="NAME",
         help="kind of GPU: h200, h100, a100, h20, l40s, rtx4090, rtx3090, a10 or l4 (default: h200)",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value of the run")
+    add_set(parser)
     parser.add_argument("--length", type=int, metavar="T", help="tokens of a row (default: the run's, or 2048)")
     parser.add_argument(
         "--micro-batch-size", type=int, metavar="B", help="rows of a forward pass (default: the run's, or 4)"
@@ -39,17 +39,16 @@ def add_to(commands: Any) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from dataclasses import replace
 
     from deftune.artifacts.display import quiet
     from deftune.training.plan import BACKBONES, Workload, find_shape, known_gpu, plan, workload_of
 
     known_gpu(args.gpu)  # before the hub is asked for the model's config
+    check_counts(gpus=args.gpus, length=args.length, micro_batch_size=args.micro_batch_size)
     asked = {"length": args.length, "rows": args.micro_batch_size}
     given = {name: value for name, value in asked.items() if value is not None}
-    if any(value < 1 for value in given.values()):
-        raise ValueError("plan: --length and --micro-batch-size from 1")
     if args.backbones:
         if args.run_or_model or args.set:
             raise ValueError("plan: --backbones is a table of its own; leave out RUN|MODEL and --set")

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.options import check_counts
+from deftune.cli.options import add_trust, need
 from deftune.cli.output import notice, say
-from deftune.cli.train import add_trust, need_training
 
 
 def add_to(commands: Any) -> None:
@@ -20,11 +21,15 @@ def add_to(commands: Any) -> None:
     quick.set_defaults(run=run_quickstart)
 
     chat = commands.add_parser("chat", help="talk to a run, or to a model")
-    chat.add_argument("run_or_model", help="a run's folder, or any model that `train` takes")
+    chat.add_argument("model", metavar="MODEL", help="a run's folder, RUN:STEP, or any model that `train` takes")
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
-    chat.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy (default)")
-    chat.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of an answer (default: 512)")
+    chat.add_argument(
+        "--temperature", type=float, metavar="T", default=0.0, help="sampling temperature; 0 is greedy (default)"
+    )
+    chat.add_argument(
+        "--max-new-tokens", type=int, metavar="N", default=512, help="most tokens of an answer (default: 512)"
+    )
     add_trust(chat)
     chat.set_defaults(run=run_chat)
 
@@ -42,7 +47,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_quickstart(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from rich.console import Console
 
     from deftune.comparison.quickstart import clean, gigabytes, quickstart
@@ -55,17 +60,20 @@ def run_quickstart(args: argparse.Namespace) -> int:
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    need_training()
-    if args.temperature < 0:
-        raise ValueError(f"--temperature: {args.temperature:g} is below 0")
+    need()
+    check_counts(max_new_tokens=args.max_new_tokens)
+    if not args.temperature >= 0:  # nor NaN
+        raise ValueError(f"--temperature: at least 0, got {args.temperature:g}")
     from deftune.artifacts.display import quiet
     from deftune.artifacts.results import encoding_of, load_result
     from deftune.artifacts.terminal import printable
+    from deftune.data.encoding import Encoder, EncodingError
     from deftune.training.results import reply
 
     with quiet():
-        model, tokenizer = load_result(args.run_or_model, notice, trust_remote_code=args.trust_remote_code)
-    end_tokens = encoding_of(args.run_or_model)["end_tokens"]
+        model, tokenizer = load_result(args.model, notice, trust_remote_code=args.trust_remote_code)
+    # the template of a run is saved with its tokenizer
+    encoder = Encoder(tokenizer, **{**encoding_of(args.model), "template": args.template})
     start: list[dict[str, str]] = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(start)
     interactive = sys.stdin.isatty()
@@ -86,18 +94,20 @@ def run_chat(args: argparse.Namespace) -> int:
             continue
         messages.append({"role": "user", "content": text})
         answer = ""
-        for piece in reply(
-            model, tokenizer, messages, template=args.template, end_tokens=end_tokens,
-            max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        ):  # fmt: skip
-            answer += piece
-            print(printable(piece), end="", flush=True)
+        options = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+        try:
+            for piece in reply(model, tokenizer, encoder, messages, **options):
+                answer += piece
+                print(printable(piece), end="", flush=True)
+        except EncodingError as error:
+            hint = "leave out --system, or pass --template" if args.system else "pass another --template"
+            raise ValueError(f"the chat template refuses the conversation ({error.__cause__}); {hint}") from error
         print()
         messages.append({"role": "assistant", "content": answer})
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.artifacts.display import quiet
     from deftune.artifacts.runs import Run
     from deftune.training.results import merge
@@ -110,7 +120,7 @@ def run_merge(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Exit code 1 where a file is damaged."""
-    need_training()
+    need()
     from deftune.artifacts.folders import FolderError
     from deftune.artifacts.results import verify_folder
 

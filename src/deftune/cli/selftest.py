@@ -10,7 +10,7 @@ from typing import Any
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "selftest",
-        help="measure what must hold on this machine: losses, resuming, kills, hostile files and answers",
+        help="check deftune's promises on this machine: losses, resuming, kills, hostile files and answers",
         description="Measure the promises of docs/reliability.md on this machine, at small sizes: a few minutes, no "
         "network. Exit code 1 if a promise is not kept.",
     )

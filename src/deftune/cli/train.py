@@ -9,21 +9,25 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.output import Renamed, notice, say
-
-PREVIEW_OF_A_RUN = {"data", "show", "command", "run", "parser", "line", "imports"}  # what `data preview run.yaml` takes
+from deftune.artifacts.options import check_counts
+from deftune.cli.options import (
+    Renamed,
+    add_encoding_options,
+    add_row_options,
+    add_set,
+    add_trust,
+    data_options,
+    flag,
+    need,
+    parse_fields,
+)
+from deftune.cli.output import notice, say
 
 
 def add_to(commands: Any) -> None:
     train = commands.add_parser("train", help="fine-tune a model with an objective; the same command resumes")
     train.add_argument("config", type=Path, help="a YAML file (`deftune init` writes one), or a run's folder to resume")
-    train.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        help="override a key (`deftune config keys` lists them); repeatable",
-    )
+    add_set(train)
     train.add_argument(
         "--dry-run",
         action="store_true",
@@ -41,7 +45,9 @@ def add_to(commands: Any) -> None:
     train.set_defaults(run=run_train)
 
     init = commands.add_parser("init", help="write a config to start from")
-    init.add_argument("file", type=Path, nargs="?", default=Path("run.yaml"), help="default: run.yaml")
+    init.add_argument(
+        "file", type=Path, nargs="?", default=Path("run.yaml"), help="the file to write (default: run.yaml)"
+    )
     init.add_argument("--recipe", help="a training run of the paper: `deftune paper recipes` lists them")
     init.set_defaults(run=run_init)
 
@@ -54,24 +60,20 @@ def add_to(commands: Any) -> None:
     keys.add_argument(
         "--markdown",
         action="store_true",
-        help="print docs/config_keys.md, which also has the keys of comparisons and task files",
+        help="print the documentation page of all keys, with those of comparisons and task files",
     )
     keys.set_defaults(run=run_keys)
     show = actions.add_parser("show", help="a config with every default")
     show.add_argument("config", type=Path, help="a YAML file, or the folder of a run")
-    show.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        help="override a key (`deftune config keys` lists them); repeatable",
-    )
+    add_set(show)
     show.set_defaults(run=run_show)
-    schema = actions.add_parser("schema", help="JSON schema, for editors")
+    schema = actions.add_parser("schema", help="the JSON schema of a config, for editors")
     schema.set_defaults(run=run_schema)
 
     runs = commands.add_parser("runs", help="list the runs below a folder")
-    runs.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="default: runs")
+    runs.add_argument(
+        "folder", type=Path, nargs="?", default=Path("runs"), help="the folder that holds the runs (default: runs)"
+    )
     runs.add_argument("--json", action="store_true", help="print the list as JSON")
     runs.set_defaults(run=run_runs)
 
@@ -81,59 +83,12 @@ def add_to(commands: Any) -> None:
         "preview", help="print rows with their supervised tokens marked, the lengths, and the rows that are dropped"
     )
     preview.add_argument("data", help="a run's config.yaml; or a file, a folder, a hub id, or generated:NAME")
-    preview.add_argument(
-        "--model", default="smollm2", help="the model whose tokenizer and chat template are used (default: smollm2)"
-    )
-    preview.add_argument("--format", default="auto", help="format of the data (default: by its fields)")
-    add_fields(preview)
-    preview.add_argument("--split", help="split of a folder, a hub dataset, or generated:NAME")
-    preview.add_argument(
-        "--rows", type=int, metavar="N", default=1000, help="read the first N rows only (default: 1000)"
-    )
+    preview.add_argument("--model", help="the model whose tokenizer and chat template are used (default: smollm2)")
+    add_row_options(preview, "read the first N rows only (default: 1000)")
+    add_encoding_options(preview, source="")
     preview.add_argument("--show", type=int, metavar="N", default=3, help="how many rows to show (default: 3)")
     preview.add_argument("--limit", action=Renamed, now="--rows (rows to read); --show says how many to show")
-    preview.add_argument("--template", help="chatml, plain, or a .jinja file (default: the tokenizer's)")
-    preview.add_argument(
-        "--mask", choices=["assistant", "completion", "all"], default="assistant",
-        help="which tokens are supervised: every answer (default), the last answer, or all tokens",
-    )  # fmt: skip
-    preview.add_argument("--max-length", type=int, default=2048, help="most tokens of a row (default: 2048)")
-    preview.add_argument(
-        "--skip-bad-rows", action="store_true", help="write rows that cannot be read to bad_rows.jsonl and go on"
-    )
-    add_trust(preview)
-    preview.set_defaults(run=run_preview, parser=preview)
-
-
-def add_fields(parser: Any) -> None:
-    parser.add_argument(
-        "--fields", metavar="A=B,C=D", help="the format's fields and their names in your data: prompt=q,completion=a"
-    )
-
-
-def add_trust(parser: Any) -> None:
-    """The one way, beside a config of one's own, to let the code of a model's repository run."""
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the Python code in the model's repository; read that code first",
-    )
-
-
-def need_training() -> None:
-    """A missing extra is one line, not a traceback."""
-    from importlib.util import find_spec
-
-    names = ("trl", "transformers", "datasets", "pydantic", "yaml", "rich")
-    if missing := [name for name in names if find_spec(name) is None]:
-        raise not_installed(missing, "train")
-
-
-def not_installed(missing: list[str], extra: str) -> ValueError:
-    """The error for packages that are missing: what to install, with and without a clone."""
-    return ValueError(
-        f"this command needs {', '.join(missing)}; pip install 'deftune[{extra}]' (in a clone: -e '.[{extra}]')"
-    )
+    preview.set_defaults(run=run_preview)
 
 
 def read_config(path: Path, overrides: list[str]) -> Any:
@@ -146,26 +101,32 @@ def read_config(path: Path, overrides: list[str]) -> Any:
     return load_config(path, overrides)
 
 
-def is_recorded(path: Path) -> bool:
-    """Whether a config is what a run or a comparison recorded of itself, not a file that was written to start one."""
+def refuse_recorded_trust(path: Path, kind: str, model: str) -> None:
+    """Refuse to run a model's code because a folder says so, which may be somebody else's; it must be typed.
+
+    Args:
+        path: a YAML file that the user wrote, which may say so, or what a run or a comparison recorded of itself.
+        kind: "run" or "comparison".
+        model: the name of the model.
+    """
     own = path.name in ("config.yaml", "comparison.yaml") and (path.parent / "environment.json").exists()
-    return path.is_dir() or own
+    if path.is_dir() or own:
+        raise ValueError(
+            f"{path}: the {kind} asks to execute the code of {model}; read that code, and pass --trust-remote-code if "
+            f"you trust it"
+        )
 
 
 def run_train(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     if args.no_cache:
         os.environ["DEFTUNE_DATA_CACHE_GB"] = "0"
     overrides = [*args.set, *(["data.skip_bad_rows=true"] if args.skip_bad_rows else [])]
     overrides += ["model.trust_remote_code=true"] if args.trust_remote_code else []
     config = read_config(args.config, overrides)
-    if config.model.trust_remote_code and is_recorded(args.config):
-        # a run's folder may be somebody else's; what is typed is not
-        if not any(text.partition("=")[0].strip() == "model.trust_remote_code" for text in overrides):
-            raise ValueError(
-                f"{args.config}: the run asks to execute the code of {config.model.name}; read that code, and pass "
-                f"--trust-remote-code if you trust it"
-            )
+    typed = any(text.partition("=")[0].strip() == "model.trust_remote_code" for text in overrides)
+    if config.model.trust_remote_code and not typed:
+        refuse_recorded_trust(args.config, "run", config.model.name)
     from deftune.training.dry_run import dry_run
     from deftune.training.machine import leave_ranks
     from deftune.training.stopping import StopSignal
@@ -191,7 +152,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_init(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.artifacts.config import STARTER
     from deftune.paper.recipes import render_recipe
 
@@ -209,7 +170,7 @@ def write_starter(path: Path, text: str, command: str) -> int:
 
 
 def run_keys(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.artifacts.config import RunConfig
     from deftune.artifacts.keys import keys_of, render_keys, render_page
     from deftune.objectives.suggest import did_you_mean
@@ -239,7 +200,7 @@ def run_keys(args: argparse.Namespace) -> int:
 
 
 def run_schema(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.artifacts.config import schema
 
     print(json.dumps(schema(), indent=1))
@@ -247,7 +208,7 @@ def run_schema(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.artifacts.config import render_yaml
 
     print(render_yaml(read_config(args.config, args.set)), end="")
@@ -255,7 +216,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_runs(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from deftune.artifacts.names import shown_model
     from deftune.artifacts.runs import find_runs, summary
 
@@ -283,18 +244,6 @@ def run_runs(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_fields(text: str | None) -> dict[str, str]:
-    """The mapping that ``--fields`` writes.
-
-    >>> parse_fields("prompt=q,completion=a")
-    {'prompt': 'q', 'completion': 'a'}
-    """
-    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
-    if not all(name.strip() and own.strip() for name, _, own in pairs):
-        raise ValueError(f"--fields: write NAME=NAME_IN_THE_DATA, with commas between; got {text!r}")
-    return {name.strip(): own.strip() for name, _, own in pairs}
-
-
 def preview_run(args: argparse.Namespace) -> int:
     """The rows of a config as its run encodes them; options that the config decides are refused."""
     from rich.console import Console
@@ -304,10 +253,11 @@ def preview_run(args: argparse.Namespace) -> int:
     from deftune.data.preview import render_preview
     from deftune.training.preparation import prepare
 
-    given = [name for name in vars(args) if name not in PREVIEW_OF_A_RUN]
-    if changed := [name for name in given if getattr(args, name) != args.parser.get_default(name)]:
-        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-        raise ValueError(f"data preview: {flags}: {args.data} says how its rows are read; change it there")
+    given = [name for name in ("model", "skip_bad_rows") if getattr(args, name)] + list(data_options(args))
+    if given:
+        raise ValueError(
+            f"data preview: {', '.join(map(flag, given))}: {args.data} says how its rows are read; change it there"
+        )
     with quiet():
         prepared = prepare(load_config(Path(args.data)), notice, here=False)
     render_preview(prepared.train, prepared.tokenizer, Console(), num_examples=args.show)
@@ -318,11 +268,12 @@ def preview_run(args: argparse.Namespace) -> int:
 
 
 def run_preview(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from rich.console import Console
 
     from deftune.artifacts.display import quiet
     from deftune.artifacts.models import load_tokenizer, resolve_model
+    from deftune.artifacts.results import encoding_of
     from deftune.data.encoding import Encoder
     from deftune.data.parallel import encode_packed
     from deftune.data.preview import render_preview
@@ -330,20 +281,28 @@ def run_preview(args: argparse.Namespace) -> int:
     from deftune.data.sources import iterate_rows
     from deftune.training.display import RowProgress
 
-    if args.rows < 1 or args.show < 0:
-        raise ValueError(f"data preview: --rows from 1 and --show from 0, got {args.rows} and {args.show}")
+    check_counts(rows=args.rows)
+    if args.show < 0:
+        raise ValueError(f"--show: at least 0, got {args.show}")
     if Path(args.data).suffix in (".yaml", ".yml"):
         return preview_run(args)
     bad = BadRows(skip=args.skip_bad_rows)
     found = iterate_rows(
-        args.data, format=args.format, split=args.split, limit=args.rows, bad=bad, fields=parse_fields(args.fields)
+        args.data,
+        format=args.format or "auto",
+        split=args.split,
+        limit=args.rows or 1000,
+        bad=bad,
+        fields=parse_fields(args.fields),
     )
-    rows = PackedRows(found, bad)
+    packed = PackedRows(found, bad)
+    model = args.model or "smollm2"
+    encoding = encoding_of(model, template=args.template, mask=args.mask, max_length=args.max_length)
     with quiet():
-        tokenizer = load_tokenizer(resolve_model(args.model, notice), trust_remote_code=args.trust_remote_code)
-        encoder = Encoder(tokenizer, template=args.template, mask=args.mask, max_length=args.max_length)
-        with RowProgress("encoding rows", len(rows), notice) as progress:
-            encoded = encode_packed(rows, encoder, bad=bad, progress=progress.update)
+        tokenizer = load_tokenizer(resolve_model(model, notice), trust_remote_code=args.trust_remote_code)
+        encoder = Encoder(tokenizer, **encoding)
+        with RowProgress("encoding rows", len(packed), notice) as progress:
+            encoded = encode_packed(packed, encoder, bad=bad, progress=progress.update)
     render_preview(encoded, tokenizer, Console(), num_examples=args.show)
     if bad.skip and bad.rows:
         bad.write("bad_rows.jsonl")

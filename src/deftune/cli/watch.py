@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from deftune.cli.train import need_training
+from deftune.cli.options import need
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = ("loss", "nll", "p", "gate", "grad_norm", "learning_rate", "eval_loss", "eval_nll", "eval_p")
@@ -55,7 +55,7 @@ def render(records: list[dict[str, Any]], state: str, tasks: list[str], width: i
 
 
 def run_watch(args: argparse.Namespace) -> int:
-    need_training()
+    need()
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,7 @@ ROWS = [
     Row(15, "SIGKILL during training and saving", "HF: the latest checkpoint may be corrupt",
         "500 of 500 resume bitwise, one interval lost at most", ("runs.kills",)),
     Row(16, "disk full while saving; SIGTERM", "HF leaves a partial folder",
-        "old checkpoint intact, one clear line, exit code; 20 of 20", ("runs.full_disk_and_sigterm",)),
+        "old checkpoint intact, one clear line, exit code; 20 of 20", ("runs.full_disk", "runs.sigterm")),
     Row(17, "bit flips and truncations of checkpoint files", "a header check only",
         "1,000 of 1,000 detected, the checkpoint before taken with a notice", ("files.damages",)),
     Row(18, "attack files: pickles, YAML tags, templates, remote code, git, links, paths, deep JSON",
@@ -112,7 +112,7 @@ def run_rows(numbers: Iterable[int], full: bool, show: Callable[[Row, str, float
     """Measure rows one after the other; ``show`` gets each row, its figure and its seconds as they come."""
     records: list[Record] = []
     for row in (row for row in ROWS if row.number in set(numbers)):
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             figure = measure(row, full)
         except NotHere as reason:
@@ -120,47 +120,10 @@ def run_rows(numbers: Iterable[int], full: bool, show: Callable[[Row, str, float
             continue
         except Exception as error:  # a broken installation is a figure, too
             figure = Figure(f"{type(error).__name__}: {error}", False)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         text = f"{'ok' if figure.holds else 'FAILED'}: {figure.text}"
         misses = [" ".join(miss.split())[:300] for miss in figure.misses]
         show(row, "\n".join([text, *(f"  - {miss}" for miss in misses[:20])]), seconds)
         details = {"misses": misses} if misses else {}
         records.append(Record.of(row.number, "scoreboard", figure.text, figure.holds, seconds, command, details))
     return records
-
-
-def render_markdown(records: Sequence[Record]) -> str:
-    """The scoreboard with every figure that there is, and the machines that they come from."""
-    machines = list(dict.fromkeys(record.machine for record in sorted(records, key=lambda record: record.date)))
-    letters = {machine: chr(ord("A") + place) for place, machine in enumerate(machines)}
-
-    def figures(number: int | None) -> str:
-        found = [record for record in records if record.row == number]
-        return "<br>".join(figure(record) for record in found) or "not measured"
-
-    def figure(record: Record) -> str:
-        mark = "" if record.passed else "**FAILS**: "
-        small = ", small size" if record.command == SMALL else ""
-        return f"{mark}{escape(record.figure)} ({letters[record.machine]}, {record.date}{small})"
-
-    lines = ["| # | test | peers | promised | measured |", "|---|---|---|---|---|"]
-    for row in ROWS:
-        cells = (str(row.number), escape(row.test), escape(row.peers), escape(row.promise), figures(row.number))
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Machines:", "", *(f"- {letter}: {machine}" for machine, letter in letters.items())]
-    beside = [record for record in records if record.row is None]
-    if beside:
-        lines += ["", "## Long runs", "", "| test | measured | command |", "|---|---|---|"]
-        lines += [f"| {escape(r.test)} | {figure(r)} | `{r.command}` |" for r in beside]
-    misses = [(r, r.details.get("misses") or r.details.get("survivors") or []) for r in records]
-    if any(listed for _, listed in misses):
-        lines += ["", "## What does not hold, item by item", ""]
-        for record, listed in misses:
-            if listed:
-                lines.append(f"- row {record.row or '-'}, {record.test}:")
-                lines += [f"  - `{str(miss).replace('`', chr(39))}`" for miss in listed]
-    return "\n".join(lines) + "\n"
-
-
-def escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,15 @@ class Size:
 
 class NotHere(Exception):
     """A check that this machine cannot run, and why."""
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The text of the ValueError that a call raises; empty if the call raises none."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def counted(what: str, total: int, misses: list[str]) -> Figure:

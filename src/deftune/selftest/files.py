@@ -19,12 +19,12 @@ from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import load_config
 from deftune.data.encoding import Encoded, Encoder
 from deftune.data.packing import Collator, pack
-from deftune.data.rows import BadRows, Row, RowError
+from deftune.data.rows import BadRows, Row
 from deftune.data.sources import read_rows
 from deftune.objectives import IGNORE_INDEX
 from deftune.objectives import objective as parse_objective
 from deftune.selftest import tiny
-from deftune.selftest.check import Figure, NotHere, Size, counted
+from deftune.selftest.check import Figure, NotHere, Size, counted, refusal
 from deftune.selftest.runs import Bench
 
 
@@ -103,13 +103,9 @@ def bad_rows(size: Size) -> Figure:
             content = ending.join([GOOD, line, GOOD, b""])
             path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
             tried += 1
-            try:
-                read_rows(path)
-                misses.append(f"line {number} of {name}: not refused")
-                continue
-            except RowError as error:
-                if not str(error).startswith(f"{path}:2: "):
-                    misses.append(f"line {number} of {name}: {error}")
+            reason = refusal(lambda path=path: read_rows(path))
+            if not reason.startswith(f"{path}:2: "):
+                misses.append(f"line {number} of {name}: {reason or 'not refused'}")
             bad = BadRows(skip=True)
             if len(read_rows(path, bad=bad)) != 2 or [row.where for row in bad.rows] != [f"{path}:2"]:
                 misses.append(f"line {number} of {name}: not skipped alone")
@@ -117,23 +113,19 @@ def bad_rows(size: Size) -> Figure:
     rows = [json.loads(GOOD), *REFUSED_ROWS, json.loads(GOOD)] * 2
     data = size.folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{oops}\n")
-    for what, out in (("preview", size.folder), ("train", size.folder / "run")):
+    config = write_config(bench, {
+        "data.train": [{"path": str(data)}], "data.skip_bad_rows": True, "train.max_steps": 1, "train.batch_size": 2,
+        "train.micro_batch_size": 2,
+    })  # fmt: skip
+    preview = ("data", "preview", data, "--model", bench.model, "--skip-bad-rows")
+    for arguments, out in ((preview, size.folder), (("train", config), bench.folder / "run")):
         tried += 1
         with contextlib.chdir(size.folder):
-            if what == "preview":
-                code, text = command("data", "preview", data, "--model", bench.model, "--skip-bad-rows")
-            else:
-                changes = {"data.train": [{"path": str(data)}], "data.skip_bad_rows": True, "train.max_steps": 1,
-                           "train.batch_size": 2, "train.micro_batch_size": 2}  # fmt: skip
-                config = size.folder / "run.yaml"
-                config.write_text(json.dumps(tiny.run_content(size.folder / "run", bench.model, data, changes)))
-                code, text = command("train", config)
+            code, text = command(*arguments)
         report = out / "bad_rows.jsonl"
         lines = report.read_text().splitlines() if report.is_file() else []
         if code or len(lines) != 5:
-            misses.append(
-                f"{what} --skip-bad-rows: exit code {code}, {len(lines)} of 5 rows written out; {text[-200:]}"
-            )
+            misses.append(f"{arguments[0]}: exit code {code}, {len(lines)} of 5 rows written out; {text[-200:]}")
     return counted(f"files of {len(BAD_LINES)} kinds: file:line and reason, skipped rows written out", tried, misses)
 
 

@@ -15,7 +15,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,20 +83,6 @@ class Started:
             raise AssertionError(f"did not end: {self.output.read_text()}")
         return self.process.exitcode
 
-    def killed_after(self, seconds: float, group: bool = False) -> bool:
-        """SIGKILL after some seconds, to the process or to its group; False when it ended before."""
-        self.process.join(seconds)
-        if self.process.exitcode is not None:
-            return False
-        if group:
-            while os.getpgid(self.process.pid) != self.process.pid:  # it has not made its group yet
-                time.sleep(0.001)
-            os.killpg(self.process.pid, signal.SIGKILL)
-        else:
-            self.process.kill()
-        self.process.join()
-        return self.ended() == -signal.SIGKILL
-
 
 def fork(target: Any, args: tuple[Any, ...]) -> Any:
     """A process forked from the server, which the first call starts; this process's variables stay as they are."""
@@ -121,6 +106,6 @@ def start(
     count_in: Path | None = None,
     file_limit: int | None = None,
 ) -> Started:
-    """`deftune ARGUMENTS` begun. ``kill_at``: which change below the ``watched`` folder is its last."""
+    """Start `deftune ARGUMENTS`. ``kill_at``: which change below the ``watched`` folder is its last."""
     details = (str(output), str(watched), kill_at, str(count_in) if count_in else None, file_limit)
     return Started(fork(run_command, ([*map(str, arguments)], *details)), output)

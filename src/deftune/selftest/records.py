@@ -54,7 +54,7 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name; the architecture if the system does not state it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,9 +13,9 @@ import torch
 from deftune.artifacts.folders import sealed_folder
 from deftune.artifacts.results import is_adapter, load_result, result_folder
 from deftune.artifacts.runs import Run
-from deftune.artifacts.templates import resolve_template
-from deftune.data.end_tokens import end_tokens_of, stop_ids
-from deftune.data.rendering import Template
+from deftune.data.encoding import Encoder
+from deftune.data.end_tokens import stop_ids
+from deftune.data.rows import Row
 from deftune.training.card import render_merged_card
 
 
@@ -39,30 +39,39 @@ def merge(
 
 
 def reply(
-    model: Any, tokenizer: Any, messages: list[dict[str, str]], *, template: str | None = None,
-    end_tokens: Sequence[str] = (), max_new_tokens: int = 512, temperature: float = 0.0,
+    model: Any, tokenizer: Any, encoder: Encoder, messages: list[dict[str, str]], *, max_new_tokens: int = 512,
+    temperature: float = 0.0,
 ) -> Generator[str]:  # fmt: skip
     """The model's answer to a conversation, piece by piece while it is generated; temperature 0 is greedy.
 
-    The answer stops at the tokens of `end_tokens_of`; ``end_tokens`` declares further ones.
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        encoder: gives the tokens of the conversation, and those that end an answer.
+        messages: the conversation so far; the last message is the user's.
+        max_new_tokens: most tokens of the answer.
+        temperature: of sampling; 0 takes the likeliest token.
+
+    Raises:
+        EncodingError: the chat template refuses the conversation.
     """
     from transformers import TextIteratorStreamer
 
-    written = resolve_template(tokenizer, template)
-    text = Template(written).render(messages, add_generation_prompt=True, variables=tokenizer.special_tokens_map)
-    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
+    unanswered = (*messages, {"role": "assistant", "content": ""})
+    prompt = encoder.encode_prompt(Row(unanswered, None, "this conversation", "chat"))
+    ids = torch.tensor([prompt], device=model.device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         options = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
     options |= {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, "streamer": streamer}
-    options["eos_token_id"] = sorted(stop_ids(model, end_tokens_of(tokenizer, written, end_tokens).values()))
+    options["eos_token_id"] = sorted(stop_ids(model, encoder.end_ids.values()))
     failure: list[BaseException] = []
 
     def work() -> None:
         try:
             with torch.no_grad():
-                model.generate(**inputs, **options)
+                model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
         except BaseException as error:  # handed to the reader, which would wait for ever
             failure.append(error)
             streamer.end()
