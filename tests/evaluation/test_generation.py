@@ -1,5 +1,6 @@
 """Samplers: the same answers whatever the batch, the right distribution, and servers that misbehave."""
 
+import copy
 import math
 import os
 import socket
@@ -236,6 +237,15 @@ def test_logits_that_are_not_finite_are_an_error(tokenizer, make_model):
 def test_wrong_settings(model, tokenizer, settings, message):
     with pytest.raises(ValueError, match=message):
         next(make_sampler(model, tokenizer).sample(prompts(1), **{"max_new_tokens": 5, **settings}))
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(model, tokenizer):
+    sampler = TransformersSampler(model, tokenizer, template="chatml")
+    dated = "{{ strftime_now('%d %B %Y') }}" + sampler.encoder.template
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = dated
+    ids = TransformersSampler(model, tokenizer).encode(prompts(1)[0])
+    assert tokenizer.decode(ids).startswith("26 July 2024")
 
 
 def test_an_id_twice_is_refused(model, tokenizer):

@@ -39,6 +39,7 @@ from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
 from deftune.evaluation.clustered import Value, swap_p_value
 from deftune.evaluation.results import NUMBER, Outcome, Record, Result, drop_cut_line, read_lines, result_folder
+from deftune.evaluation.sampler import DATE
 from deftune.evaluation.statistics import (
     Interval,
     equal_differences_interval,
@@ -284,7 +285,7 @@ def evaluate_heldout(
         loaded, tokenizer = engines.load(model, trust_remote_code=trust_remote_code, display=display)
         display.show("encoding the rows")
         with quiet():
-            encoder = Encoder(tokenizer, **encoding)
+            encoder = Encoder(tokenizer, now=DATE, **encoding)
             encoded = encode_rows(found, encoder, bad=bad)
         if bad.rows:
             bad.write(result.folder / "bad_rows.jsonl")

@@ -27,12 +27,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.rows import Row
 
 Finish = Literal["stop", "length", "error"]
+# what a chat template that writes the date writes, so that a result does not depend on its day; Llama 3's own default
+DATE = datetime(2024, 7, 26)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class TokenSampler(Sampler):
         self.tokenizer = tokenizer
         options: dict[str, Any] = {"template": template, **(encoder_options or {})}
         # no prompt is truncated: a prompt that is too long for the model is an error of its item
-        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, **options)
+        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, now=DATE, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""
