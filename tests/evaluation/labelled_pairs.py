@@ -205,6 +205,9 @@ EXACT, NEAR, SEVERAL = Rule(), Rule(relative=1e-4), Rule(several=True)
 
 DIFFERENT = [
     ("ABC", "CBA", EXACT),
+    ("2000, 3000", "2,000 and 4,000", EXACT),
+    ("2000", "2,000 and 3,000", EXACT),
+    ("2, 3000", "2,000 and 3,000", EXACT),
     *[(r"50\%", answer, EXACT) for answer in ("5000", "5", "0.05")],
     *[(gold, r"50\%", EXACT) for gold in ("5000", "5", "0.05")],
     *[("5", answer, EXACT) for answer in ("500", "0.05")],
@@ -437,6 +440,11 @@ SAME = [
     ("6m", "3m+3m", EXACT),
     ("-9.8 t", "-9.8t+0", EXACT),
     ("x^5 - x^4", "x^4(x-1)", EXACT),
+    ("2000, 3000", "2,000 and 3,000", EXACT),
+    ("2000, 3000", r"3,000 \text{ and } 2,000", EXACT),
+    ("2000, 3000", "2,000, 3,000", SEVERAL),
+    ("864, 2,400", "2400, 864", EXACT),
+    ("2, 0, 3, 0", "2,000 and 3,000", SEVERAL),
     ("1,-2", "-2, 1", EXACT),
     ("16,3,1,1", "1,16,1,3", SEVERAL),
     ("-2,-2", "-2, -2", SEVERAL),
