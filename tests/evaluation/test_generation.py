@@ -21,10 +21,7 @@ from deftune.evaluation.vllm_engine import VllmSampler
 
 def prompts(number: int) -> list[Prompt]:
     """Questions of unequal lengths."""
-    return [
-        Prompt(f"q/{i}", [{"role": "user", "content": f"What is {i} plus {'30 and ' * (i % 7)}1?"}])
-        for i in range(number)
-    ]
+    return [Prompt(f"q/{i}", f"What is {i} plus {'30 and ' * (i % 7)}1?") for i in range(number)]
 
 
 @pytest.fixture(params=["slots", "padded"])
@@ -200,8 +197,8 @@ def test_the_samples_of_a_prompt_share_its_prefill(model, tokenizer):
 
 @both
 def test_prompts_that_cannot_be_answered_say_why(model, tokenizer, make_model):
-    long = Prompt("long", [{"role": "user", "content": "x1" * 300}])
-    nearly = Prompt("nearly", [{"role": "user", "content": "?" * (256 - 5 - 14)}])
+    long = Prompt("long", "x1" * 300)
+    nearly = Prompt("nearly", "?" * (256 - 5 - 14))
     found = {o.id: o for o in make_sampler(model, tokenizer).sample([long, nearly, *prompts(1)], max_new_tokens=50)}
     assert found["long"].finish == "error" and "leave no room in the model's 256" in found["long"].note
     assert found["nearly"].finish in ("length", "stop") and found["nearly"].tokens < 50

@@ -109,7 +109,7 @@ def test_a_list_in_several_boxes_counts_on_every_task(data, grader):
 
 
 def test_a_text_that_was_cut_off_needs_an_explicit_answer(grader):
-    item = Item("gsm8k/0", (), "18")
+    item = Item("gsm8k/0", "", "18")
     texts = ["so 9 * 2 = 18 and then", r"\boxed{18}. Now", "The answer is 18. Now"]
     asked = [("math", item, text) for text in texts]
     assert [r["score"] for r in score_answers(asked, grader=grader)] == [1.0, 1.0, 1.0]
@@ -120,8 +120,8 @@ def test_a_text_that_was_cut_off_needs_an_explicit_answer(grader):
 
 
 def test_reasoning_is_no_answer(grader):
-    number = Item("gsm8k/0", (), "18")
-    letter = Item("medqa/0", (), "B", {"A": "iron", "B": "zinc"})
+    number = Item("gsm8k/0", "", "18")
+    letter = Item("medqa/0", "", "B", {"A": "iron", "B": "zinc"})
     texts = [("math", number, r"<think>\boxed{17}?</think> The answer is 18."),
              ("math", number, r"<think>hence \boxed{18}</think>"),  # nothing else is said
              ("choice", letter, "<think>The answer is A?\nOr not.</think>\n\nAnswer: B"),

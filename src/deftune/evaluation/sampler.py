@@ -40,13 +40,13 @@ DATE = datetime(2024, 7, 26)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. ``id`` identifies it in results, and is part of the seed of its answers.
+    """A prompt: the text of a user's message. ``id`` identifies it in results, and is part of the seed of its answers.
 
     ``samples``: the numbers of the wanted answers, such as (0, 3) if 1 and 2 exist already; None is all.
     """
 
     id: str
-    messages: Sequence[Mapping[str, Any]]
+    text: str
     samples: tuple[int, ...] | None = None
 
 
@@ -161,8 +161,7 @@ class TokenSampler(Sampler):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""
-        messages = tuple(dict(message) for message in prompt.messages)
-        return self.encoder.encode_prompt(Row(messages, None, prompt.id, "prompt"))
+        return self.encoder.encode_prompt(Row(({"role": "user", "content": prompt.text},), None, prompt.id, "prompt"))
 
     def encode_all(
         self, prompts: Sequence[Prompt], settings: Settings
