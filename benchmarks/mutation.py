@@ -109,6 +109,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",
     ("objectives/stats.py", "return rest.log1p() - (share * u).sum(-1) / (1 + rest)", "-1", "1"):
         "the last dimension of a matrix is dimension 1",
+    ("evaluation/units.py", "_TAIL_CHARACTERS = 200", "200", "201"): "a bound on time; no unit is as long",
     ("evaluation/grading.py", "for key, _ in selector.select(min(busy, default=now) - now):", "min", "max"):
         "a time-out is noticed when the next worker reports; the verdicts are the same",
     ("evaluation/grading.py", "for worker in [worker for worker in self._running if worker.deadline < now]:",
