@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from deftune.artifacts.templates import TEMPLATES
 from deftune.evaluation import slots
 from deftune.evaluation.endpoint import EndpointSampler
 from deftune.evaluation.local import TransformersSampler
@@ -237,10 +238,8 @@ def test_wrong_settings(model, tokenizer, settings, message):
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_every_day(model, tokenizer):
-    sampler = TransformersSampler(model, tokenizer, template="chatml")
-    dated = "{{ strftime_now('%d %B %Y') }}" + sampler.encoder.template
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = dated
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + TEMPLATES["chatml"]
     ids = TransformersSampler(model, tokenizer).encode(prompts(1)[0])
     assert tokenizer.decode(ids).startswith("26 July 2024")
 

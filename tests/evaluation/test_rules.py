@@ -278,9 +278,9 @@ POWERS = {
     "square inches": {"inch": 2}, "sq ft": {"foot": 2}, "cubic metres": {"metre": 3}, "cu ft": {"foot": 3},
     "square feet per second": {"foot": 2, "second": -1}, "dollars a week": {"dollar": 1, "week": -1},
     "kg m^2/s^2": {"kilogram": 1, "metre": 2, "second": -2}, "m^-1": {"metre": -1}, "cm^{2}": {"centimetre": 2},
-    "Meters squared": {"metre": 2}, "meters cubed": {"metre": 3}, "mph": {"mile": 1, "hour": -1},
-    "m²": {"metre": 2}, "Sec": {"second": 1}, "M": None, "MM": None, "Km": None, "m m": None, "^2": None, "squared": None, "square": None,
-    "five eggs": None, "": None,
+    "Meters squared": {"metre": 2}, "meters cubed": {"metre": 3}, "mph": {"mile": 1, "hour": -1}, "m²": {"metre": 2},
+    "Sec": {"second": 1},
+    **dict.fromkeys(["M", "MM", "Km", "m m", "^2", "squared", "square", "five eggs", ""]),
 }  # fmt: skip
 
 

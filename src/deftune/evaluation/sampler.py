@@ -146,18 +146,16 @@ class TokenSampler(Sampler):
     """A sampler that encodes prompts as training does and decodes answers itself; a subclass generates tokens.
 
     ``encoder_options`` are those of the training `Encoder`, so that a prompt has the tokens that training showed.
-    ``template`` may be given apart from them.
     """
 
     max_length: float = math.inf  # tokens of prompt and answer together that the model can take
 
-    def __init__(self, tokenizer: Any, *, template: str | None, encoder_options: Mapping[str, Any] | None):
+    def __init__(self, tokenizer: Any, encoder_options: Mapping[str, Any] | None):
         from deftune.data.encoding import Encoder
 
         self.tokenizer = tokenizer
-        options: dict[str, Any] = {"template": template, **(encoder_options or {})}
         # no prompt is truncated: a prompt that is too long for the model is an error of its item
-        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, now=DATE, **options)
+        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, now=DATE, **(encoder_options or {}))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""

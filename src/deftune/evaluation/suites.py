@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from deftune.evaluation.kinds import KINDS
 from deftune.evaluation.readers import (
@@ -83,7 +83,6 @@ class Suite:
     about: str
     of: int
     extra: tuple[str, ...] = ()
-    average: Literal["macro"] = "macro"
     samples: int = 1
     temperature: float = 0.0
 
