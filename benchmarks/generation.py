@@ -48,11 +48,11 @@ def gsm_prompts(number: int) -> list[Prompt]:
     """Questions of grade-school mathematics: the rows of --questions again and again, or reasoning_gym's."""
     if questions_file is not None:
         rows = [row["question"] for row in map(json.loads, gzip.open(questions_file, "rt"))]
-        return [Prompt(f"gsm8k/{i}", [{"role": "user", "content": rows[i % len(rows)]}]) for i in range(number)]
+        return [Prompt(f"gsm8k/{i}", rows[i % len(rows)]) for i in range(number)]
     import reasoning_gym
 
     items: Any = reasoning_gym.create_dataset("gsm_symbolic", seed=42, size=number)
-    return [Prompt(f"gsm_symbolic/{i}", [{"role": "user", "content": items[i]["question"]}]) for i in range(number)]
+    return [Prompt(f"gsm_symbolic/{i}", items[i]["question"]) for i in range(number)]
 
 
 class Contender:

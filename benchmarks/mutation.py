@@ -51,7 +51,7 @@ class Group:
     modules: tuple[str, ...]
     tests: tuple[str, ...]
     processes: str = "-"  # tests of this file start processes whose lines are not seen
-    program: str = ""  # a module that runs as a program: its branches are not seen, and not counted
+    workers: tuple[str, ...] = ()  # modules that run in other processes: their branches are not seen, and not counted
 
 
 GROUPS = {
@@ -64,10 +64,10 @@ GROUPS = {
         processes="tests/objectives/test_step_ranks.py",
     ),
     "grading": Group(
-        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/answers.py", "evaluation/grading.py",
-         "evaluation/grading_worker.py"),
+        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/answers.py", "evaluation/units.py",
+         "evaluation/grading.py", "evaluation/grading_worker.py", "evaluation/equality.py"),
         ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
-        program="evaluation/grading_worker.py",
+        workers=("evaluation/grading_worker.py", "evaluation/equality.py"),
     ),
 }  # fmt: skip
 
@@ -105,6 +105,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",
     ("objectives/stats.py", "return rest.log1p() - (share * u).sum(-1) / (1 + rest)", "-1", "1"):
         "the last dimension of a matrix is dimension 1",
+    ("evaluation/units.py", "_TAIL_CHARACTERS = 200", "200", "201"): "a bound on time; no unit is as long",
     ("evaluation/grading.py", "for key, _ in selector.select(min(busy, default=now) - now):", "min", "max"):
         "a time-out is noticed when the next worker reports; the verdicts are the same",
     ("evaluation/grading.py", "for worker in [worker for worker in self._running if worker.deadline < now]:",
@@ -311,7 +312,7 @@ def survey(group: Group, folder: Path) -> Survey | None:
             lines = {module: data.contexts_by_lineno(path) for path, module in paths.items()}
             coverage.json_report(outfile=str(folder / "coverage.json"))
             files = json.loads((folder / "coverage.json").read_text())["files"]
-            counted = [file["summary"] for path, file in files.items() if not (group.program and group.program in path)]
+            counted = [file["summary"] for path, file in files.items() if not path.endswith(group.workers)]
             branches = [sum(file[name] for file in counted) for name in ("covered_branches", "num_branches")]
             result.write_text(json.dumps([watch.seconds, lines, branches]))
         finally:
@@ -448,10 +449,11 @@ def main() -> int:
     ran = [mutant for mutant in mutants if mutant.key in found]
     survivors = [str(mutant) for mutant in ran if found[mutant.key]["survived"]]
     covered, branches = known.branches
+    unseen = f" without {', '.join(group.workers)}" if group.workers else ""
     text = (
         f"{args.group}: {len(ran) - len(survivors)} of {len(ran)} mutants killed, {equivalent} equivalent ones left "
         f"out{f', {len(mutants) - len(ran)} not run' if len(ran) < len(mutants) else ''}; "
-        f"{covered / branches:.1%} of {branches} branches{f' without {group.program}' if group.program else ''}"
+        f"{covered / branches:.1%} of {branches} branches{unseen}"
     )
     print(text)
     for mutant in survivors:

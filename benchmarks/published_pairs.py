@@ -107,7 +107,7 @@ def _formula(text: str) -> str | None:
 
 def agreement(pairs: list[Pair], workers: int = 2) -> tuple[int, list[tuple[Pair, dict[str, Any]]]]:
     """(how many scores agree with the labels, those that do not, each with its record)."""
-    items = [Item(pair.where, (), pair.gold) for pair in pairs]
+    items = [Item(pair.where, "", pair.gold) for pair in pairs]
     with Grader(workers=workers) as grader:
         records = score_answers([("math", item, pair.text) for item, pair in zip(items, pairs)], grader=grader)
     misses = [(pair, record) for pair, record in zip(pairs, records) if bool(record["score"]) != pair.label]

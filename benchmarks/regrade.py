@@ -37,7 +37,7 @@ SAMPLES = 8
 
 
 def tasks_of(number: int) -> Any:
-    items = [Item(str(n), ({"role": "user", "content": f"What is {n}?"},), str(n)) for n in range(2, number + 2)]
+    items = [Item(str(n), f"What is {n}?", str(n)) for n in range(2, number + 2)]
     return {"gsm8k": (task_named("gsm8k"), items)}
 
 

@@ -28,10 +28,7 @@ TEMPERATURES = (0.0, 0.5, 1.0)
 
 def make_result(folder, right, tasks=("math500",), kind="math"):
     """A result as `deftune eval` leaves it: of 8 items, ``right(item, temperature)`` are graded 1."""
-    chosen = {
-        name: (task_named(name), [Item(str(i), ({"role": "user", "content": "?"},), "1") for i in range(8)])
-        for name in tasks
-    }
+    chosen = {name: (task_named(name), [Item(str(i), "?", "1") for i in range(8)]) for name in tasks}
     settings = Settings("m", kind, {name: task.version for name, (task, _) in chosen.items()}, 1, TEMPERATURES)
     graded = [
         {"task": name, "id": item.id, "temperature": t, "sample": 0, "how": "boxed", "finish": "stop",

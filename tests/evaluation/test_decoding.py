@@ -66,7 +66,7 @@ def make_decoder(network, *, places, room, tokens=20, portion=1000) -> SlotDecod
 
 
 def make_answer(name: str, ids: list[int], limit: int) -> Answer:
-    return Answer(Prompt(name, []), 0, ids, limit, (1, 2))
+    return Answer(Prompt(name, ""), 0, ids, limit, (1, 2))
 
 
 @every_family
@@ -165,7 +165,7 @@ def test_prompts_are_read_in_portions(model):
 @every_family
 def test_padded_batches_give_the_same_answers(family, tokenizer, make_model, monkeypatch):
     model = family_model(family, tokenizer, make_model)
-    prompts = [Prompt(str(i), [{"role": "user", "content": "What " * (1 + i % 5) + str(i)}]) for i in range(9)]
+    prompts = [Prompt(str(i), "What " * (1 + i % 5) + str(i)) for i in range(9)]
 
     def found(**settings) -> dict:
         sampler = TransformersSampler(model, tokenizer, batch_size=4, end_ids=range(3, 30))
@@ -224,10 +224,10 @@ def test_a_model_that_cannot_is_answered_all_the_same(tokenizer, make_model):
     model = make_model(tokenizer, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     sampler = TransformersSampler(model, tokenizer)
     with pytest.warns(UserWarning, match="padded batch, which is slower: its dynamic positions"):
-        assert len(list(sampler.sample([Prompt("a", [{"role": "user", "content": "?"}])], max_new_tokens=3))) == 1
+        assert len(list(sampler.sample([Prompt("a", "?")], max_new_tokens=3))) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        list(sampler.sample([Prompt("b", [{"role": "user", "content": "?"}])], max_new_tokens=3))
+        list(sampler.sample([Prompt("b", "?")], max_new_tokens=3))
 
 
 def test_slots_are_as_many_as_fit(model, monkeypatch):
@@ -263,7 +263,7 @@ def test_smollm2_says_what_generate_says():
         pytest.skip(f"SmolLM2 is not here: {error}")
     model, tokenizer = load_model(folder).eval(), load_tokenizer(folder)
     questions = ["What is 12 plus 30?", "Name three colours of the rainbow, and say which is your favourite.", "Hi"]
-    prompts = [Prompt(str(i), [{"role": "user", "content": text}]) for i, text in enumerate(questions)]
+    prompts = [Prompt(str(i), text) for i, text in enumerate(questions)]
     sampler = TransformersSampler(model, tokenizer, batch_size=2)
     found = {o.id: o for o in sampler.sample(prompts, max_new_tokens=24)}
     for prompt in prompts:

@@ -51,10 +51,7 @@ def llama(tokenizer, make_model):
 
 
 def prompts(number: int) -> list[Prompt]:
-    return [
-        Prompt(f"q/{i}", [{"role": "user", "content": f"What is {i} plus {'30 and ' * (i % 7)}1?"}])
-        for i in range(number)
-    ]
+    return [Prompt(f"q/{i}", f"What is {i} plus {'30 and ' * (i % 7)}1?") for i in range(number)]
 
 
 def answers(sampler, asked, **settings) -> dict:
@@ -112,7 +109,7 @@ def test_a_captured_step_is_the_step(llama):
     network = LanguageModel(llama, end_ids=set(), pad_id=0, tie_margin=0.0)
     decoder = SlotDecoder(network, Settings(1, 0.0, 1.0, 50, 0), slots.survey(network), slots.Plan(40, 120))
     rows = [torch.randint(3, 290, (1 + 2 * i,), generator=generator).tolist() for i in range(30)]
-    decoder.admit([Answer(Prompt(str(i), []), 0, ids, 50, (1, 2)) for i, ids in enumerate(rows)])
+    decoder.admit([Answer(Prompt(str(i), ""), 0, ids, 50, (1, 2)) for i, ids in enumerate(rows)])
     found: list[Answer] = []
     while decoder.num_live:
         decoder.start()
@@ -136,7 +133,7 @@ def test_slots_shrink_as_answers_run_out(llama, tokenizer):
     def run(which: list[int], places: int) -> tuple[SlotDecoder, dict]:
         settings = Settings(1, 0.0, 1.0, 300, 0)
         decoder = SlotDecoder(network, settings, slots.survey(network), slots.Plan(places, 310))
-        decoder.admit([Answer(Prompt(str(i), []), 0, rows[i], limits[i], (1, 2)) for i in which])
+        decoder.admit([Answer(Prompt(str(i), ""), 0, rows[i], limits[i], (1, 2)) for i in which])
         found = {}
         while decoder.num_live:
             decoder.start()

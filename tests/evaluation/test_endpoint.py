@@ -12,7 +12,7 @@ from waiting import HANG_SECONDS
 
 
 def prompts(number: int) -> list[Prompt]:
-    return [Prompt(f"q/{i}", [{"role": "user", "content": f"What is {i} plus 1?"}]) for i in range(number)]
+    return [Prompt(f"q/{i}", f"What is {i} plus 1?") for i in range(number)]
 
 
 def ask(server, number=3, retries=2, **settings):
@@ -141,7 +141,7 @@ def test_a_server_that_dies_leaves_the_answers_before_it():
 
 
 def test_only_the_samples_that_are_wanted_are_asked():
-    some = [Prompt("q/0", prompts(1)[0].messages, (1, 3)), Prompt("q/1", prompts(2)[1].messages)]
+    some = [Prompt("q/0", prompts(1)[0].text, (1, 3)), Prompt("q/1", prompts(2)[1].text)]
     with Server(lambda number, body: (200, completion())) as server:
         outputs = list(EndpointSampler(server.url, "m").sample(some, samples=4, temperature=1.0, max_new_tokens=1))
         with pytest.raises(ValueError, match=r"'q/0' wants samples \(1, 3\); there are 2, from 0"):

@@ -43,7 +43,7 @@ class Told:
 @pytest.fixture
 def tasks():
     task = task_named("gsm8k")
-    items = [Item(key, ({"role": "user", "content": f"question {key}"},), GOLD[key]) for key in "abc"]
+    items = [Item(key, f"question {key}", GOLD[key]) for key in "abc"]
     return {"gsm8k": (task, items)}
 
 
@@ -319,6 +319,6 @@ def test_the_help_has_the_engines_defaults(capsys):
 def test_a_kind_says_how_it_is_asked_and_scored(name):
     kind, options = KINDS[name], {"A": "4", "B": "5"} if "{options}" in KINDS[name].prompt else None
     gold, text = ("A", "Answer: A") if options else ("4", "4")
-    [right] = score_answers([(name, Item("q", (), gold, options), text)], workers=1)
+    [right] = score_answers([(name, Item("q", "", gold, options), text)], workers=1)
     assert right["score"] == 1.0 and right["how"] != "none" and set(kind.columns) <= right.keys()
     assert "{question}" in kind.prompt and kind.max_new_tokens > 0

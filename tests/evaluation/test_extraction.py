@@ -225,6 +225,13 @@ CHOICES = [
     ("The answer is A or B", None, "ambiguous"),
     ("The answer is A and C.", None, "ambiguous"),
     ("The answer is (A), (B)", None, "ambiguous"),
+    ("The answer is not A but B.", "B", "stated"),
+    ("The correct answer is not (A), but rather (B), zinc.", "B", "stated"),
+    ("It is not option A but option B", "B", "stated"),
+    ("Not A, but B.", "B", "lone"),
+    ("The answer is not A but B or C.", None, "ambiguous"),
+    ("The answer is not A but B is wrong too.", None, "none"),
+    ("The answer is not A, but zinc.", None, "none"),
     ("The answer is B or option B", "B", "stated"),
     ("Answer: A\nAnswer: B\nThe answer is C? No.", None, "ambiguous"),
     ("The answer is a drug", None, "none"),  # an article

@@ -1,5 +1,6 @@
 """Samplers: the same answers whatever the batch, the right distribution, and servers that misbehave."""
 
+import copy
 import math
 import os
 import socket
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from deftune.artifacts.templates import TEMPLATES
 from deftune.evaluation import slots
 from deftune.evaluation.endpoint import EndpointSampler
 from deftune.evaluation.local import TransformersSampler
@@ -20,10 +22,7 @@ from deftune.evaluation.vllm_engine import VllmSampler
 
 def prompts(number: int) -> list[Prompt]:
     """Questions of unequal lengths."""
-    return [
-        Prompt(f"q/{i}", [{"role": "user", "content": f"What is {i} plus {'30 and ' * (i % 7)}1?"}])
-        for i in range(number)
-    ]
+    return [Prompt(f"q/{i}", f"What is {i} plus {'30 and ' * (i % 7)}1?") for i in range(number)]
 
 
 @pytest.fixture(params=["slots", "padded"])
@@ -199,8 +198,8 @@ def test_the_samples_of_a_prompt_share_its_prefill(model, tokenizer):
 
 @both
 def test_prompts_that_cannot_be_answered_say_why(model, tokenizer, make_model):
-    long = Prompt("long", [{"role": "user", "content": "x1" * 300}])
-    nearly = Prompt("nearly", [{"role": "user", "content": "?" * (256 - 5 - 14)}])
+    long = Prompt("long", "x1" * 300)
+    nearly = Prompt("nearly", "?" * (256 - 5 - 14))
     found = {o.id: o for o in make_sampler(model, tokenizer).sample([long, nearly, *prompts(1)], max_new_tokens=50)}
     assert found["long"].finish == "error" and "leave no room in the model's 256" in found["long"].note
     assert found["nearly"].finish in ("length", "stop") and found["nearly"].tokens < 50
@@ -236,6 +235,13 @@ def test_logits_that_are_not_finite_are_an_error(tokenizer, make_model):
 def test_wrong_settings(model, tokenizer, settings, message):
     with pytest.raises(ValueError, match=message):
         next(make_sampler(model, tokenizer).sample(prompts(1), **{"max_new_tokens": 5, **settings}))
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_every_day(model, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + TEMPLATES["chatml"]
+    ids = TransformersSampler(model, tokenizer).encode(prompts(1)[0])
+    assert tokenizer.decode(ids).startswith("26 July 2024")
 
 
 def test_an_id_twice_is_refused(model, tokenizer):

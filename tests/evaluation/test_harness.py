@@ -18,7 +18,7 @@ from deftune.evaluation.suites import SUITES, TASKS
 
 
 def item(name, content, gold, options=None, rule=None):
-    return Item(name, ({"role": "user", "content": content},), gold, options, rule=rule or Rule())
+    return Item(name, content, gold, options, rule=rule or Rule())
 
 
 @pytest.fixture

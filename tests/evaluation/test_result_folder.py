@@ -19,7 +19,7 @@ TASK = task_named("gsm8k")
 
 
 def make_tasks(golds):
-    return {"gsm8k": (TASK, [Item(f"gsm8k/{i}", ({"role": "user", "content": f"question {gold}"},), gold)
+    return {"gsm8k": (TASK, [Item(f"gsm8k/{i}", f"question {gold}", gold)
                              for i, gold in enumerate(golds)])}  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Sampler:
                 if self.fail(prompt.id, i):
                     yield Output(prompt.id, i, "partly \\boxed{4}", None, "error", f"HTTP 400: {len(prompt.id)} tokens")
                 else:
-                    gold = prompt.messages[-1]["content"].split()[-1]
+                    gold = prompt.text.split()[-1]
                     yield Output(prompt.id, i, f"\\boxed{{{gold}}}", 3, "stop")
 
 
@@ -66,7 +66,7 @@ def test_the_hash_is_of_id_prompt_and_gold_in_any_order():
     assert described["items"] == 4 and described["source"].startswith("hub:")
     task, items = TASKS["gsm8k"]
     assert describe_data({"gsm8k": (task, items[::-1])})["gsm8k"]["hash"] == described["hash"]
-    for change in ({"gold": "5"}, {"id": "x"}, {"messages": ({"role": "user", "content": "other"},)}):
+    for change in ({"gold": "5"}, {"id": "x"}, {"prompt": "other"}):
         changed = {"gsm8k": (task, [replace(items[0], **change), *items[1:]])}
         assert describe_data(changed)["gsm8k"]["hash"] != described["hash"]
 

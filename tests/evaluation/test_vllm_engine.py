@@ -96,7 +96,7 @@ def test_prompts_are_our_tokens_and_seeds_are_those_of_the_answer(folder, stand_
     questions = [json.loads(line) for line in (folder / "a" / "graded.jsonl").read_text().splitlines()]
     expected = []
     for record in questions:
-        ids = sampler.encode(Prompt(record["id"], [{"role": "user", "content": record["prompt"]}]))
+        ids = sampler.encode(Prompt(record["id"], record["prompt"]))
         expected.append((ids, derive_key(5, record["id"], record["sample"]) >> 33))
     assert sorted((ids, params.seed) for ids, params in engine.asked) == sorted(expected)
     assert len({seed for _, seed in expected}) == len(expected) == 8 * 3
@@ -255,7 +255,7 @@ def test_what_has_no_room_is_said_as_in_process(source, stand_in):
     """Of the others as many tokens are made as there is room for."""
     model, tokenizer = load_result(str(source))
     model.generation_config.eos_token_id = None
-    asked = [Prompt(f"q/{n}", [{"role": "user", "content": "x" * n}]) for n in (10, 200, 224, 226, 300)]
+    asked = [Prompt(f"q/{n}", "x" * n) for n in (10, 200, 224, 226, 300)]
     local = ask(TransformersSampler(model, tokenizer), asked, max_new_tokens=40)
     engine = vllm.LLM(str(source), dtype="float32")
     engine.ends = set()
@@ -269,7 +269,7 @@ def test_what_has_no_room_is_said_as_in_process(source, stand_in):
 def test_how_answers_end(source, stand_in, monkeypatch):
     tokenizer = tiny.make_tokenizer()
     sampler = VllmSampler(str(source), tokenizer, dtype="float32")
-    asked = [Prompt("q", [{"role": "user", "content": "Hi"}])]
+    asked = [Prompt("q", "Hi")]
     for reason, said in {"stop": [40], "length": [40, 41], "abort": [40, 41]}.items():
         made = vllm.CompletionOutput("", [40, 41], reason)
         monkeypatch.setattr(sampler.engine, "_complete", lambda prompt, params, made=made: made)

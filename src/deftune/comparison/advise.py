@@ -29,7 +29,7 @@ from deftune.comparison.schedule import Children, run_grid
 from deftune.comparison.summary import table_record, token_columns
 from deftune.data.rows import BadRows
 from deftune.data.sources import read_rows
-from deftune.evaluation.clustered import mean_over_tokens
+from deftune.evaluation.statistics import mean_over_tokens
 from deftune.tokens.table import make_token_table
 
 Record = dict[str, Any]

@@ -32,7 +32,7 @@ from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
 from deftune.data.encoding import Encoder
-from deftune.evaluation.clustered import TokenMean, mean_over_tokens
+from deftune.evaluation.statistics import TokenMean, mean_over_tokens
 from deftune.tokens.passes import TokenScores, score_rows
 from deftune.training.train import train_run
 

@@ -19,8 +19,8 @@ from deftune.artifacts.runs import Run
 from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation
 from deftune.comparison.scores import Scores, averaged_columns, view_record
 from deftune.data.mixing import is_exchanged
-from deftune.evaluation.clustered import mean_over_tokens
 from deftune.evaluation.evaluate import Result
+from deftune.evaluation.statistics import mean_over_tokens
 from deftune.evaluation.suites import task_named
 from deftune.tokens.conflict import is_confident_conflict
 from deftune.tokens.passes import entropy_column

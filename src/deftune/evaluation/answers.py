@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from deftune.evaluation.extraction import count_answers
 from deftune.evaluation.units import parse_unit, split_unit, units_differ
 
 How = Literal["exact", "math_verify", "tolerance", "timeout", "crash", "unparsed"]
@@ -66,6 +67,7 @@ _BARE_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
 _LETTER_O = re.compile(r"(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)")
 _UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
 _SET_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\!|\\,)(?=[0-9]{3}(?![0-9]))")
+_GROUPED_NUMBER = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})++(?!,?[0-9])")
 _STATED_THOUSANDS = re.compile(r"(=\s*(?:\\?\$)?-?)([0-9]{1,3}(?:,[0-9]{3})++)(?![0-9,])")
 
 
@@ -113,6 +115,17 @@ def _trimmed(answer: str) -> str:
     """Without spaces, period and single backslash at its end."""
     answer = answer.strip().removesuffix(".").rstrip()
     return answer[:-1].rstrip() if answer.endswith("\\") and not answer.endswith("\\\\") else answer
+
+
+def join_thousands(answer: str, other: str) -> str:
+    """A list without thousands separators, if it then has as many answers as ``other``, and has not with them.
+
+    >>> join_thousands("2,000 and 3,000", "2000, 3000"), join_thousands("2,000 and 3,000", "2, 0, 3, 0")
+    ('2000 and 3000', '2,000 and 3,000')
+    """
+    number, joined = count_answers(other, parted=True), _GROUPED_NUMBER.sub(lambda m: m[0].replace(",", ""), answer)
+    fits = count_answers(answer, parted=True) != number == count_answers(joined, parted=True)
+    return joined if number > 1 and fits else answer
 
 
 def drop_unit(answer: str, unit: str) -> str:
@@ -252,6 +265,7 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
         answer = answer[about.end() :].strip()
     if "=" not in answer:
         gold = _LABELLED.sub(r"\1", gold)
+    gold, answer = join_thousands(gold, answer), join_thousands(answer, gold)
     if rule.several:  # "8,221" beside "221,8" is no number of thousands
         gold, answer = (re.sub(r",(?=[0-9])", ", ", text) for text in (gold, answer))
     else:  # x = 14,000

@@ -22,8 +22,9 @@ def extract_choice(
     ``strict`` credits a letter that is stated, by the first of these that finds any:
 
         boxed    \boxed{B}, \boxed{(B)}, \boxed{\text{B. Iron}}
-        stated   "Answer: <B>", "the answer must be (B)", "Option B is correct", "I choose B", "so B.", a heading
-                 "Answer" with B below it, "<answer>B</answer>": the last one, for a text may correct itself
+        stated   "Answer: <B>", "the answer must be (B)", "the answer is not A but B", "Option B is correct", "I choose
+                 B", "so B.", a heading "Answer" with B below it, "<answer>B</answer>": the last one, for a text may
+                 correct itself
         lone     the whole text is B, (B), B., **B** or "Option B"
         bold     **B** or **B. Iron**
         edge     the first or the last line is B, begins with "B.", "B)", "(B)" or "B:", or with B and its option's text
@@ -72,6 +73,7 @@ def extract_choice(
 @dataclass(frozen=True)
 class _Patterns:
     letters: frozenset[str]
+    instead: re.Pattern[str]  # "not A but", before the letter that is meant
     alone: re.Pattern[str]  # the whole of a piece is a letter, perhaps in brackets or quotes
     titled: re.Pattern[str]  # the whole of a piece is a letter, a mark and perhaps its option's text
     stated: re.Pattern[str]
@@ -104,8 +106,14 @@ def _choice_patterns(letters: str) -> _Patterns:
     # possessive (*+ and ++ never give back), here and below: or a long run of spaces would cost its square
     between = r"(?:[\s:*_$\uff1a]|\\[(\[])*+"
     sure = r"(?i:most\s++likely|likely|probably|clearly|therefore|thus|definitely|indeed|simply|to\s++be|the|letter)"
+    # "not A but B": the letter that is denied is no group
+    instead = (
+        rf"(?i:not)\s++(?:{noun}\s++)?[(\[<\"'`*]*+{either}\b[)\]>\"'`*]*+,?\s++(?i:but)\s++"
+        rf"(?:(?i:rather|instead)\s++)?"
+    )
     filler = (
-        rf"(?:{sure}\b{between}){{0,2}}(?:{noun}\b{between})?(?:<letter>\s*+|\{{|\\(?:text|textbf|mathrm|mathbf)\{{)?"
+        rf"(?:{instead})?(?:{sure}\b{between}){{0,2}}(?:{noun}\b{between})?"
+        r"(?:<letter>\s*+|\{|\\(?:text|textbf|mathrm|mathbf)\{)?"
     )
     be = (
         r"(?:is|are|would\s++be|must\s++be|should\s++be|has\s++to\s++be|will\s++be|must\s++then\s++be|seems\s++to\s++be"
@@ -134,6 +142,7 @@ def _choice_patterns(letters: str) -> _Patterns:
     )
     return _Patterns(
         letters=frozenset(letters),
+        instead=re.compile(rf"\A{instead}"),
         alone=re.compile(rf"[\s(\[<\"'`*]*+({either})[\s)\]>\"'`*.,:;]*+"),
         titled=re.compile(rf"[\s(\[<\"'`*]*+({either})[)*]*[.:)].*", re.DOTALL),
         stated=re.compile("|".join(stated)),
@@ -275,7 +284,8 @@ _NEXT_LINE = re.compile(r"[^\n]{0,200}\n\s*+[*_#]*+")
 
 
 def _lone_letters(text: str, question: _Question) -> set[str]:
-    return _lone_or_list(_BEFORE_LONE.sub("", text.strip()), question.patterns)
+    text = question.patterns.instead.sub("", _BEFORE_LONE.sub("", text.strip()))
+    return _lone_or_list(text, question.patterns)
 
 
 _BEFORE_LONE = re.compile(r"\A(?:[#>*\s-]|(?:the|final|correct|answer|option|choice)\s)*", re.IGNORECASE)

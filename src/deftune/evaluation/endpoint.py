@@ -272,7 +272,7 @@ class EndpointSampler(Sampler):
         body = {
             **self.extra_body,
             "model": self.model,
-            "messages": [dict(message) for message in prompt.messages],
+            "messages": [{"role": "user", "content": prompt.text}],
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,

@@ -84,7 +84,7 @@ def missing_samples(
         records = [recorded.get((name, item.id, temperature, i)) for i in range(samples)]
         wanted = tuple(i for i, record in enumerate(records) if record is None or record["finish"] == "error")
         if wanted:
-            prompt = Prompt(item.id, list(item.messages), wanted)
+            prompt = Prompt(item.id, item.prompt, wanted)
             (fresh if any(records[i] is None for i in wanted) else failed).append(prompt)
     return fresh + failed
 
@@ -166,7 +166,7 @@ def grade(
                     answer = answers.get((name, item.id, temperature, i))
                     if answer is None:
                         raise ValueError(f"{result.samples}: {name} {item.id} has no answer {i} at T={temperature:g}")
-                    graded.append({**answer, "prompt": item.messages[-1]["content"], "gold": item.gold})
+                    graded.append({**answer, "prompt": item.prompt, "gold": item.gold})
                     # an error scores 0, whatever text came before it
                     asked.append((task.kind, item, "" if answer["finish"] == "error" else answer["text"]))
     finishes = [record["finish"] for record in graded]  # a text that was cut off is not graded by its last number

@@ -108,6 +108,7 @@ def _blank(text: str, start: int, end: int) -> bool:
     return _NOT_SPACE.search(text, start, end) is None
 
 
+_WORD_BETWEEN = re.compile(r"(?:(?<!\s)\s++|,\s*+)?(?:\\text\s*+\{\s*+,?\s*+(?:and|or)\s*+\}|\b(?:and|or)\b)")
 _BRACKET_OR_COMMA = re.compile(r"\\[{}]|[()\[\]{},]")
 _THOUSANDS = re.compile(r"\D*[0-9]{1,3}(?:,(?:\\!)?\s?[0-9]{3})+(?:\.[0-9]+)?\D*")
 
@@ -126,7 +127,7 @@ def count_answers(gold: str, *, parted: bool = False) -> int:
         return 1
     if braced := re.fullmatch(r"\s*\\?\{([^{}]*|.*\\)\}\s*", gold, re.DOTALL):
         gold = braced[1]
-    gold = re.sub(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)", ",", gold)
+    gold = _WORD_BETWEEN.sub(",", gold)
     depth, parts = 0, 1
     for token in _BRACKET_OR_COMMA.findall(gold):
         if token == ",":

@@ -71,7 +71,7 @@ def export_tasks(folder: Path, tasks: Mapping[str, tuple[Task, list[Item]]], sui
 def _document(task: Task, item: Item) -> dict[str, Any]:
     """The exported row of an item; options and rule are JSON, so that every row has the same columns."""
     return {
-        "id": item.id, "kind": task.kind, "prompt": item.messages[-1]["content"], "gold": item.gold,
+        "id": item.id, "kind": task.kind, "prompt": item.prompt, "gold": item.gold,
         "options": json.dumps(item.options), "rule": json.dumps(asdict(item.rule)),
     }  # fmt: skip
 
@@ -111,8 +111,7 @@ def read_documents(path: Path) -> Any:
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """The scores of an answer; the harness passes the exported row and the generated text."""
     rule = Rule(**json.loads(doc["rule"]))
-    item = Item(doc["id"], ({"role": "user", "content": doc["prompt"]},), doc["gold"], json.loads(doc["options"]),
-                rule=rule)  # fmt: skip
+    item = Item(doc["id"], doc["prompt"], doc["gold"], json.loads(doc["options"]), rule)
     [scored] = score_answers([(doc["kind"], item, results[0])], grader=_grader())
     return {name: scored[name] for name in ("score", *KINDS[doc["kind"]].columns)}
 

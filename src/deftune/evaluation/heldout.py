@@ -37,14 +37,16 @@ from deftune.artifacts.results import encoding_for
 from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
-from deftune.evaluation.clustered import Value, swap_p_value
 from deftune.evaluation.results import NUMBER, Outcome, Record, Result, drop_cut_line, read_lines, result_folder
+from deftune.evaluation.sampler import DATE
 from deftune.evaluation.statistics import (
     Interval,
+    Value,
     equal_differences_interval,
     holm,
     interval_of,
     resample,
+    swap_p_value,
     wilson_interval,
 )
 from deftune.objectives import TokenStats
@@ -284,7 +286,7 @@ def evaluate_heldout(
         loaded, tokenizer = engines.load(model, trust_remote_code=trust_remote_code, display=display)
         display.show("encoding the rows")
         with quiet():
-            encoder = Encoder(tokenizer, **encoding)
+            encoder = Encoder(tokenizer, now=DATE, **encoding)
             encoded = encode_rows(found, encoder, bad=bad)
         if bad.rows:
             bad.write(result.folder / "bad_rows.jsonl")

@@ -32,7 +32,7 @@ def task_scorer(config: RunConfig) -> Callable[[Any, Any], dict[str, float]] | N
         scores: dict[str, float] = {}
         for source, task, items in tasks:
             outputs = sampler.sample(
-                [Prompt(item.id, list(item.messages)) for item in items], samples=1, temperature=0.0, top_p=1.0,
+                [Prompt(item.id, item.prompt) for item in items], samples=1, temperature=0.0, top_p=1.0,
                 max_new_tokens=source.max_new_tokens or task.max_new_tokens, seed=0,
             )  # fmt: skip
             answers = {output.id: output for output in outputs}

@@ -114,18 +114,9 @@ def read_task(task: Task, data_dir: str | Path | None = None, *, limit: int | No
     for index, question in enumerate(task.read(_records(task, data_dir, limit))):
         options = question.options
         lines = "\n".join(f"{letter}. {text.strip()}" for letter, text in (options or {}).items())
-        content = render_prompt(task.prompt, {"question": question.question, "options": lines})
+        prompt = render_prompt(task.prompt, {"question": question.question, "options": lines})
         key = question.key or str(index)
-        items.append(
-            Item(
-                f"{task.name}/{key}",
-                ({"role": "user", "content": content},),
-                question.gold,
-                options,
-                question.meta,
-                question.rule,
-            )
-        )
+        items.append(Item(f"{task.name}/{key}", prompt, question.gold, options, question.rule))
     if not items:
         raise MissingData(f"{task.name}: its data has no row of this task")
     check_unique(item.id for item in items)

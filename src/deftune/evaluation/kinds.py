@@ -7,6 +7,7 @@ task needs a `Task` in `suites` too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -110,14 +111,10 @@ def score_answers(
     ]
     formulas = [(record, item) for record, (_, item, _) in zip(records, answers) if "score" not in record]
     if formulas:
-        own = Grader(workers=workers) if grader is None else None
-        try:
-            verdicts = (own or cast("Grader", grader)).grade(
+        with Grader(workers=workers) if grader is None else nullcontext(grader) as chosen:
+            verdicts = chosen.grade(
                 [(item.gold, record["answer"]) for record, item in formulas], [item.rule for _, item in formulas]
             )
-        finally:
-            if own is not None:
-                own.close()
         for (record, _), verdict in zip(formulas, verdicts):
             record |= {"score": float(verdict.correct), "verdict": verdict.how}
     return records

@@ -24,7 +24,7 @@ BATCH_SIZE, BATCH_SIZE_CUDA = 16, 2048
 class TransformersSampler(TokenSampler):
     """Generates up to ``batch_size`` answers at once; a finished answer is replaced by the next prompt, longest first.
 
-    ``template`` and ``encoder_options``: see `TokenSampler`.
+    ``encoder_options``: see `TokenSampler`.
     ``end_ids``: tokens that end an answer, beside those of the encoder and of the model's generation config.
     ``batch_size``: None is 16, and on a GPU 2048 or as many as fit into memory. Samples of one prompt that start
     together share the forward pass of the prompt.
@@ -38,7 +38,6 @@ class TransformersSampler(TokenSampler):
         model: Any,
         tokenizer: Any,
         *,
-        template: str | None = None,
         batch_size: int | None = None,
         end_ids: Iterable[int] = (),
         tie_margin: float | None = None,
@@ -51,7 +50,7 @@ class TransformersSampler(TokenSampler):
         check_counts(batch_size=batch_size)
         if tie_margin is not None and not tie_margin >= 0:
             raise ValueError(f"tie_margin: a number from 0 (off), got {tie_margin}")
-        super().__init__(tokenizer, template=template, encoder_options=encoder_options)
+        super().__init__(tokenizer, encoder_options)
         self.model = model
         self.batch_size = batch_size or (BATCH_SIZE_CUDA if model.device.type == "cuda" else BATCH_SIZE)
         wide = model.dtype in (torch.float32, torch.float64)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from deftune.data.fields import Fields, read_field, read_medmcqa_options, read_pubmedqa_question, read_text
@@ -39,7 +39,6 @@ class Question:
     gold: str
     options: dict[str, str] | None = None
     key: str = ""
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
     rule: Rule = EQUAL
 
 
@@ -47,15 +46,14 @@ class Question:
 class Item:
     """A question of a task.
 
-    ``messages`` is the prompt, ``gold`` the correct answer (a letter if there are ``options``), ``rule`` how an answer
-    is compared with the gold.
+    ``prompt`` is the user's message, ``gold`` the correct answer (a letter if there are ``options``), ``rule`` how an
+    answer is compared with the gold.
     """
 
     id: str
-    messages: tuple[dict[str, Any], ...]
+    prompt: str
     gold: str
     options: dict[str, str] | None = None
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])
     rule: Rule = EQUAL
 
 
@@ -73,10 +71,6 @@ def filled(row: Fields, *names: str) -> str:
 def key_of(row: Fields, *names: str) -> str:
     """A row's own id: the first of the fields ``names`` that the row has."""
     return str(next((row[name] for name in names if row.get(name) is not None), ""))
-
-
-def meta_of(row: Fields, *names: str) -> dict[str, Any]:
-    return {name: row[name] for name in names if row.get(name) is not None}
 
 
 def number_text(value: object) -> str:
@@ -172,12 +166,7 @@ def read_gsm8k(row: Fields) -> Question:
 
 def read_math(row: Fields) -> Question:
     """MATH-500, Minerva, AIME, AMC: a problem, an answer (or the one that is boxed in the solution)."""
-    return Question(
-        filled(row, "problem", "question"),
-        boxed_gold(row),
-        key=key_of(row, "unique_id", "id", "idx"),
-        meta=meta_of(row, "subject", "level", "type", "url"),
-    )
+    return Question(filled(row, "problem", "question"), boxed_gold(row), key=key_of(row, "unique_id", "id", "idx"))
 
 
 def read_minerva(row: Fields) -> Question:
@@ -191,9 +180,8 @@ def read_olympiad(row: Fields) -> Question:
     answers = cast("list[Any]", answers) if isinstance(answers, list) else [answers]
     if not answers or not all(isinstance(answer, str) and answer.strip(" $") for answer in answers):
         raise Fault("no gold answer", "'final_answer' holds no text")
-    gold = (
-        ", ".join(answers).replace("$", "").strip()
-    )  # dollar signs are around each answer, around all of them, or around one side
+    # dollar signs are around each answer, around all of them, or around one side
+    gold = ", ".join(answers).replace("$", "").strip()
     error, unit, several = row.get("error") or 0, row.get("unit") or "", row.get("is_multiple_answer") is True
     try:
         rule = Rule(absolute=OLYMPIAD_SLACK * float(error), unit=str(unit), several=several)
@@ -201,13 +189,8 @@ def read_olympiad(row: Fields) -> Question:
         raise Fault("'error' is no tolerance", repr(error)[:40]) from None
     context = row.get("context")
     question = filled(row, "question")
-    return Question(
-        f"{context}\n\n{question}" if context else question,
-        number_text(gold),
-        key=key_of(row, "id"),
-        meta=meta_of(row, "subfield", "answer_type", "is_multiple_answer", "unit", "error"),
-        rule=rule,
-    )
+    whole = f"{context}\n\n{question}" if context else question
+    return Question(whole, number_text(gold), key=key_of(row, "id"), rule=rule)
 
 
 def read_choice(row: Fields) -> Question:
@@ -218,7 +201,6 @@ def read_choice(row: Fields) -> Question:
         letter_of(read_field(row, "answer_idx", "label", "answer_index", "answer"), options),
         options,
         key_of(row, "id", "idx", "realidx", "question_id"),
-        meta_of(row, "meta_info", "medical_task", "body_system", "question_type", "category", "src"),
     )
 
 
@@ -240,7 +222,7 @@ def read_medmcqa(records: Iterable[Record]) -> Iterator[Question]:
     def read(row: Fields) -> Question:
         options = read_medmcqa_options(row)
         gold = letter_of(read_field(row, "cop"), options, first)
-        return Question(filled(row, "question").strip(), gold, options, key_of(row, "id"), meta_of(row, "subject_name"))
+        return Question(filled(row, "question").strip(), gold, options, key_of(row, "id"))
 
     return each(read)(rows)
 

@@ -79,7 +79,7 @@ def question_hash(item: str, prompt: str, gold: str) -> str:
 def questions_of(tasks: Tasks) -> dict[str, dict[str, str]]:
     """task -> item id -> the question's hash."""
     return {
-        name: {item.id: question_hash(item.id, item.messages[-1]["content"], item.gold) for item in items}
+        name: {item.id: question_hash(item.id, item.prompt, item.gold) for item in items}
         for name, (_, items) in tasks.items()
     }
 

@@ -27,23 +27,26 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.rows import Row
 
 Finish = Literal["stop", "length", "error"]
+# what a chat template that writes the date writes, so that a result does not depend on its day; Llama 3's own default
+DATE = datetime(2024, 7, 26)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. ``id`` identifies it in results, and is part of the seed of its answers.
+    """A prompt: the text of a user's message. ``id`` identifies it in results, and is part of the seed of its answers.
 
     ``samples``: the numbers of the wanted answers, such as (0, 3) if 1 and 2 exist already; None is all.
     """
 
     id: str
-    messages: Sequence[Mapping[str, Any]]
+    text: str
     samples: tuple[int, ...] | None = None
 
 
@@ -143,23 +146,20 @@ class TokenSampler(Sampler):
     """A sampler that encodes prompts as training does and decodes answers itself; a subclass generates tokens.
 
     ``encoder_options`` are those of the training `Encoder`, so that a prompt has the tokens that training showed.
-    ``template`` may be given apart from them.
     """
 
     max_length: float = math.inf  # tokens of prompt and answer together that the model can take
 
-    def __init__(self, tokenizer: Any, *, template: str | None, encoder_options: Mapping[str, Any] | None):
+    def __init__(self, tokenizer: Any, encoder_options: Mapping[str, Any] | None):
         from deftune.data.encoding import Encoder
 
         self.tokenizer = tokenizer
-        options: dict[str, Any] = {"template": template, **(encoder_options or {})}
         # no prompt is truncated: a prompt that is too long for the model is an error of its item
-        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, **options)
+        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, now=DATE, **(encoder_options or {}))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""
-        messages = tuple(dict(message) for message in prompt.messages)
-        return self.encoder.encode_prompt(Row(messages, None, prompt.id, "prompt"))
+        return self.encoder.encode_prompt(Row(({"role": "user", "content": prompt.text},), None, prompt.id, "prompt"))
 
     def encode_all(
         self, prompts: Sequence[Prompt], settings: Settings

@@ -3,20 +3,27 @@ r"""Means of scores, standard errors, intervals, paired tests and the choice of 
 ``samples[i][j]`` is the score of sample j of item i. Samples of one item are not independent, so the item is the unit:
 a score is a mean over items of means over samples, and every standard error and interval is over items. Nothing is
 rounded. Random draws come from a seed and are the same on every run.
+
+The tokens of a row are not independent either, so statistics of tokens resample rows. Such a statistic is a function of
+sums over rows: ``sums`` is [rows, columns], float64, and a `Value` maps [..., columns] to [...]. A mean over tokens is
+``lambda s: s[..., 1] / s[..., 0]``; the calibration error has this form too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 Samples = Sequence[Sequence[float]]
+Value = Callable[[Tensor], Tensor]
 _CHUNK = 1 << 22  # draws held in memory at once
 
 
@@ -167,7 +174,7 @@ def bootstrap_interval(
     return interval_of(resample(means[:, None], resamples=resamples, seed=seed)[:, 0] / len(means), confidence)
 
 
-def drawn_counts(rows: int, resamples: int, seed: int = 0) -> Iterator[torch.Tensor]:
+def drawn_counts(rows: int, resamples: int, seed: int = 0) -> Iterator[Tensor]:
     """How often each of ``rows`` rows is drawn in each bootstrap resample: parts of ``[resamples, rows]``, float64.
 
     Every bootstrap of the package draws here.
@@ -182,12 +189,12 @@ def drawn_counts(rows: int, resamples: int, seed: int = 0) -> Iterator[torch.Ten
         yield counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
 
-def resample(sums: torch.Tensor, *, resamples: int = 2_000, seed: int = 0) -> torch.Tensor:
+def resample(sums: Tensor, *, resamples: int = 2_000, seed: int = 0) -> Tensor:
     """``[resamples, columns]``: the column sums of as many rows as ``sums`` has, drawn with replacement."""
     return torch.cat([counts @ sums for counts in drawn_counts(len(sums), resamples, seed)])
 
 
-def interval_of(values: torch.Tensor, confidence: float = 0.95) -> Interval:
+def interval_of(values: Tensor, confidence: float = 0.95) -> Interval:
     """The percentile interval of resampled values; resamples where the statistic is 0 / 0 are left out.
 
     >>> interval_of(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), confidence=0.0)
@@ -196,6 +203,32 @@ def interval_of(values: torch.Tensor, confidence: float = 0.95) -> Interval:
     tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
     low, high = torch.nanquantile(values, tails).tolist()
     return Interval(low, high)
+
+
+class TokenMean(NamedTuple):
+    """A mean over tokens and its 95% interval over rows."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_over_tokens(values: Tensor, rows: Tensor, *, seed: int = 0) -> TokenMean:
+    """The mean over tokens and its percentile bootstrap interval, for which rows are resampled.
+
+    >>> mean_over_tokens(torch.ones(4), torch.tensor([0, 0, 1, 1]))
+    TokenMean(mean=1.0, low=1.0, high=1.0)
+
+    Args:
+        values: one number per token, ``[tokens]``.
+        rows: the row of each token, ``[tokens]``.
+    """
+    index = rows.unique(return_inverse=True)[1]
+    columns = torch.stack([torch.ones_like(values, dtype=torch.float64), values.double()], 1)
+    sums = torch.zeros(int(index.max()) + 1, 2, dtype=torch.float64).index_add_(0, index, columns)
+    mean: Value = lambda s: s[..., 1] / s[..., 0]  # noqa: E731
+    interval = interval_of(mean(resample(sums, seed=seed)))
+    return TokenMean(float(mean(sums.sum(0))), interval.low, interval.high)
 
 
 def chunks(rows: int, width: int) -> list[int]:
@@ -260,41 +293,66 @@ def paired(
         raise ValueError(f"paired runs need the same items: {len(a)} against {len(b)}")
     differences = [x - y for x, y in zip(item_means(a), item_means(b))]
     whole = estimate(differences)
-    nonzero = [d for d in differences if d != 0]
-    exact = len(nonzero) <= exact_up_to
-    p_value = _exact_sign_flips(nonzero) if exact else _drawn_sign_flips(nonzero, permutations, seed)
+    nonzero = torch.tensor([d for d in differences if d != 0], dtype=torch.float64)
+    # equal sums, added in another order, must tie
+    least = abs(math.fsum(nonzero.tolist())) - 1e-9 * math.fsum(nonzero.abs().tolist())
+    p_value = _as_extreme(
+        lambda signs: (signs @ nonzero).abs(), len(nonzero), least,
+        permutations=permutations, exact_up_to=exact_up_to, seed=seed,
+    )  # fmt: skip
     if len(set(differences)) == 1 and abs(differences[0]) <= 1:
         interval = equal_differences_interval(differences[0], len(differences), confidence=confidence)
     else:
         single = [[difference] for difference in differences]
         interval = bootstrap_interval(single, confidence=confidence, resamples=resamples, seed=seed)
+    exact = len(nonzero) <= exact_up_to
     return Paired(whole.mean, whole.standard_error, interval, p_value, len(differences), exact)
 
 
-def _as_large(differences: Sequence[float]) -> float:
-    """The smallest |sum| that counts as the observed one: equal sums, added in another order, must tie."""
-    return abs(math.fsum(differences)) - 1e-9 * math.fsum(map(abs, differences))
+def _as_extreme(
+    statistic: Callable[[Tensor], Tensor], items: int, least: float, *, permutations: int, exact_up_to: int, seed: int
+) -> float:
+    """The share of sign patterns [patterns, items], +1 or -1 each, whose statistic is at least ``least``.
 
-
-def _exact_sign_flips(differences: Sequence[float]) -> float:
-    if not differences:
-        return 1.0
-    sums = torch.zeros(1, dtype=torch.float64)
-    for difference in differences:
-        sums = torch.cat([sums + difference, sums - difference])
-    return int((sums.abs() >= _as_large(differences)).sum()) / len(sums)
-
-
-def _drawn_sign_flips(differences: Sequence[float], permutations: int, seed: int) -> float:
+    With at most ``exact_up_to`` items all patterns are counted; otherwise m = ``permutations`` of them are drawn, and
+    the share is (r + 1) / (m + 1) for r such patterns.
+    """
+    if items <= exact_up_to:
+        bits = torch.arange(2**items)[:, None] >> torch.arange(items)
+        return int((statistic((bits & 1).double() * 2 - 1) >= least).sum()) / 2**items
     if permutations < 100:
         raise ValueError(f"permutations: at least 100, got {permutations}")
-    values = torch.tensor(differences, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     extreme = 0
-    for rows in chunks(permutations, len(differences)):
-        signs = torch.randint(2, (rows, len(differences)), generator=generator).to(torch.float64) * 2 - 1
-        extreme += int(((signs @ values).abs() >= _as_large(differences)).sum())
+    for number in chunks(permutations, items):
+        signs = torch.randint(2, (number, items), generator=generator).double() * 2 - 1
+        extreme += int((statistic(signs) >= least).sum())
     return (extreme + 1) / (permutations + 1)
+
+
+def swap_p_value(
+    a: Tensor, b: Tensor, value: Value, *, permutations: int = 10_000, exact_up_to: int = 12, seed: int = 0
+) -> float:
+    """The p-value of the difference of two models on the same rows, by swapping their results row by row.
+
+    If the two models were equal, each row's two results could be swapped. The p-value is the share of swaps whose
+    difference is at least the observed one. With at most ``exact_up_to`` rows every swap is counted; otherwise
+    m = ``permutations`` swaps are drawn, and with r such swaps p = (r + 1) / (m + 1), never 0.
+
+    Args:
+        a: sums over the rows of one model, ``[rows, columns]``, float64.
+        b: those of the other model.
+        value: the statistic, from sums ``[..., columns]`` to ``[...]``.
+    """
+    middle, half = (a + b).sum(0) / 2, (a - b) / 2
+
+    def apart(signs: Tensor) -> Tensor:
+        moved = signs @ half
+        return (value(middle + moved) - value(middle - moved)).abs()
+
+    observed = float(apart(torch.ones(1, len(a), dtype=torch.float64)))
+    least = observed * (1 - 1e-9)  # equal sums, added in another order, must tie
+    return _as_extreme(apart, len(a), least, permutations=permutations, exact_up_to=exact_up_to, seed=seed)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

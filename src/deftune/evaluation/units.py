@@ -69,13 +69,13 @@ def split_unit(answer: str, *, words: bool) -> tuple[str, str]:
     if currency := _CURRENCY.match(answer):
         rest, unit = split_unit(currency[1] + currency[4] + answer[currency.end() :], words=words)
         return rest, unit or ("dollar" if currency[2] else "euro" if currency[3] else "pound")
-    tail = _SET_TAIL.search(answer, max(0, len(answer) - _TAIL_CHARACTERS))
+    tail = _SET_TAIL.search(answer, len(answer) - _TAIL_CHARACTERS)
     if tail and tail.start() and _HAS_GROUP.search(tail[0]) and not _joins(tail[0]):
         value = answer[: tail.start()].strip()
         scale = re.fullmatch(r"(?i)[\s~]*(hundred|thousand|million|billion|trillion)\b(.*)", _plain(tail[0]))
         return (f"{value} \\times 10^{{{_SCALES[scale[1].lower()]}}}", scale[2].strip()) if scale else (
             value, _plain(tail[0]))  # fmt: skip
-    if words and (found := _WORD_TAIL.search(answer, max(0, len(answer) - _TAIL_CHARACTERS))):
+    if words and (found := _WORD_TAIL.search(answer, len(answer) - _TAIL_CHARACTERS)):
         value, unit = answer[: found.start()].rstrip(), found[2]
         first, _, rest = unit.partition(" ")
         if found[1] and first.lower() in _SCALES and (not rest or _is_noun(rest, spaced=True)):

@@ -15,7 +15,7 @@ class VllmSampler(TokenSampler):
     """Generates answers with vLLM; prompts, end tokens, seeds and decoding are those of deftune.
 
     ``engine``: a ``vllm.LLM``, or a model's folder or hub id, from which one is made with ``engine_options``.
-    ``tokenizer``: of transformers. ``template`` and ``encoder_options``: see `TokenSampler`.
+    ``tokenizer``: of transformers. ``encoder_options``: see `TokenSampler`.
     ``end_ids``: tokens that end an answer, beside those of the encoder; vLLM adds those of the generation config.
     Answers are yielded `AT_ONCE` at a time. The seed of an answer is the one that `EndpointSampler` sends, but vLLM
     draws other tokens than `TransformersSampler`, and does not promise that an answer is independent of its batch.
@@ -24,10 +24,10 @@ class VllmSampler(TokenSampler):
     """
 
     def __init__(
-        self, engine: Any, tokenizer: Any, *, template: str | None = None, end_ids: Iterable[int] = (),
+        self, engine: Any, tokenizer: Any, *, end_ids: Iterable[int] = (),
         encoder_options: Mapping[str, Any] | None = None, **engine_options: Any,
     ):  # fmt: skip
-        super().__init__(tokenizer, template=template, encoder_options=encoder_options)
+        super().__init__(tokenizer, encoder_options)
         self._vllm = import_vllm()
         if isinstance(engine, str):
             try:

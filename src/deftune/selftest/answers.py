@@ -71,7 +71,7 @@ def same_answers(size: Size) -> Figure:
     """Row 28: greedy and sampled answers of batch sizes 1, 8, 32, and in another order."""
     tokenizer = tiny.make_tokenizer()
     model: Any = tiny.make_model(tokenizer, gain=8.0)
-    asked = [Prompt(str(i), [{"role": "user", "content": f"What is {i} plus {i * 7}?"}]) for i in range(size(24, 96))]
+    asked = [Prompt(str(i), f"What is {i} plus {i * 7}?") for i in range(size(24, 96))]
     different, total = 0, 0
     for temperature, samples in ((0.0, 1), (1.0, 2)):
         found = [

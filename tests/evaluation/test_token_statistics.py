@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from deftune.evaluation.clustered import mean_over_tokens, swap_p_value
-from deftune.evaluation.statistics import interval_of, resample
+from deftune.evaluation.statistics import interval_of, mean_over_tokens, resample, swap_p_value
 
 
 def mean(sums):
