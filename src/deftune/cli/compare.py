@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,15 +106,12 @@ def run_one(args: argparse.Namespace) -> int:
 
 
 def run_worker(args: argparse.Namespace) -> int:
-    replies = os.dup(1)  # before the imports: a line that a library prints is no reply
-    os.set_inheritable(replies, False)
-    os.dup2(2, 1)
     from deftune.comparison.grid import load_comparison
     from deftune.comparison.worker import serve
 
     comparison = load_comparison(args.config)
     check_trust(args, comparison)
-    return serve(comparison, replies)
+    return serve(comparison)
 
 
 def run_all(args: argparse.Namespace, shown: Progress) -> int:
@@ -162,7 +158,7 @@ def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None
 
     if sys.stderr.isatty():
         cells = comparison.cells()
-        shown.show("cells", sum(cell.state()["state"] == "finished" for cell in cells), len(cells))
+        shown.show("cells", sum(cell.is_finished for cell in cells), len(cells))
     else:
         shown.show("; ".join(cell_progress(cell) for cell in running) or "waiting")
 

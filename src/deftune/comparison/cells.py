@@ -78,7 +78,7 @@ def run_cell(
     console, shared = console or Console(stderr=True), shared or Shared()
     say, begin, stage, outcome = line_printer(console), time.perf_counter() - start_seconds, "train", None
     with locked(cell.folder, "running this cell"):
-        if cell.state()["state"] == "finished":
+        if cell.is_finished:
             return "finished"
         cell.set_state("running", stage=stage)
         try:

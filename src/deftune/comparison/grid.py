@@ -3,7 +3,7 @@
     comparison.yaml    environment.json    comparison.json
     REGIME/base/                    the untuned model, measured like the others
     REGIME/OBJECTIVE/lrRATE-sSEED/  a cell: run/ (a `deftune train` run), eval-NAME/ (`deftune eval` results),
-                                    tokens.json, cell.json (its state and cost), log.txt
+                                    tokens.parquet, cell.json (its state and cost), log.txt
 
 All objectives get the same data in the same order for a seed, the same steps, the same learning rates to choose from.
 Objectives, seeds, learning rates and regimes may be added later; anything else is another comparison.
@@ -311,6 +311,10 @@ class Cell:
             raise ValueError(
                 f"{path}: is damaged ({problem}); remove it, and `deftune compare run` goes on with the cell"
             ) from None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state()["state"] == "finished"
 
     def set_state(self, state: str, **facts: Any) -> None:
         """Write `cell.json`; the failures of earlier calls are kept, so that a cell that was run again says so."""

@@ -110,7 +110,7 @@ def first_tables(comparison: Comparison, columns: Sequence[str] | None) -> dict[
     tables: dict[tuple[str, str], Any] = {}
     for cell in comparison.cells():
         path = cell.folder / "tokens.parquet"
-        if cell.state()["state"] == "finished" and path.is_file() and (cell.regime, cell.objective) not in tables:
+        if cell.is_finished and path.is_file() and (cell.regime, cell.objective) not in tables:
             tables[cell.regime, cell.objective] = read_token_table(path, columns)
     return tables
 
@@ -123,7 +123,7 @@ def shares(comparison: Comparison) -> Any:
 def runs(comparison: Comparison) -> list[dict[str, Any]] | None:
     found: dict[tuple[str, str], tuple[str, Path]] = {}
     for cell in comparison.cells():
-        if cell.objective != BASE and cell.state()["state"] == "finished":
+        if cell.objective != BASE and cell.is_finished:
             found.setdefault((cell.regime, cell.objective), (cell.regime, cell.folder / "run"))
     return progress_table(list(found.values())) if found else None
 

@@ -39,7 +39,7 @@ def summarize_evaluation(comparison: Comparison, regime: str, evaluation: Evalua
     missing: dict[str, str] = {}
     for cell in comparison.cells():
         folder = cell.folder / f"eval-{evaluation.title}"
-        if cell.regime == regime and cell.state()["state"] == "finished":
+        if cell.regime == regime and cell.is_finished:
             with readable(folder / "summary.json", cell):
                 summary = Result(folder).summary()
                 notes |= {str(row["task"]): str(row["note"]) for row in summary["rows"] if row["note"]}
@@ -186,7 +186,7 @@ def check_rows(cells: Sequence[Cell]) -> None:
 
 def summarize_tokens(comparison: Comparison, regime: str) -> list[Record]:
     """A line per objective and learning rate."""
-    cells = [cell for cell in comparison.cells() if cell.regime == regime and cell.state()["state"] == "finished"]
+    cells = [cell for cell in comparison.cells() if cell.regime == regime and cell.is_finished]
     check_rows(cells)
     groups: dict[tuple[str, float | None], list[Cell]] = {}
     for cell in cells:
@@ -205,7 +205,7 @@ def summarize_cost(comparison: Comparison, regime: str) -> dict[str, Record]:
         costs = [
             cell.state().get("cost")
             for cell in comparison.cells()
-            if (cell.regime, cell.objective) == (regime, objective) and cell.state()["state"] == "finished"
+            if (cell.regime, cell.objective) == (regime, objective) and cell.is_finished
         ]
         costs = [cost for cost in costs if cost]
         if costs:
@@ -222,7 +222,7 @@ def focus_record(comparison: Comparison, regime: str) -> list[float] | None:
     """DEFT's mean focus at the first step, after four, and at the last, over its cells; None where it was not run."""
     found: list[list[float]] = []
     for cell in comparison.cells():
-        if (cell.regime, cell.objective) == (regime, "deft") and cell.state()["state"] == "finished":
+        if (cell.regime, cell.objective) == (regime, "deft") and cell.is_finished:
             records = [record for record in Run(cell.folder / "run").read_metrics() if record.get("kind") == "train"]
             values = [float(r["focus"]) for r in records if isinstance(r.get("focus"), int | float)]
             if values:
