@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.terminal import align
 from deftune.cli.compare import need_comparison
 from deftune.cli.data_options import add_data_options, data_options
 from deftune.cli.output import say
@@ -131,8 +132,6 @@ def interval(record: Mapping[str, float]) -> str:
 
 
 def probe_text(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    from deftune.comparison.show import align
-
     columns = {"nll": "NLL", "p": "mean p", "concentration": "sum P^2", "top1": "likeliest"}
     table = [["objective", *columns.values()]]
     table += [[line["objective"], *(interval(line[key]) for key in columns)] for line in lines]

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.terminal import align
 from deftune.cli.data_options import add_data_options, data_options
 from deftune.cli.output import say
 from deftune.cli.progress import progress
@@ -202,9 +203,7 @@ def given_table(args: argparse.Namespace, *unused: str) -> Any:
 def print_lines(lines: list[dict[str, Any]]) -> None:
     """A small table on the terminal, numbers to three digits."""
     cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in line.values()] for line in lines]
-    widths = [max(map(len, column)) for column in zip(lines[0], *cells)]
-    for row in [list(lines[0]), *cells]:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    say(align([list(lines[0]), *cells]))
 
 
 def run_conflicts(args: argparse.Namespace) -> int:

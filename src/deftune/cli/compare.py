@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.terminal import align
 from deftune.cli.output import notice, say
 from deftune.cli.progress import Progress, progress
 from deftune.cli.train import add_trust, is_recorded, need_training, not_installed, write_starter
@@ -175,7 +176,7 @@ def shown_state(cell: dict[str, Any]) -> str:
 def run_show(args: argparse.Namespace) -> int:
     need_comparison()
     from deftune.comparison.grid import load_comparison
-    from deftune.comparison.show import align, cost_lines, difference_lines, token_lines
+    from deftune.comparison.show import cost_lines, difference_lines, token_lines
     from deftune.comparison.summary import summarize_comparison
     from deftune.comparison.tables import escape_markdown, render
     from deftune.paper.beside import tables_beside_paper
