@@ -433,7 +433,7 @@ def test_an_unfinished_sweep_is_shown_for_the_seeds_that_have_a_rate_in_common()
         found.values[seed, Option(0.0, rate)] = {"task": dict.fromkeys(ITEMS, rate / 10)}
     whole = common(found)
     assert whole.seeds == [0, 1] and show(whole, ["task"], None, whole.seeds).chosen[0].learning_rate == 1.0
-    view = view_record("T=0", 0.0, ["nll"], {"nll": found}, ["task"], ["task"])
+    view = view_record("T=0", 0.0, {"nll": found}, ["task"], ["task"])
     assert view["rows"]["nll"]["seeds"] == 2 and view["rows"]["nll"]["columns"]["task"]["value"] == pytest.approx(0.1)
 
 

@@ -40,6 +40,7 @@ from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import LOCK, FolderError, Kind, differences, locked_file
 from deftune.artifacts.runs import Run
 from deftune.evaluation.questions import wanted_tasks
+from deftune.evaluation.results import Result
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
 from deftune.objectives import objective as parse_objective
 
@@ -201,6 +202,12 @@ class Comparison(Section):
                     found += [Cell(self, regime, objective, rate, seed) for objective in self.objectives]
         return found
 
+    def finished_cells(self, regime: str) -> dict[str, list[Cell]]:
+        """Objective -> its finished cells in a regime; the untuned model first, then as the file lists them."""
+        finished = [cell for cell in self.cells() if cell.regime == regime and cell.is_finished]
+        by_objective = {name: [c for c in finished if c.objective == name] for name in (BASE, *self.objectives)}
+        return {name: cells for name, cells in by_objective.items() if cells}
+
     def cell(self, name: str) -> Cell:
         for cell in self.cells():
             if cell.name == name:
@@ -274,6 +281,19 @@ class Cell:
         return Run(self.folder / "run")
 
     @property
+    def token_table(self) -> Path:
+        """The file of the cell's held-out tokens."""
+        return self.folder / "tokens.parquet"
+
+    def result(self, evaluation: Evaluation) -> Result:
+        """The cell's answers to the questions of an evaluation."""
+        return Result(self.folder / f"eval-{evaluation.title}")
+
+    def train_records(self) -> list[dict[str, Any]]:
+        """What the cell's run recorded at each of its steps; nothing for the untuned model."""
+        return [record for record in self.run.read_metrics() if record.get("kind") == "train"]
+
+    @property
     def section(self) -> Regime:
         return self.comparison.regimes[self.regime]
 
@@ -330,7 +350,7 @@ class Cell:
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """Read a comparison from a YAML file, or from the folder of one that was begun."""
+    """Read a comparison from a YAML file, or from the folder of a comparison."""
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path}: is no comparison (it has no {CONFIG})")

@@ -31,7 +31,7 @@ from deftune.comparison.grid import (
 )
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.worker import needs_liger
-from deftune.evaluation.results import Result, Tasks, describe_data
+from deftune.evaluation.results import Tasks, describe_data
 from deftune.evaluation.statistics import half_of
 from deftune.training.preparation import prepare
 
@@ -112,20 +112,22 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
 def check_same_items(comparison: Comparison, regime: str, evaluation: Evaluation, tasks: Tasks) -> None:
     """Refuse to run cells with other items than the finished cells were asked: scores are paired by item."""
     cells = [cell for cell in comparison.cells() if cell.regime == regime]
-    finished = [cell for cell in cells if cell.is_finished]
-    if len(finished) == len(cells):
+    if all(cell.is_finished for cell in cells):
         return
     now = describe_data(tasks)
-    for cell in finished:
-        folder = cell.folder / f"eval-{evaluation.title}"
-        if not (folder / "settings.json").is_file():
+    for cell in cells:
+        if not cell.is_finished:
+            continue
+        result = cell.result(evaluation)
+        if not (result.folder / "settings.json").is_file():
             continue  # lost: the summary says what to do
-        before = Result(folder).settings().get("data", {})
+        before = result.settings().get("data", {})
         for task, about in now.items():
             if task in before and before[task]["hash"] != about["hash"]:
                 raise ValueError(
-                    f"regimes.{regime}, {evaluation.title}: {task} has other items than {folder} was asked, so the "
-                    f"cells could not be compared; restore its data, or choose another folder with {COMPARISON.option}"
+                    f"regimes.{regime}, {evaluation.title}: {task} has other items than {result.folder} was asked, so "
+                    f"the cells could not be compared; restore its data, or choose another folder with "
+                    f"{COMPARISON.option}"
                 )
 
 
@@ -167,15 +169,10 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
     """Every cell that is not finished; ``keep_going``: also those that would only repeat a failure."""
     check_comparison(comparison, say)
     open_comparison(comparison)
-    outcome = GridOutcome()
     cells = comparison.cells()
     places = {cell.name: f"[{number}/{len(cells)}]" for number, cell in enumerate(cells, 1)}
-    waiting: list[Cell] = []
-    for cell in cells:
-        if cell.is_finished:
-            outcome.finished.append(cell.name)
-        else:
-            waiting.append(cell)
+    outcome = GridOutcome(finished=[cell.name for cell in cells if cell.is_finished])
+    waiting = [cell for cell in cells if cell.name not in outcome.finished]
     failures, unannounced = Failures(cells), set(comparison.regimes)
 
     def begin(cell: Cell) -> bool:
@@ -307,7 +304,7 @@ class Child:
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--worker"]
         if any(other.config.model.trust_remote_code for other in cell.comparison.cells()):
-            command.append("--trust-remote-code")  # whoever started the comparison has said so
+            command.append("--trust-remote-code")  # whoever started the comparison has passed it
         with (cell.folder / "log.txt").open("ab") as log:  # until the process has read the cell's name
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log,
