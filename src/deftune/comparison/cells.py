@@ -262,7 +262,7 @@ def data_fact(cell: Cell) -> dict[str, str]:
     if len(cell.section.tokens) != 1:
         return {}
     (source,) = cell.section.tokens
-    return {"data": source.place}
+    return {"data": source.place, **({"split": source.split} if source.split else {})}
 
 
 def evaluate_cell(

@@ -40,8 +40,12 @@ def finding(inspection: Inspection, row: int, rank: int, by: str) -> dict[str, A
 
 
 def source_records(inspection: Inspection, split: str | None, bad: BadRows) -> Iterator[Record]:
-    """The rows as the data has them, each with its place; generated ones as messages."""
+    """The rows as the data has them, each with its place; generated ones as messages.
+
+    ``split`` is by default the one that the token table was made from.
+    """
     data: str = inspection.facts["data"]
+    split = split or inspection.facts.get("split")
     last = max(line["row"] for line in inspection.rows)
     return read_fields(data, split=split, limit=last + 1 if is_generated(data) else None, bad=bad)
 
@@ -75,7 +79,10 @@ def write_export(
                 kept += 1
                 not_inspected += where not in inspected
         if missing := [where for where, place in wanted.items() if place not in found]:
-            raise ValueError(f"{missing[0]}: is no longer in the data; write the token table again")
+            raise ValueError(
+                f"{missing[0]}: is not in the data; name its split (--split) if the token table is of another split, "
+                f"or write the token table again if the data has changed"
+            )
         if export:
             sink = files.enter_context(whole_file(export))
             for place, row in enumerate(flagged):
