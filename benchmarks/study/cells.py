@@ -17,7 +17,7 @@ from typing import Any
 
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import differences
-from deftune.comparison.cells import task_versions, train_records
+from deftune.comparison.cells import task_versions
 from deftune.comparison.grid import BASE, GROWS, Cell, Comparison, load_comparison
 from deftune.comparison.report import read_environment
 from deftune.comparison.scores import Scores
@@ -66,7 +66,7 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
     if cell.section.tokens:
         with readable(cell.folder / "tokens.parquet", cell):
             record["held_out"] = short(table_record(cell.folder / "tokens.parquet"))
-    if records := thinned(train_records(cell), RECORDS):
+    if records := thinned(cell.train_records(), RECORDS):
         record["training"] = {
             name: [rounded(float(r[name]), 4) for r in records] for name in TRAINED if all(name in r for r in records)
         }

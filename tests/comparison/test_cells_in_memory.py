@@ -45,7 +45,7 @@ def one_cell(folder: Path, model: Path, *, keep_models: bool = False, lora=None,
 
 def measurements(cell: Cell) -> dict:
     """Token table, answers and grades of a finished cell, and the run's records without clocks."""
-    assert cell.state()["state"] == "finished"
+    assert cell.is_finished
     result = cell.folder / "eval-tasks"
     found = {name: sorted((result / f"{name}.jsonl").read_text().splitlines()) for name in ("samples", "graded")}
     assert {json.loads(line)["temperature"] for line in found["samples"]} == {0, 1}

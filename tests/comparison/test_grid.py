@@ -221,7 +221,7 @@ def test_dry_run_lists_cells_and_makes_nothing(tmp_path, model, capsys):
 
 def test_a_cell_is_a_run_a_result_and_a_token_table(finished):
     for cell in finished.cells():
-        assert cell.state()["state"] == "finished"
+        assert cell.is_finished
         assert (cell.folder / "tokens.parquet").is_file()
         graded = (cell.folder / "eval-tasks" / "graded.jsonl").read_text().splitlines()
         assert len(graded) == 6 * 3
@@ -292,7 +292,7 @@ def test_weights_go_when_they_are_not_kept(tmp_path, model):
     assert run_grid(comparison, run_here, lambda _: None).exit_code == 0
     (cell,) = comparison.cells()
     assert not (cell.folder / "run" / "model").exists()
-    assert cell.state()["state"] == "finished"
+    assert cell.is_finished
     assert run_grid(comparison, lambda cells, _: iter(cells and pytest.fail("started")), lambda _: None).exit_code == 0
 
 
@@ -433,7 +433,7 @@ def test_an_unfinished_sweep_is_shown_for_the_seeds_that_have_a_rate_in_common()
         found.values[seed, Option(0.0, rate)] = {"task": dict.fromkeys(ITEMS, rate / 10)}
     whole = common(found)
     assert whole.seeds == [0, 1] and show(whole, ["task"], None, whole.seeds).chosen[0].learning_rate == 1.0
-    view = view_record("T=0", 0.0, ["nll"], {"nll": found}, ["task"], ["task"])
+    view = view_record("T=0", 0.0, {"nll": found}, ["task"], ["task"])
     assert view["rows"]["nll"]["seeds"] == 2 and view["rows"]["nll"]["columns"]["task"]["value"] == pytest.approx(0.1)
 
 

@@ -150,15 +150,15 @@ def test_the_numbers_are_the_summarys(finished, page):
     view = summary["regimes"]["weak"]["evaluations"][0]["views"][-1]
     for row in view["rows"].values():
         assert f"{100 * row['columns']['figfont similarity']['value']:.2f}" in page
-    for where, _, sentence in verdicts(summary):
-        assert where in Page(page).text and sentence in Page(page).text
+    for where, lines in verdicts(summary).items():
+        assert where in Page(page).text and all(sentence in Page(page).text for _, sentence in lines)
 
 
 def test_little_is_called_little(finished):
     lines = cautions(summarize_comparison(finished))
     assert any(line.startswith("2 seeds: intervals") for line in lines)
     assert "Sets with few items, too few to rank by: weak, tasks: 6." in lines
-    (_, decided, sentence), *_ = verdicts(summarize_comparison(finished))
+    (((decided, sentence), *_),) = verdicts(summarize_comparison(finished)).values()
     assert not decided and "deft is not distinguishable from nll" in sentence
 
 
@@ -176,7 +176,7 @@ def test_a_decided_difference_names_its_direction(finished):
     for record in summary["regimes"]["weak"]["evaluations"][0]["views"][-1]["differences"]:
         if (record["a"], record["b"]) == ("deft", "nll"):
             record |= {"difference": -0.1, "low": -0.15, "high": -0.05, "p_holm": 0.001}
-    (_, decided, sentence), *_ = verdicts(summary)
+    (((decided, sentence), *_),) = verdicts(summary).values()
     assert decided and "deft is below nll: -10.00 points [-15.00, -5.00], p = 0.001 after Holm" in sentence
 
 

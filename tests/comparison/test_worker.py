@@ -8,7 +8,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def model(tmp_path_factory) -> Path:
 
 def measured(cell: Cell) -> dict:
     """Everything that a cell has measured, and the records of its run but for clocks and memory."""
-    assert cell.state()["state"] == "finished", (cell.folder / "log.txt").read_text()
+    assert cell.is_finished, (cell.folder / "log.txt").read_text()
     found = {name: (cell.folder / "eval-tasks" / f"{name}.jsonl").read_text() for name in ("samples", "graded")}
     found["tokens"] = parquet.read_table(cell.folder / "tokens.parquet").to_pydict()
     found["metrics"] = [{k: v for k, v in r.items() if k not in CLOCKS} for r in cell.run.read_metrics()]
@@ -183,14 +182,15 @@ def test_page_locked_memory_is_given_back(model, monkeypatch):
 @pytest.mark.parametrize("when", ["before", "training", "told", "saving", "after"])
 def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
     """A cell that was told to stop, and loses whoever told it, saves. Otherwise the end stops it, as SIGTERM does."""
-    killed, busy, stop = [], threading.Event(), StopSignal()
-    busy.set()
+    killed, stop = [], StopSignal()
     monkeypatch.setattr(StopSignal, "last", None)
     monkeypatch.setattr("deftune.comparison.worker.os.read", lambda *_: b"")
     monkeypatch.setattr("os.kill", lambda *what: killed.append(what))
 
     def end() -> None:
-        _read_requests(queue.SimpleQueue(), busy)
+        requests = queue.Queue()
+        requests.put("a cell")
+        _read_requests(requests)
 
     if when == "before":
         end()
@@ -204,6 +204,25 @@ def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
         end()
     assert stop.heard is (when in ("training", "told", "saving"))
     assert killed == ([] if stop.heard else [(os.getpid(), signal.SIGTERM)])
+
+
+@pytest.mark.parametrize(("finished", "kills"), [(1, 0), (0, 1)])
+def test_the_end_of_requests_stops_only_a_process_with_a_cell(monkeypatch, finished, kills):
+    killed, pieces = [], [b"1.5 weak/nll", b"/lr1-s0\n", b""]
+    requests = queue.Queue()
+    monkeypatch.setattr(StopSignal, "last", None)
+    monkeypatch.setattr("os.kill", lambda *what: killed.append(what))
+
+    def read(*_) -> bytes:
+        if len(pieces) == 1:
+            for _ in range(finished):
+                requests.task_done()
+        return pieces.pop(0)
+
+    monkeypatch.setattr("deftune.comparison.worker.os.read", read)
+    _read_requests(requests)
+    assert requests.get() == "1.5 weak/nll/lr1-s0" and requests.get() is None
+    assert len(killed) == kills
 
 
 OTHER = {"default dtype": torch.float64, "deterministic algorithms": 1, "float32 matmul precision": "high",

@@ -9,6 +9,7 @@ import pytest
 from inspect_tables import ROWS, make_tables
 
 from deftune.cli import main
+from deftune.data.generated import generate
 from deftune.tokens.table import rows_path
 
 
@@ -183,3 +184,12 @@ def test_generated_rows_are_exported_as_messages(tmp_path, model_folder):
     assert main(["inspect", str(model_folder), *args, "--by", "mean_nll", "--min-score", "0"]) == 0
     [row] = [json.loads(line) for line in out.read_text().splitlines()]
     assert [message["role"] for message in row["messages"]][-1] == "assistant"
+
+
+def test_rows_of_a_table_are_exported_from_its_split(tmp_path, model_folder):
+    table, out = str(tmp_path / "tokens.parquet"), tmp_path / "flagged.jsonl"
+    made = [str(model_folder), "generated:gsm_symbolic", "--rows", "2", "--split", "test", "--objectives", "nll"]
+    assert main(["inspect", *made, "--tokens", table]) == 0
+    assert main(["inspect", "--tokens", table, "--export", str(out), "--by", "mean_nll", "--min-score", "0"]) == 0
+    places = {json.loads(line)["deftune_inspect"]["where"] for line in out.read_text().splitlines()}
+    assert places == {row.where for row in generate("gsm_symbolic", split="test", size=2)}

@@ -67,6 +67,6 @@ def test_a_row_that_is_gone_is_an_error_and_leaves_no_file(source, tmp_path):
     inspection = make_inspection(data=str(source))
     source.write_text(source.read_text().splitlines()[0] + "\n")
     export, keep = tmp_path / "e.jsonl", tmp_path / "k.jsonl"
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: is no longer in the data; write the token table again"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: is not in the data; name its split"):
         write_export(inspection, [WRONG], read_fields(source), by="answer", export=export, keep=keep)
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl"}

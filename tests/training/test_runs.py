@@ -116,6 +116,16 @@ def test_names_are_text(run, tmp_path, capsys):
     assert len(lines) == 2 and lines[1].startswith("a\\x1b[2J[b]\\nb ")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_table_fits_the_terminal_and_is_whole_in_a_pipe(run, tmp_path, capsys, monkeypatch, terminal):
+    run.folder.rename(run.folder.with_name("long" * 30))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["runs", str(tmp_path / "runs")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [len(line) == 60 and line.endswith("…") for line in lines] == [terminal] * 2
+
+
 # --- the lock ---------------------------------------------------------------------------------------------------------
 
 

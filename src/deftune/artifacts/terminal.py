@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -28,6 +28,18 @@ def one_line(text: str) -> str:
     a\\nb
     """
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def align(lines: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Rows of text in columns; a row that is longer than ``width`` is cut.
+
+    >>> print(align([["run", "state"], ["first", "finished"]], 10))
+    run    st…
+    first  fi…
+    """
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    rows = ["  ".join(cell.ljust(size) for cell, size in zip(line, widths)).rstrip() for line in lines]
+    return "\n".join(row if width is None or len(row) <= width else row[: width - 1] + "…" for row in rows)
 
 
 def line_printer(console: Any) -> Callable[[str], None]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.terminal import align
 from deftune.cli.options import add_data_options, add_model_and_data, data_options, flag, need
 from deftune.cli.output import say
 from deftune.cli.progress import progress
@@ -134,8 +135,6 @@ def interval(record: Mapping[str, float]) -> str:
 
 
 def probe_text(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    from deftune.comparison.show import align
-
     columns = {"nll": "NLL", "p": "mean p", "concentration": "sum P^2", "top1": "likeliest"}
     table = [["objective", *columns.values()]]
     table += [[line["objective"], *(interval(line[key]) for key in columns)] for line in lines]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deftune.artifacts.terminal import align
 from deftune.cli.options import add_data_options, add_model_and_data, data_options, flag, need
 from deftune.cli.output import say
 from deftune.cli.progress import progress
@@ -196,7 +197,6 @@ def run_figure(args: argparse.Namespace) -> int:
         raise ValueError(f"analyze {args.figure}: give either inputs ({args.example}) or --table")
     if args.table is not None and (given := [name for name in args.options if getattr(args, name) not in (None, [])]):
         raise ValueError(f"{flag(given[0])}: has no effect on a table that is made; leave it out")
-    from deftune.comparison.show import align
     from deftune.inspection.style import read_table, save_figure
 
     figure = args.parts(args)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deftune.artifacts.options import check_counts
+from deftune.artifacts.terminal import align
 from deftune.cli.options import add_trust, need
 from deftune.cli.output import notice, say
 from deftune.cli.progress import Progress, progress
@@ -112,15 +112,12 @@ def run_one(args: argparse.Namespace) -> int:
 
 
 def run_worker(args: argparse.Namespace) -> int:
-    replies = os.dup(1)  # before the imports: a line that a library prints is no reply
-    os.set_inheritable(replies, False)
-    os.dup2(2, 1)
     from deftune.comparison.grid import load_comparison
     from deftune.comparison.worker import serve
 
     comparison = load_comparison(args.config)
     check_trust(args, comparison)
-    return serve(comparison, replies)
+    return serve(comparison)
 
 
 def run_all(args: argparse.Namespace, shown: Progress) -> int:
@@ -164,7 +161,7 @@ def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None
 
     if sys.stderr.isatty():
         cells = comparison.cells()
-        shown.show("cells", sum(cell.state()["state"] == "finished" for cell in cells), len(cells))
+        shown.show("cells", sum(cell.is_finished for cell in cells), len(cells))
     else:
         shown.show("; ".join(cell_progress(cell) for cell in running) or "waiting")
 
@@ -181,7 +178,7 @@ def shown_state(cell: dict[str, Any]) -> str:
 def run_show(args: argparse.Namespace) -> int:
     need("eval")
     from deftune.comparison.grid import load_comparison
-    from deftune.comparison.show import align, cost_lines, difference_lines, token_lines
+    from deftune.comparison.show import cost_lines, difference_lines, token_lines
     from deftune.comparison.summary import summarize_comparison
     from deftune.comparison.tables import escape_markdown, render
     from deftune.paper.beside import tables_beside_paper

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,15 +234,13 @@ def run_runs(args: argparse.Namespace) -> int:
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
         run["model"] = shown_model(run.pop("model") or "-")  # the longest text comes last
-    from deftune.artifacts.terminal import one_line
+    from deftune.artifacts.terminal import align, one_line
 
     cells = [
         [f"{v:.4g}" if isinstance(v, float) else one_line(str(v if v is not None else "-")) for v in r.values()]
         for r in found
     ]
-    widths = [max(map(len, column)) for column in zip(found[0], *cells)]
-    for row in [list(found[0]), *cells]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print(align([list(found[0]), *cells], shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     return 0
 
 

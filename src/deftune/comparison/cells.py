@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from deftune.artifacts.terminal import line_printer
 from deftune.comparison.grid import BASE, Cell, Evaluation
 from deftune.data.encoding import Encoder
 from deftune.data.rows import BadRows
-from deftune.evaluation.evaluate import Result, Settings, ask, write_summary
+from deftune.evaluation.evaluate import Settings, ask, write_summary
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.in_training import task_scorer
 from deftune.evaluation.local import TransformersSampler
@@ -78,7 +79,7 @@ def run_cell(
     console, shared = console or Console(stderr=True), shared or Shared()
     say, begin, stage, outcome = line_printer(console), time.perf_counter() - start_seconds, "train", None
     with locked(cell.folder, "running this cell"):
-        if cell.state()["state"] == "finished":
+        if cell.is_finished:
             return "finished"
         cell.set_state("running", stage=stage)
         try:
@@ -121,12 +122,12 @@ def runs_alike(cell: Cell) -> list[Run]:
 
 def remove_measurements(cell: Cell, say: Say) -> None:
     """Remove the measurements of weights that were not kept: training again may give other weights on a GPU."""
-    names = ["tokens.parquet", "bad_rows.jsonl", *(f"eval-{evaluation.title}" for evaluation in cell.section.evaluate)]
-    found = [cell.folder / name for name in names if (cell.folder / name).exists()]
-    for path in found:
+    folders = [cell.result(evaluation).folder for evaluation in cell.section.evaluate]
+    made = [path for path in (cell.token_table, cell.folder / "bad_rows.jsonl", *folders) if path.exists()]
+    for path in made:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if found:
-        say(f"removed {', '.join(path.name for path in found)}: the weights they were measured with were not kept")
+    if made:
+        say(f"removed {', '.join(path.name for path in made)}: the weights they were measured with were not kept")
 
 
 def cell_seconds(
@@ -138,19 +139,14 @@ def cell_seconds(
     """
     parts = {f"{part}_seconds": (outcome.seconds if outcome else {}).get(part, 0.0) for part in PARTS}
     begun = outcome.begun if outcome else 0
-    steps = sum(float(record.get("step_seconds", 0.0)) for record in train_records(cell) if record["step"] > begun)
+    steps = sum(float(record.get("step_seconds", 0.0)) for record in cell.train_records() if record["step"] > begun)
     parts["start_seconds"] = start
     return parts | {"overhead_seconds": whole - steps - measured["tokens_seconds"] - measured["eval_seconds"]}
 
 
-def train_records(cell: Cell) -> list[dict[str, Any]]:
-    """What a cell's run recorded at each of its steps; nothing for the base model."""
-    return [record for record in cell.run.read_metrics() if record.get("kind") == "train"]
-
-
 def training_cost(cell: Cell) -> dict[str, float]:
     """Seconds, tokens and peak memory of a cell's run, from what it recorded at every step; {} for the base model."""
-    records = train_records(cell)
+    records = cell.train_records()
     if not records:
         return {}
     seconds = sum(float(record.get("step_seconds", 0.0)) for record in records)
@@ -180,43 +176,39 @@ def measure_cell(cell: Cell, say: Say, shared: Shared, model: Any = None, tokeni
     """
     import torch
 
-    section = cell.section
-    found: dict[str, Any] = dict.fromkeys(("load_seconds", "tokens_seconds", "eval_seconds"), 0.0)
-    found["left_out"] = read_left_out(cell)
-    tokens = cell.folder / "tokens.parquet"
-    waiting = [e for e in section.evaluate if not (cell.folder / f"eval-{e.title}" / "summary.json").is_file()]
-    if not waiting and (tokens.is_file() or not section.tokens):
-        return found
-    with quiet():
+    seconds = dict.fromkeys(("load_seconds", "tokens_seconds", "eval_seconds"), 0.0)
+
+    @contextmanager
+    def timed(part: str) -> Generator[None]:
         start = time.perf_counter()
-        if model is None:
-            model, tokenizer = load_cell(cell, say, shared)
-        if torch.cuda.is_available():
-            model = model.to("cuda")
-        found["load_seconds"] = time.perf_counter() - start
-        if section.tokens and not tokens.is_file():
-            start = time.perf_counter()
-            found["left_out"] = write_tokens(cell, model, tokenizer, say)
-            found["tokens_seconds"] = time.perf_counter() - start
-        if torch.cuda.is_available():
-            model = model.to(torch.bfloat16)
-        start = time.perf_counter()
-        for evaluation in waiting:
-            evaluate_cell(cell, evaluation, model, tokenizer, say, shared)
-        found["eval_seconds"] = time.perf_counter() - start
-    return found
+        yield
+        seconds[part] = time.perf_counter() - start
+
+    waiting = [e for e in cell.section.evaluate if not (cell.result(e).folder / "summary.json").is_file()]
+    needs_tokens = bool(cell.section.tokens) and not cell.token_table.is_file()
+    if waiting or needs_tokens:
+        with quiet():
+            with timed("load_seconds"):
+                if model is None:
+                    model, tokenizer = load_cell(cell, say, shared)
+                if torch.cuda.is_available():
+                    model = model.to("cuda")
+            if needs_tokens:
+                with timed("tokens_seconds"):
+                    write_tokens(cell, model, tokenizer, say)
+            if torch.cuda.is_available():
+                model = model.to(torch.bfloat16)
+            with timed("eval_seconds"):
+                for evaluation in waiting:
+                    evaluate_cell(cell, evaluation, model, tokenizer, say, shared)
+    facts = token_table_facts(cell.token_table) if cell.token_table.is_file() else {}
+    return {**seconds, "left_out": list(facts.get("left_out", []))}
 
 
 def task_versions(cell: Cell) -> dict[str, str]:
     """The versions of the tasks that graded a cell's answers."""
-    results = [Result(cell.folder / f"eval-{evaluation.title}") for evaluation in cell.section.evaluate]
+    results = [cell.result(evaluation) for evaluation in cell.section.evaluate]
     return {task: str(version) for result in results for task, version in result.settings()["tasks"].items()}
-
-
-def read_left_out(cell: Cell) -> list[str]:
-    """The objectives that the cell's token table has no gate of, as recorded in the table."""
-    path = cell.folder / "tokens.parquet"
-    return list(token_table_facts(path).get("left_out", [])) if path.is_file() else []
 
 
 def load_cell(cell: Cell, say: Say, shared: Shared) -> tuple[Any, Any]:
@@ -229,12 +221,12 @@ def load_cell(cell: Cell, say: Say, shared: Shared) -> tuple[Any, Any]:
     return shared.load(source, **base_options(cell.config) | plain), tokenizer
 
 
-def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
+def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> None:
     """`tokens.parquet`: every supervised token of the held-out rows, with the gates of the comparison's objectives.
 
     The entropy is also measured at the temperatures of the regime's evaluations, so that models can be compared at the
     temperature where their entropies are equal. An objective that cannot be computed here fails in its own cell, not
-    in all others: its columns are left out. Returns which, and why.
+    in all others: its columns are left out, and the table records which, and why.
     """
     bad = BadRows(skip=cell.config.data.skip_bad_rows)
     rows = [row for source in cell.section.tokens for row in read_mixture([source], cell.config, bad, say)]
@@ -248,7 +240,7 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
     for line in left_out:
         say(f"left out: {line}")
     written = write_token_table(
-        cell.folder / "tokens.parquet", model, tokenizer, rows, encoder=encoder,
+        cell.token_table, model, tokenizer, rows, encoder=encoder,
         objectives=[objective for objective, reason in reasons.items() if not reason], bad=bad,
         temperatures=sorted({t for evaluation in cell.section.evaluate for t in evaluation.sweep()} - {0.0, 1.0}),
         facts={"cell": cell.name, "model": cell_title(cell), "left_out": left_out, **data_fact(cell)},
@@ -257,7 +249,6 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> list[str]:
     if bad.rows:
         bad.write(cell.folder / "bad_rows.jsonl")
         say(f"{bad.summary()}; see {cell.folder / 'bad_rows.jsonl'}")
-    return left_out
 
 
 def cell_title(cell: Cell) -> str:
@@ -271,7 +262,7 @@ def data_fact(cell: Cell) -> dict[str, str]:
     if len(cell.section.tokens) != 1:
         return {}
     (source,) = cell.section.tokens
-    return {"data": source.place}
+    return {"data": source.place, **({"split": source.split} if source.split else {})}
 
 
 def evaluate_cell(
@@ -286,7 +277,7 @@ def evaluate_cell(
         seed=evaluation.seed, limit=evaluation.limit, max_new_tokens=evaluation.max_new_tokens, rule=evaluation.rule,
         encoding=encoding,
     )  # fmt: skip
-    result = Result(cell.folder / f"eval-{evaluation.title}")
+    result = cell.result(evaluation)
     result.open(settings, tasks)
     sampler = TransformersSampler(model, tokenizer, batch_size=evaluation.batch_size, encoder_options=encoding)
     ask(result, settings, tasks, sampler)

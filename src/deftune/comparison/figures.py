@@ -24,6 +24,7 @@ from deftune.inspection.style import (
     line_style,
     look_of,
     new_figure,
+    rows_of,
     styled,
 )
 
@@ -79,26 +80,21 @@ def _scores(result: Result, task: str | None, metric: str) -> list[tuple[str, Ma
     return [(chosen, row) for row in rows]
 
 
-def _errors(part: Mapping[str, np.ndarray]) -> Any:
-    """What `Axes.errorbar` takes, percent: distances below and above; none where a bound is missing."""
-    errors = 100 * np.stack([part["score"] - part["low"], part["high"] - part["score"]])
-    return np.clip(np.nan_to_num(errors), 0, None)
-
-
-def _draw(axis: Any, x: Any, part: Mapping[str, np.ndarray], name: str, *, joined: bool, aside: float = 0.0) -> None:
-    """An objective's scores with their intervals, drawn ``aside`` points to the right of their place."""
+def _draw(axis: Any, x: Any, part: Mapping[str, np.ndarray], name: str, *, joined: bool, offset: float = 0.0) -> None:
+    """An objective's scores with their intervals, drawn ``offset`` points to the right of their place."""
     from matplotlib.transforms import offset_copy
 
     style = line_style(name)
     if not joined:
         style["ls"] = "none"
     order = np.argsort(x, kind="stable")
+    score, low, high = (100 * part[key][order] for key in ("score", "low", "high"))
+    errors = np.clip(np.nan_to_num([score - low, high - score]), 0, None)  # 0 where a bound is missing
     bars = axis.errorbar(
-        x[order], 100 * part["score"][order], yerr=_errors(part)[:, order], marker=look_of(name).marker, elinewidth=0.7,
-        capsize=1.5, capthick=0.7, **style,
-    )  # fmt: skip
-    if aside:
-        shifted = offset_copy(axis.transData, axis.figure, x=aside, units="points")
+        x[order], score, yerr=errors, marker=look_of(name).marker, elinewidth=0.7, capsize=1.5, capthick=0.7, **style
+    )
+    if offset:
+        shifted = offset_copy(axis.transData, axis.figure, x=offset, units="points")
         for artist in bars.get_children():  # the coordinates stay those of the table
             artist.set_transform(shifted)
 
@@ -117,20 +113,12 @@ def _score_axis(axis: Any) -> None:
     axis.set_ylim(low, high)
 
 
-ASIDE_POINTS = 4.0
+OFFSET_POINTS = 4.0
 
 
-def _aside(names: Sequence[str]) -> dict[str, float]:
+def _offsets(names: Sequence[str]) -> dict[str, float]:
     """Points by which each objective is drawn beside its place: intervals at one place would hide each other."""
-    return {name: ASIDE_POINTS * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
-
-
-def _measured_axis(axis: Any, values: np.ndarray, least: float) -> None:
-    """An axis whose ticks are the measured values, with room on both sides for what is drawn beside them."""
-    measured = sorted(set(values.tolist()))
-    room = max(0.15 * (measured[-1] - measured[0]), least)
-    axis.set_xlim(measured[0] - room, measured[-1] + room)
-    axis.set_xticks(measured, [f"{value:g}" for value in measured])
+    return {name: OFFSET_POINTS * (i - (len(names) - 1) / 2) for i, name in enumerate(names)}
 
 
 SCORE = ("regime", "objective", "temperature", "score", "low", "high")
@@ -146,12 +134,14 @@ def plot_temperatures(table: Table) -> Figure:
     regimes = distinct(columns["regime"].tolist())
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, COLUMN_INCHES * len(regimes)), 2.6))
     for axis, regime in zip(axes[0], regimes):
-        here = columns["regime"] == regime
-        for name, aside in _aside(distinct(columns["objective"][here].tolist())).items():
-            part = {key: values[here & (columns["objective"] == name)] for key, values in columns.items()}
-            _draw(axis, part["temperature"], part, name, joined=True, aside=aside)
-        axis.set(xlabel="sampling temperature", title=regime)
-        _measured_axis(axis, columns["temperature"][here], 0.1)
+        here = rows_of(columns, regime=regime)
+        for name, offset in _offsets(distinct(here["objective"].tolist())).items():
+            part = rows_of(here, objective=name)
+            _draw(axis, part["temperature"], part, name, joined=True, offset=offset)
+        measured = sorted(set(here["temperature"].tolist()))
+        margin = max(0.15 * (measured[-1] - measured[0]), 0.1)  # for what is drawn beside its place
+        axis.set(xlabel="sampling temperature", title=regime, xlim=(measured[0] - margin, measured[-1] + margin))
+        axis.set_xticks(measured, [f"{value:g}" for value in measured])
         axis.grid()
         _score_axis(axis)
     axes[0][0].set_ylabel("score (%)")
@@ -163,16 +153,14 @@ def plot_temperatures(table: Table) -> Figure:
 def plot_rates(table: Table) -> Figure:
     """The score against the learning rate, a line per objective with its 95% interval, a panel per temperature."""
     columns = columns_of(table, ("temperature", "objective", "learning_rate", "score", "low", "high"), "rates")
-    temperatures, names = sorted(set(columns["temperature"].tolist())), distinct(columns["objective"].tolist())
+    temperatures, rates = (sorted(set(columns[name].tolist())) for name in ("temperature", "learning_rate"))
+    offsets = _offsets(distinct(columns["objective"].tolist()))
     figure, axes = new_figure(1, len(temperatures), (PAGE_INCHES, 3.0), sharey=True)
-    aside = _aside(names)
     for axis, temperature in zip(axes[0], temperatures):
-        for name in names:
-            mine = (columns["temperature"] == temperature) & (columns["objective"] == name)
-            if mine.any():
-                part = {key: values[mine] for key, values in columns.items()}
-                _draw(axis, part["learning_rate"], part, name, joined=True, aside=aside[name])
-        rates = sorted(set(columns["learning_rate"].tolist()))
+        for name, offset in offsets.items():
+            part = rows_of(columns, temperature=temperature, objective=name)
+            if len(part["score"]):
+                _draw(axis, part["learning_rate"], part, name, joined=True, offset=offset)
         axis.set(xlabel="learning rate", title="greedy" if temperature == 0 else f"T = {temperature:g}", xscale="log")
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
@@ -218,10 +206,9 @@ def plot_continuum(table: Table) -> Figure:
     figure, axes = new_figure(1, len(regimes), (min(PAGE_INCHES, max(COLUMN_INCHES, 2.3 * len(regimes))), 2.7))
     for axis, regime in zip(axes[0], regimes):
         for place, name in enumerate(names):
-            mine = (columns["regime"] == regime) & (columns["objective"] == name)
-            part = {key: values[mine] for key, values in columns.items()}
-            _draw(axis, np.full(int(mine.sum()), place), part, name, joined=False)
-            if name == "base" and mine.any():
+            part = rows_of(columns, regime=regime, objective=name)
+            _draw(axis, np.full(len(part["score"]), place), part, name, joined=False)
+            if name == "base" and len(part["score"]):
                 axis.axhline(100 * float(part["score"][0]), color=look_of(name).colour, ls=":", lw=0.8, zorder=0)
         axis.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 6 else 45)
         axis.set_xlim(-0.6, len(names) - 0.4)
@@ -252,8 +239,8 @@ LEAST_NATS = 0.05
 def _entropy_axis(axis: Any, values: np.ndarray) -> None:
     """An axis of entropies spans at least 0.05 nats and does not go below 0 by more than a marker needs."""
     low, high = float(values.min()), float(values.max())
-    room = max(0.08 * (high - low), (LEAST_NATS - (high - low)) / 2)
-    axis.set_xlim(max(low - room, -0.03 * (high + room)), high + room)
+    margin = max(0.08 * (high - low), (LEAST_NATS - (high - low)) / 2)
+    axis.set_xlim(max(low - margin, -0.03 * (high + margin)), high + margin)
     axis.locator_params(axis="x", nbins=4)
 
 
@@ -264,22 +251,21 @@ def plot_entropy(table: Table) -> Figure:
     regimes, temperatures = distinct(columns["regime"].tolist()), sorted(set(columns["temperature"].tolist()))
     size = (min(PAGE_INCHES, max(COLUMN_INCHES, 2.3 * len(temperatures))), 0.5 + 2.0 * len(regimes))
     figure, axes = new_figure(len(regimes), len(temperatures), size, sharex="row", sharey="row")
-    for row, regime in enumerate(regimes):
-        for column, temperature in enumerate(temperatures):
-            axis = axes[row][column]
-            here = (columns["regime"] == regime) & (columns["temperature"] == temperature)
-            for name in distinct(columns["objective"][here].tolist()):
-                mine = here & (columns["objective"] == name)
-                part = {key: values[mine] for key, values in columns.items()}
+    for row, regime in zip(axes, regimes):
+        for axis, temperature in zip(row, temperatures):
+            here = rows_of(columns, regime=regime, temperature=temperature)
+            for name in distinct(here["objective"].tolist()):
+                part = rows_of(here, objective=name)
                 _draw(axis, part["entropy"], part, name, joined=False)
-            if not here.any():
+            if not len(here["score"]):
                 axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", va="center")
             axis.grid()
-            axis.set_title(f"T = {temperature:g}" if row == 0 else "")
-            if row == len(regimes) - 1:
-                axis.set_xlabel("mean entropy (nats)")
-        _score_axis(axes[row][0])  # the panels of a row share it
-        _entropy_axis(axes[row][0], columns["entropy"][columns["regime"] == regime])
-        axes[row][0].set_ylabel(f"{regime}\nscore (%)" if regime else "score (%)")
-    legend_below(figure, [axis for row in axes for axis in row])
+        _score_axis(row[0])  # the panels of a row share it
+        _entropy_axis(row[0], rows_of(columns, regime=regime)["entropy"])
+        row[0].set_ylabel(f"{regime}\nscore (%)" if regime else "score (%)")
+    for axis, temperature in zip(axes[0], temperatures):
+        axis.set_title(f"T = {temperature:g}")
+    for axis in axes[-1]:
+        axis.set_xlabel("mean entropy (nats)")
+    legend_below(figure, axes.flat)
     return figure

@@ -3,7 +3,7 @@
     comparison.yaml    environment.json    comparison.json
     REGIME/base/                    the untuned model, measured like the others
     REGIME/OBJECTIVE/lrRATE-sSEED/  a cell: run/ (a `deftune train` run), eval-NAME/ (`deftune eval` results),
-                                    tokens.json, cell.json (its state and cost), log.txt
+                                    tokens.parquet, cell.json (its state and cost), log.txt
 
 All objectives get the same data in the same order for a seed, the same steps, the same learning rates to choose from.
 Objectives, seeds, learning rates and regimes may be added later; anything else is another comparison.
@@ -40,6 +40,7 @@ from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import LOCK, FolderError, Kind, differences, locked_file
 from deftune.artifacts.runs import Run
 from deftune.evaluation.questions import wanted_tasks
+from deftune.evaluation.results import Result
 from deftune.evaluation.suites import Suite, Task, suite_named, task_named
 from deftune.objectives import objective as parse_objective
 
@@ -201,6 +202,12 @@ class Comparison(Section):
                     found += [Cell(self, regime, objective, rate, seed) for objective in self.objectives]
         return found
 
+    def finished_cells(self, regime: str) -> dict[str, list[Cell]]:
+        """Objective -> its finished cells in a regime; the untuned model first, then as the file lists them."""
+        finished = [cell for cell in self.cells() if cell.regime == regime and cell.is_finished]
+        by_objective = {name: [c for c in finished if c.objective == name] for name in (BASE, *self.objectives)}
+        return {name: cells for name, cells in by_objective.items() if cells}
+
     def cell(self, name: str) -> Cell:
         for cell in self.cells():
             if cell.name == name:
@@ -274,6 +281,19 @@ class Cell:
         return Run(self.folder / "run")
 
     @property
+    def token_table(self) -> Path:
+        """The file of the cell's held-out tokens."""
+        return self.folder / "tokens.parquet"
+
+    def result(self, evaluation: Evaluation) -> Result:
+        """The cell's answers to the questions of an evaluation."""
+        return Result(self.folder / f"eval-{evaluation.title}")
+
+    def train_records(self) -> list[dict[str, Any]]:
+        """What the cell's run recorded at each of its steps; nothing for the untuned model."""
+        return [record for record in self.run.read_metrics() if record.get("kind") == "train"]
+
+    @property
     def section(self) -> Regime:
         return self.comparison.regimes[self.regime]
 
@@ -312,6 +332,10 @@ class Cell:
                 f"{path}: is damaged ({problem}); remove it, and `deftune compare run` goes on with the cell"
             ) from None
 
+    @property
+    def is_finished(self) -> bool:
+        return self.state()["state"] == "finished"
+
     def set_state(self, state: str, **facts: Any) -> None:
         """Write `cell.json`; the failures of earlier calls are kept, so that a cell that was run again says so."""
         failures = list(self.state().get("failures", ()))
@@ -326,7 +350,7 @@ class Cell:
 
 
 def load_comparison(path: Path, overrides: Sequence[str] = ()) -> Comparison:
-    """Read a comparison from a YAML file, or from the folder of one that was begun."""
+    """Read a comparison from a YAML file, or from the folder of a comparison."""
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path}: is no comparison (it has no {CONFIG})")

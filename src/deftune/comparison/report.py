@@ -23,7 +23,7 @@ from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import shown_model, shown_path
 from deftune.comparison.grid import CONFIG, Comparison, render_comparison
-from deftune.comparison.show import cost_lines, difference_lines, score_tables, token_lines, view_title
+from deftune.comparison.show import cost_lines, difference_lines, evaluations, score_tables, token_lines, view_title
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.tables import AVERAGE, LEVEL, ResultTable, render_html
 
@@ -36,35 +36,33 @@ FEW_ITEMS, FEW_SEEDS = 100, 3
 # --- what it says -----------------------------------------------------------------------------------------------------
 
 
-def verdicts(summary: Record) -> list[tuple[str, bool, str]]:
-    """(where, decided, sentence) for every objective against the first one, by regime and suite, in the last view."""
-    found: list[tuple[str, bool, str]] = []
+def verdicts(summary: Record) -> dict[str, list[tuple[bool, str]]]:
+    """Regime and suite -> (decided, sentence) for every objective against the first one, in the last view."""
+    found: dict[str, list[tuple[bool, str]]] = {}
     reference = summary["config"]["objectives"][0]
-    for regime, about in summary["regimes"].items():
-        for evaluation in about["evaluations"]:
-            if not evaluation["views"]:
-                continue
-            view = evaluation["views"][-1]
-            for record in view["differences"]:
-                if record["column"] != AVERAGE or reference not in (record["a"], record["b"]):
-                    continue
-                sign = 1 if record["b"] == reference else -1
-                other = record["a"] if sign > 0 else record["b"]
-                decided = record["p_holm"] < LEVEL
-                points = 100 * sign * record["difference"] + 0.0  # no -0.00
-                ends = [100 * sign * record[key] + 0.0 for key in ("low", "high") if record[key] is not None]
-                interval = f" [{min(ends):+.2f}, {max(ends):+.2f}]" if ends else ""
-                how = (
-                    f"{'above' if points > 0 else 'below'} {reference}"
-                    if decided
-                    else f"not distinguishable from {reference}"
-                )
-                where = f"{regime}, {evaluation['title']}, {view_title(view['name'])}"
-                found.append((where, decided, (
-                    f"{other} is {how}: {points:+.2f} points{interval}, p = {record['p_holm']:.2g} after Holm, "
-                    f"{record['items']:,} items."
-                )))  # fmt: skip
+    for regime, evaluation in evaluations(summary):
+        for view in evaluation["views"][-1:]:
+            where = f"{regime}, {evaluation['title']}, {view_title(view['name'])}"
+            lines = [
+                verdict(record, reference) for record in view["differences"]
+                if record["column"] == AVERAGE and reference in (record["a"], record["b"])
+            ]  # fmt: skip
+            found |= {where: lines} if lines else {}
     return found
+
+
+def verdict(record: Record, reference: str) -> tuple[bool, str]:
+    """A difference in words: whether it is decided, and the other objective against ``reference``."""
+    sign, other = (1, record["a"]) if record["b"] == reference else (-1, record["b"])
+    decided = record["p_holm"] < LEVEL
+    points = 100 * sign * record["difference"] + 0.0  # no -0.00
+    ends = [100 * sign * record[key] + 0.0 for key in ("low", "high") if record[key] is not None]
+    interval = f" [{min(ends):+.2f}, {max(ends):+.2f}]" if ends else ""
+    how = ("above" if points > 0 else "below") if decided else "not distinguishable from"
+    return decided, (
+        f"{other} is {how} {reference}: {points:+.2f} points{interval}, p = {record['p_holm']:.2g} after Holm, "
+        f"{record['items']:,} items."
+    )
 
 
 def cautions(summary: Record) -> list[str]:
@@ -99,12 +97,11 @@ def cautions(summary: Record) -> list[str]:
             f"others, so intervals may be wide; {FEW_SEEDS} seeds narrow them most."
         )
     small: list[str] = []
-    for regime, about in summary["regimes"].items():
-        for evaluation in about["evaluations"]:
-            for view in evaluation["views"][:1]:
-                sizes = {c["items"] for row in view["rows"].values() for c in row["columns"].values() if c["items"]}
-                if sizes and min(sizes) < FEW_ITEMS:
-                    small.append(f"{regime}, {evaluation['title']}: {min(sizes)}")
+    for regime, evaluation in evaluations(summary):
+        for view in evaluation["views"][:1]:
+            sizes = {c["items"] for row in view["rows"].values() for c in row["columns"].values() if c["items"]}
+            if sizes and min(sizes) < FEW_ITEMS:
+                small.append(f"{regime}, {evaluation['title']}: {min(sizes)}")
     if small:
         lines.append(f"Sets with few items, too few to rank by: {'; '.join(small)}.")
     return lines
@@ -116,18 +113,17 @@ def cautions(summary: Record) -> list[str]:
 def score_sections(summary: Record, tables: Sequence[ResultTable]) -> Iterator[dict[str, Any]]:
     """For every suite: its last view (the best of a sweep), and the earlier views, each with its paired differences."""
     remaining = iter(tables)
-    for regime, about in summary["regimes"].items():
-        for evaluation in about["evaluations"]:
-            place = f"{regime}, {evaluation['title']}"
-            shown = [
-                {
-                    "title": f"{place}, {view_title(view['name'])}",
-                    "table": Markup(render_html(next(remaining))),
-                    "differences": difference_lines(evaluation, view) if view["differences"] else None,
-                }
-                for view in evaluation["views"]
-            ]
-            yield {"place": place, "last": shown[-1] if shown else None, "earlier": shown[:-1]}
+    for regime, evaluation in evaluations(summary):
+        place = f"{regime}, {evaluation['title']}"
+        shown = [
+            {
+                "title": f"{place}, {view_title(view['name'])}",
+                "table": Markup(render_html(next(remaining))),
+                "differences": difference_lines(evaluation, view) if view["differences"] else None,
+            }
+            for view in evaluation["views"]
+        ]
+        yield {"place": place, "last": shown[-1] if shown else None, "earlier": shown[:-1]}
 
 
 def cell_rows(comparison: Comparison, page: Path | None) -> Iterator[dict[str, Any]]:
@@ -178,12 +174,12 @@ def reproduce(comparison: Comparison) -> str:
         lines += [
             "# one cell by hand",
             f"deftune train {within(run / 'config.yaml')} --set run=runs/again",
-            *(f"deftune eval show {within(trained.folder / f'eval-{evaluation.title}')} --wrong"
+            *(f"deftune eval show {within(trained.result(evaluation).folder)} --wrong"
               for evaluation in trained.section.evaluate),
             f"deftune chat {within(run)}",
         ]  # fmt: skip
         if trained.section.tokens:
-            table, browser = (within(trained.folder / name) for name in ("tokens.parquet", "inspect.html"))
+            table, browser = within(trained.token_table), within(trained.folder / "inspect.html")
             lines += ["# a page of its held-out tokens; the next report links it",
                       f"deftune inspect --tokens {table} --html {browser}"]  # fmt: skip
     return "\n".join(lines)
@@ -220,16 +216,13 @@ def render_report(
     }
     if started := str(environment.get("started", ""))[:10]:
         facts["started"] = started
-    said: dict[str, list[tuple[bool, str]]] = {}
-    for where, decided, text in verdicts(summary):
-        said.setdefault(where, []).append((decided, text))
     return page_template("report.html").render(
         title=f"{Path(comparison.folder).name}: {', '.join(config['objectives'])}",
         policy=POLICY,
         style=Markup(resources.files("deftune.comparison").joinpath("report.css").read_text(encoding="utf-8")),
         facts=facts,
         cautions=list(map(without_folders, cautions(summary))),
-        verdicts=said,
+        verdicts=verdicts(summary),
         scores=list(score_sections(summary, score_tables(summary) if tables is None else tables)),
         figures={name: Markup(svg) for name, svg in figures.items()},
         tokens={name: token_lines(about["tokens"]) for name, about in summary["regimes"].items() if about["tokens"]},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deftune.comparison.figures import (
@@ -14,7 +13,8 @@ from deftune.comparison.figures import (
     plot_entropy,
     plot_temperatures,
 )
-from deftune.comparison.grid import BASE, Comparison
+from deftune.comparison.grid import BASE, Cell, Comparison
+from deftune.comparison.show import views
 from deftune.comparison.tables import AVERAGE
 from deftune.inspection.figures import (
     gradient_map_table,
@@ -84,20 +84,18 @@ def score_lines(summary: Record) -> list[dict[str, Any]]:
     ``learning_rates`` are those that the two halves of the items were scored at.
     """
     lines: list[dict[str, Any]] = []
-    for regime, about in summary["regimes"].items():
-        for evaluation in about["evaluations"]:
-            place = regime if len(about["evaluations"]) == 1 else f"{regime}, {evaluation['title']}"
-            for view in evaluation["views"]:
-                if view["temperature"] is None or not (averaged := evaluation["averaged"]):
-                    continue
-                for objective, row in view["rows"].items():
-                    cell = row["columns"][AVERAGE if len(averaged) > 1 else averaged[0]]  # as in the table
-                    low, high = (cell["value"] if cell[key] is None else cell[key] for key in ("low", "high"))
-                    lines.append({
-                        "regime": place, "of": regime, "objective": objective, "temperature": view["temperature"],
-                        "score": cell["value"], "low": low, "high": high,
-                        "learning_rates": tuple(rate for _, rate in row["chosen"]),
-                    })  # fmt: skip
+    for regime, about, evaluation, view in views(summary):
+        place = regime if len(about["evaluations"]) == 1 else f"{regime}, {evaluation['title']}"
+        if view["temperature"] is None or not (averaged := evaluation["averaged"]):
+            continue
+        for objective, row in view["rows"].items():
+            cell = row["columns"][AVERAGE if len(averaged) > 1 else averaged[0]]  # as in the table
+            low, high = (cell["value"] if cell[key] is None else cell[key] for key in ("low", "high"))
+            lines.append({
+                "regime": place, "of": regime, "objective": objective, "temperature": view["temperature"],
+                "score": cell["value"], "low": low, "high": high,
+                "learning_rates": tuple(rate for _, rate in row["chosen"]),
+            })  # fmt: skip
     return lines
 
 
@@ -105,14 +103,22 @@ def swept(scores: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     return scores if len({line["temperature"] for line in scores}) > 1 else None
 
 
+def first_cells(comparison: Comparison) -> dict[tuple[str, str], Cell]:
+    """The first finished cell of each (regime, objective): tokens of one model, not of several."""
+    return {
+        (regime, objective): cells[0]
+        for regime in comparison.regimes
+        for objective, cells in comparison.finished_cells(regime).items()
+    }
+
+
 def first_tables(comparison: Comparison, columns: Sequence[str] | None) -> dict[tuple[str, str], Any]:
-    """The first seed of each objective at the first learning rate: tokens of one model, not of several."""
-    tables: dict[tuple[str, str], Any] = {}
-    for cell in comparison.cells():
-        path = cell.folder / "tokens.parquet"
-        if cell.state()["state"] == "finished" and path.is_file() and (cell.regime, cell.objective) not in tables:
-            tables[cell.regime, cell.objective] = read_token_table(path, columns)
-    return tables
+    """The token tables of `first_cells`, where they have one."""
+    return {
+        place: read_token_table(cell.token_table, columns)
+        for place, cell in first_cells(comparison).items()
+        if cell.token_table.is_file()
+    }
 
 
 def shares(comparison: Comparison) -> Any:
@@ -121,11 +127,8 @@ def shares(comparison: Comparison) -> Any:
 
 
 def runs(comparison: Comparison) -> list[dict[str, Any]] | None:
-    found: dict[tuple[str, str], tuple[str, Path]] = {}
-    for cell in comparison.cells():
-        if cell.objective != BASE and cell.state()["state"] == "finished":
-            found.setdefault((cell.regime, cell.objective), (cell.regime, cell.folder / "run"))
-    return progress_table(list(found.values())) if found else None
+    first = [(regime, cell.run.folder) for (regime, name), cell in first_cells(comparison).items() if name != BASE]
+    return progress_table(first) if first else None
 
 
 def by_p(scores: list[dict[str, Any]], summary: Record) -> list[dict[str, Any]] | None:

@@ -31,7 +31,7 @@ from deftune.comparison.grid import (
 )
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.worker import needs_liger
-from deftune.evaluation.results import Result, Tasks, describe_data
+from deftune.evaluation.results import Tasks, describe_data
 from deftune.evaluation.statistics import half_of
 from deftune.training.preparation import prepare
 
@@ -112,20 +112,22 @@ def check_comparison(comparison: Comparison, say: Say) -> None:
 def check_same_items(comparison: Comparison, regime: str, evaluation: Evaluation, tasks: Tasks) -> None:
     """Refuse to run cells with other items than the finished cells were asked: scores are paired by item."""
     cells = [cell for cell in comparison.cells() if cell.regime == regime]
-    finished = [cell for cell in cells if cell.state()["state"] == "finished"]
-    if len(finished) == len(cells):
+    if all(cell.is_finished for cell in cells):
         return
     now = describe_data(tasks)
-    for cell in finished:
-        folder = cell.folder / f"eval-{evaluation.title}"
-        if not (folder / "settings.json").is_file():
+    for cell in cells:
+        if not cell.is_finished:
+            continue
+        result = cell.result(evaluation)
+        if not (result.folder / "settings.json").is_file():
             continue  # lost: the summary says what to do
-        before = Result(folder).settings().get("data", {})
+        before = result.settings().get("data", {})
         for task, about in now.items():
             if task in before and before[task]["hash"] != about["hash"]:
                 raise ValueError(
-                    f"regimes.{regime}, {evaluation.title}: {task} has other items than {folder} was asked, so the "
-                    f"cells could not be compared; restore its data, or choose another folder with {COMPARISON.option}"
+                    f"regimes.{regime}, {evaluation.title}: {task} has other items than {result.folder} was asked, so "
+                    f"the cells could not be compared; restore its data, or choose another folder with "
+                    f"{COMPARISON.option}"
                 )
 
 
@@ -167,15 +169,10 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
     """Every cell that is not finished; ``keep_going``: also those that would only repeat a failure."""
     check_comparison(comparison, say)
     open_comparison(comparison)
-    outcome = GridOutcome()
     cells = comparison.cells()
     places = {cell.name: f"[{number}/{len(cells)}]" for number, cell in enumerate(cells, 1)}
-    waiting: list[Cell] = []
-    for cell in cells:
-        if cell.state()["state"] == "finished":
-            outcome.finished.append(cell.name)
-        else:
-            waiting.append(cell)
+    outcome = GridOutcome(finished=[cell.name for cell in cells if cell.is_finished])
+    waiting = [cell for cell in cells if cell.name not in outcome.finished]
     failures, unannounced = Failures(cells), set(comparison.regimes)
 
     def begin(cell: Cell) -> bool:
@@ -235,6 +232,7 @@ class Children:
         self.jobs, self.watch, self.clock = jobs, watch, clock
         self.signal: int | None = None  # that asked to stop
         self.running: list[Child] = []
+        self.idle: list[Child] = []  # processes that wait for a cell
 
     def stop(self, number: int = signal.SIGTERM, frame: Any = None) -> None:
         """Start no other cell, and stop those that run, as on a signal; a second call ends them while they save."""
@@ -243,54 +241,59 @@ class Children:
             child.stop()
 
     def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-        waiting, alone, running, idle = list(cells), list[Cell](), self.running, list[Child]()
+        waiting, alone = list(cells), list[Cell]()
         before = {number: signal.signal(number, self.stop) for number in (signal.SIGTERM, signal.SIGINT)}
         watched = self.clock()
         try:
-            while running or ((waiting or alone) and not self.signal):
-                while not self.signal and ((waiting and len(running) < self.jobs) or (alone and not running)):
-                    crowded = not waiting
+            while self.running or ((waiting or alone) and not self.signal):
+                if not waiting:  # idle processes would keep memory from the cells that still run
+                    self._close_idle()
+                if not self.signal and (len(self.running) < self.jobs if waiting else alone and not self.running):
                     cell = (waiting or alone).pop(0)
                     if begin(cell):
-                        while crowded and idle:  # they hold memory that the cell has lacked
-                            idle.pop().close()
-                        child = next((child for child in idle if child.suits(cell)), None)
-                        if child is not None:
-                            idle.remove(child)
-                        elif len(running) + len(idle) >= self.jobs:
-                            idle.pop().close()
-                        child = child or Child(cell)
-                        running.append(child)
-                        child.start(cell)
-                        for other in running:
-                            other.shared = other.shared or len(running) > 1
-                        if self.signal:  # while it started
-                            child.stop()
-                if not waiting:  # they would keep memory from the cells that still run
-                    while idle:
-                        idle.pop().close()
-                ended = [child for child in running if child.is_over()]
+                        self._start(cell)
+                    continue
+                ended = [child for child in self.running if child.is_over()]
                 for child in ended:
-                    running.remove(child)
-                    cell, state = child.cell, child.end(told=self.signal is not None)
+                    self.running.remove(child)
+                    cell, state = child.cell, child.end(asked_to_stop=self.signal is not None)
                     if not child.has_exited:
-                        idle.append(child)
+                        self.idle.append(child)
                     if state == "failed" and child.shared and OUT_OF_MEMORY in str(cell.state().get("error")):
                         alone.append(cell)
                         state = CROWDED
                     yield cell, state
                 if self.clock() - watched >= WATCH_SECONDS:
                     watched = self.clock()
-                    self.watch([child.cell for child in running])
-                if running and not ended:
+                    self.watch([child.cell for child in self.running])
+                if self.running and not ended:
                     time.sleep(0.1)
         finally:
-            while running:  # the caller has given up: they stop, as if this process were gone
-                running.pop().leave()
-            for child in idle:
-                child.close()
+            while self.running:  # the caller has given up: they stop, as if this process were gone
+                self.running.pop().leave()
+            self._close_idle()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _start(self, cell: Cell) -> None:
+        """Start a cell in an idle process that suits, else in a new one."""
+        child = next((child for child in self.idle if child.suits(cell)), None)
+        if child is not None:
+            self.idle.remove(child)
+        else:
+            if len(self.running) + len(self.idle) >= self.jobs:
+                self.idle.pop().close()
+            child = Child(cell)
+        self.running.append(child)
+        child.start(cell)
+        for other in self.running:
+            other.shared = other.shared or len(self.running) > 1
+        if self.signal:  # while it started
+            child.stop()
+
+    def _close_idle(self) -> None:
+        while self.idle:
+            self.idle.pop().close()
 
 
 class Child:
@@ -298,19 +301,17 @@ class Child:
 
     def __init__(self, cell: Cell):
         self.cell, self.shared, self.liger = cell, False, False  # shared: another cell ran at the same time
-        self.text = b""  # of its replies
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--worker"]
         if any(other.config.model.trust_remote_code for other in cell.comparison.cells()):
-            command.append("--trust-remote-code")  # whoever started the comparison has said so
+            command.append("--trust-remote-code")  # whoever started the comparison has passed it
         with (cell.folder / "log.txt").open("ab") as log:  # until the process has read the cell's name
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log,
                 start_new_session=True,  # Ctrl-C reaches it once, from here; and it leads its helpers' process group
             )  # fmt: skip
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.requests, self.replies = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.replies, False)
+        assert self.process.stdin is not None
+        self.requests = self.process.stdin
 
     @property
     def has_exited(self) -> bool:
@@ -324,8 +325,8 @@ class Child:
     def start(self, cell: Cell) -> None:
         """Ask for a cell."""
         self.cell, self.shared, self.liger = cell, False, self.liger or needs_liger(cell)
-        with suppress(BrokenPipeError):  # it is gone: `is_over` sees that
-            os.write(self.requests, f"{time.time()} {cell.name}\n".encode())
+        with suppress(BrokenPipeError):  # the process is gone: `is_over` sees that
+            os.write(self.requests.fileno(), f"{time.time()} {cell.name}\n".encode())
 
     def stop(self) -> None:
         if not self.has_exited:  # not `send_signal`, which would reap it before its helpers are ended
@@ -333,12 +334,7 @@ class Child:
 
     def is_over(self) -> bool:
         """Whether the cell has finished, or its process has ended."""
-        with suppress(BlockingIOError):
-            self.text += os.read(self.replies, 4096)
-        if f"{self.cell.name}\n".encode() in self.text:
-            self.text = b""
-            return True
-        return self._exits()
+        return self.cell.is_finished or self._exits()
 
     def _exits(self) -> bool:
         """Whether the process has ended; its remaining child processes are then ended too.
@@ -359,14 +355,11 @@ class Child:
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.requests.close()
 
     def leave(self) -> None:
         """Ask for no other cell: the process ends, and a cell that runs stops as on SIGTERM."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.requests.close()
 
     def close(self) -> None:
         """End a process that waits for a cell."""
@@ -378,12 +371,12 @@ class Child:
                 return
             time.sleep(0.02)
 
-    def end(self, *, told: bool) -> str:
-        """The state of a cell that is over; ``told``: the process was asked to stop."""
+    def end(self, *, asked_to_stop: bool) -> str:
+        """The state of a cell that is over; ``asked_to_stop``: its process was."""
         code, about = self.process.returncode or 0, self.cell.state()
         if about["state"] == "finished":  # whatever came after that
             return "finished"
-        if told or about["state"] == "stopped":
+        if asked_to_stop or about["state"] == "stopped":
             if about["state"] != "failed":
                 self.cell.set_state("stopped", **{key: value for key, value in about.items() if key != "state"})
             return "stopped"
@@ -449,5 +442,5 @@ def dry_run_grid(comparison: Comparison, say: Say) -> None:
         if state != "finished":
             trained += tokens
             answered += about.answer_tokens
-    left = sum(cell.state()["state"] != "finished" for cell in cells)
+    left = sum(not cell.is_finished for cell in cells)
     say(f"{left} of {len(cells)} cells to run: {trained:,} tokens to train on, at most {answered:,} to generate")

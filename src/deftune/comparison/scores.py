@@ -207,11 +207,11 @@ def averaged_columns(evaluation: Evaluation, columns: Sequence[str]) -> list[str
 
 
 def view_record(
-    name: str, temperature: float | None, order: Sequence[str], scores: Mapping[str, Scores], columns: Sequence[str],
-    averaged: Sequence[str],
-) -> Record:  # fmt: skip
-    whole = {objective: common(scores[objective]) for objective in order}
-    shown = {objective: show(whole[objective], averaged, temperature, whole[objective].seeds) for objective in order}
+    name: str, temperature: float | None, scores: Mapping[str, Scores], columns: Sequence[str], averaged: Sequence[str]
+) -> Record:
+    """The rows of a view (score, interval, chosen settings of each objective) and the differences of all pairs."""
+    whole = {objective: common(own) for objective, own in scores.items()}
+    shown = {objective: show(own, averaged, temperature, own.seeds) for objective, own in whole.items()}
     rows: dict[str, Record] = {}
     for objective, mine in shown.items():
         cells = {column: score_record([mine.columns[column]]) for column in columns}
@@ -227,7 +227,7 @@ def view_record(
             "chosen": [[option.temperature, option.learning_rate] for option in mine.chosen],
         }  # fmt: skip
     pairs: dict[tuple[str, str], tuple[Shown, Shown]] = {}
-    for a, b in combinations(order[::-1], 2):
+    for a, b in combinations([*scores][::-1], 2):
         if BASE in (a, b):
             pairs[a, b] = shown[a], shown[b]
         elif (mine := common(scores[a], scores[b])).seeds:  # the cells that both have

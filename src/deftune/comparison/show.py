@@ -17,12 +17,18 @@ def score_tables(summary: Record) -> list[ResultTable]:
     return [view_table(regime, about["model"], evaluation, view) for regime, about, evaluation, view in views(summary)]
 
 
-def views(summary: Record) -> Iterator[tuple[str, Record, Record, Record]]:
-    """(regime's name, the regime, evaluation, view) of every table of a summary."""
+def evaluations(summary: Record) -> Iterator[tuple[str, Record]]:
+    """(regime's name, evaluation) of every suite of a summary."""
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
-            for view in evaluation["views"]:
-                yield regime, about, evaluation, view
+            yield regime, evaluation
+
+
+def views(summary: Record) -> Iterator[tuple[str, Record, Record, Record]]:
+    """(regime's name, the regime, evaluation, view) of every table of a summary."""
+    for regime, evaluation in evaluations(summary):
+        for view in evaluation["views"]:
+            yield regime, summary["regimes"][regime], evaluation, view
 
 
 def view_table(regime: str, model: str, evaluation: Record, view: Record, rank_base: bool = False) -> ResultTable:
@@ -109,9 +115,3 @@ def cost_lines(cost: Mapping[str, Record]) -> list[list[str]]:
         lines.append([objective, str(record["cells"]), f"{record['seconds']:.1f}", f"{record['tokens']:,.0f}",
                       f"{record['tokens_per_second']:,.0f}", f"{record['memory_gib']:.2f}"])  # fmt: skip
     return lines
-
-
-def align(lines: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in lines)

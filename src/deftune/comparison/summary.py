@@ -15,11 +15,9 @@ from torch import Tensor
 
 from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
-from deftune.artifacts.runs import Run
-from deftune.comparison.grid import BASE, Cell, Comparison, Evaluation
+from deftune.comparison.grid import Cell, Comparison, Evaluation
 from deftune.comparison.scores import Scores, averaged_columns, view_record
 from deftune.data.mixing import is_exchanged
-from deftune.evaluation.evaluate import Result
 from deftune.evaluation.statistics import mean_over_tokens
 from deftune.evaluation.suites import task_named
 from deftune.tokens.conflict import is_confident_conflict
@@ -32,24 +30,27 @@ REVISION = 2  # of the numbers: raise it with a change of how they are computed,
 TOKEN_COLUMNS = ("nll", "p", "concentration", "entropy")
 
 
-def summarize_evaluation(comparison: Comparison, regime: str, evaluation: Evaluation) -> Record:
+Finished = Mapping[str, Sequence[Cell]]  # `Comparison.finished_cells` of one regime
+
+
+def summarize_evaluation(finished: Finished, evaluation: Evaluation) -> Record:
     """One suite of a regime: views (each temperature, and the best), their rows and paired differences."""
     scores: dict[str, Scores] = {}
     notes: dict[str, str] = {}
     missing: dict[str, str] = {}
-    for cell in comparison.cells():
-        folder = cell.folder / f"eval-{evaluation.title}"
-        if cell.regime == regime and cell.state()["state"] == "finished":
-            with readable(folder / "summary.json", cell):
-                summary = Result(folder).summary()
+    for objective, cells in finished.items():
+        scores[objective] = Scores()
+        for cell in cells:
+            result = cell.result(evaluation)
+            with readable(result.folder / "summary.json", cell):
+                summary = result.summary()
                 notes |= {str(row["task"]): str(row["note"]) for row in summary["rows"] if row["note"]}
                 missing |= {str(task): str(why) for task, why in summary["missing"].items()}
-            with readable(folder / "graded.jsonl", cell):
-                scores.setdefault(cell.objective, Scores()).add(cell, Result(folder).read_graded())
-    order = [name for name in (BASE, *comparison.objectives) if name in scores]
-    if not order:
+            with readable(result.graded, cell):
+                scores[objective].add(cell, result.read_graded())
+    if not scores:
         return {"title": evaluation.title, "views": [], "notes": notes, "missing": missing}
-    columns = list(next(iter(scores[order[0]].values.values())))
+    columns = list(next(iter(next(iter(scores.values())).values.values())))
     averaged = averaged_columns(evaluation, columns)
     sweep = evaluation.sweep()
     views: list[tuple[str, float | None]] = [(f"T={t:g}", t) for t in sweep]
@@ -59,7 +60,7 @@ def summarize_evaluation(comparison: Comparison, regime: str, evaluation: Evalua
         "title": evaluation.title, "suite": evaluation.suite, "columns": columns, "averaged": averaged,
         "kinds": {column: kind_of(evaluation, column) for column in columns}, "samples": evaluation.samples_each(),
         "notes": notes, "missing": missing,
-        "views": [view_record(name, t, order, scores, columns, averaged) for name, t in views],
+        "views": [view_record(name, t, scores, columns, averaged) for name, t in views],
     }  # fmt: skip
 
 
@@ -90,9 +91,7 @@ def token_columns(cells: Sequence[Cell]) -> tuple[Tensor, dict[str, Tensor]]:
     """The row of every held-out token, and each token's numbers: means over the cells, which are of several seeds."""
     found: dict[str, list[Tensor]] = {}
     for cell in cells:
-        table = read_token_table(
-            cell.folder / "tokens.parquet", ["row", "log_p", "p", "concentration", "entropy", "rank"]
-        )
+        table = read_token_table(cell.token_table, ["row", "log_p", "p", "concentration", "entropy", "rank"])
         columns = {name: tensor_of(table, name) for name in table.column_names}
         columns |= {"nll": -columns.pop("log_p"), "top1": columns.pop("rank") == 0}
         columns |= {"share_below_1e-3": columns["p"] < 1e-3, "share_above_half": columns["p"] > 0.5}
@@ -109,7 +108,7 @@ def tensor_of(table: Any, name: str) -> Tensor:
 def token_record(cells: Sequence[Cell]) -> Record:
     """Means over held-out tokens with intervals over rows."""
     rows, columns = token_columns(cells)
-    wrong, record = exchanged_record(cells[0].folder / "tokens.parquet", rows, columns)
+    wrong, record = exchanged_record(cells[0].token_table, rows, columns)
     rows, columns = rows[~wrong], {name: values[~wrong] for name, values in columns.items()}
     record |= {"tokens": len(rows), "rows": int(rows.unique().numel()), "seeds": len(cells)}
     record |= {name: mean_over_tokens(columns[name], rows)._asdict() for name in TOKEN_COLUMNS}
@@ -170,45 +169,35 @@ def table_record(path: Path) -> Record:
     }  # fmt: skip
 
 
-def check_rows(cells: Sequence[Cell]) -> None:
+def check_rows(first: Cell, *others: Cell) -> None:
     """Refuse token tables of different rows: the held-out rows were changed between two cells."""
-    paths = [cell.folder / "tokens.parquet" for cell in cells]
-    tables = map(read_rows_table, paths)
-    first = next(tables, None)
-    for cell, path, table in zip(cells[1:], paths[1:], tables):
-        if not table.equals(first):
+    rows = read_rows_table(first.token_table)
+    for cell in others:
+        if not read_rows_table(cell.token_table).equals(rows):
             raise ValueError(
-                f"{path}: is of other rows than {paths[0]}, so the two cannot be compared: the data of `tokens` was "
-                f"changed in between; restore it, remove the file and {cell.folder / 'cell.json'}, and `deftune "
-                f"compare run {cell.comparison.folder}` measures the cell again"
+                f"{cell.token_table}: is of other rows than {first.token_table}, so the two cannot be compared: the "
+                f"data of `tokens` was changed in between; restore it, remove the file and {cell.folder / 'cell.json'}"
+                f", and `deftune compare run {cell.comparison.folder}` measures the cell again"
             )
 
 
-def summarize_tokens(comparison: Comparison, regime: str) -> list[Record]:
+def summarize_tokens(finished: Finished) -> list[Record]:
     """A line per objective and learning rate."""
-    cells = [cell for cell in comparison.cells() if cell.regime == regime and cell.state()["state"] == "finished"]
-    check_rows(cells)
-    groups: dict[tuple[str, float | None], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.objective, cell.learning_rate), []).append(cell)
-    order = [BASE, *comparison.objectives]
-    return [
-        {"objective": objective, "learning_rate": rate, **token_record(cells)}
-        for (objective, rate), cells in sorted(groups.items(), key=lambda g: (order.index(g[0][0]), g[0][1] or 0.0))
-    ]
+    if finished:
+        check_rows(*(cell for cells in finished.values() for cell in cells))
+    lines: list[Record] = []
+    for objective, cells in finished.items():
+        for rate in sorted({cell.learning_rate for cell in cells}, key=lambda rate: rate or 0.0):
+            record = token_record([cell for cell in cells if cell.learning_rate == rate])
+            lines.append({"objective": objective, "learning_rate": rate, **record})
+    return lines
 
 
-def summarize_cost(comparison: Comparison, regime: str) -> dict[str, Record]:
-    """Means over an objective's finished cells; the peak is the largest."""
+def summarize_cost(finished: Finished) -> dict[str, Record]:
+    """Means over an objective's cells; the peak is the largest."""
     found: dict[str, Record] = {}
-    for objective in comparison.objectives:
-        costs = [
-            cell.state().get("cost")
-            for cell in comparison.cells()
-            if (cell.regime, cell.objective) == (regime, objective) and cell.state()["state"] == "finished"
-        ]
-        costs = [cost for cost in costs if cost]
-        if costs:
+    for objective, cells in finished.items():
+        if costs := [cost for cell in cells if (cost := cell.state().get("cost"))]:  # the untuned model has none
             seconds, tokens = (math.fsum(cost[key] for cost in costs) for key in ("seconds", "tokens"))
             found[objective] = {
                 "cells": len(costs), "seconds": seconds / len(costs), "tokens": tokens / len(costs),
@@ -218,51 +207,38 @@ def summarize_cost(comparison: Comparison, regime: str) -> dict[str, Record]:
     return found
 
 
-def focus_record(comparison: Comparison, regime: str) -> list[float] | None:
+def focus_record(finished: Finished) -> list[float] | None:
     """DEFT's mean focus at the first step, after four, and at the last, over its cells; None where it was not run."""
     found: list[list[float]] = []
-    for cell in comparison.cells():
-        if (cell.regime, cell.objective) == (regime, "deft") and cell.state()["state"] == "finished":
-            records = [record for record in Run(cell.folder / "run").read_metrics() if record.get("kind") == "train"]
-            values = [float(r["focus"]) for r in records if isinstance(r.get("focus"), int | float)]
-            if values:
-                found.append([values[0], values[min(4, len(values) - 1)], values[-1]])
+    for cell in finished.get("deft", ()):
+        records = cell.train_records()
+        if values := [float(r["focus"]) for r in records if isinstance(r.get("focus"), int | float)]:
+            found.append([values[0], values[min(4, len(values) - 1)], values[-1]])
     return [math.fsum(column) / len(column) for column in zip(*found)] if found else None
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def cell_states(comparison: Comparison) -> dict[str, Record]:
-    return {cell.name: {"folder": str(cell.folder), **cell.state()} for cell in comparison.cells()}
-
-
 def summarize_comparison(comparison: Comparison) -> Record:
     """Everything, unrounded, from the finished cells; kept in `comparison.json` until a cell changes."""
     path = Path(comparison.folder) / "comparison.json"
-    cells = cell_states(comparison)
+    cells = {cell.name: {"folder": str(cell.folder), **cell.state()} for cell in comparison.cells()}
     config = json.loads(comparison.model_dump_json())
-    if (
-        (before := read_summary(path))
-        and before["cells"] == json.loads(json.dumps(cells))
-        and before["config"] == config
-    ):
+    before = read_summary(path)
+    if before and before["cells"] == json.loads(json.dumps(cells)) and before["config"] == config:
         return before
     regimes: dict[str, Record] = {}
     for name, regime in comparison.regimes.items():
-        model = next(cell for cell in comparison.cells() if cell.regime == name).config.model.name
+        finished = comparison.finished_cells(name)
         regimes[name] = {
-            "model": model,
-            "evaluations": [summarize_evaluation(comparison, name, evaluation) for evaluation in regime.evaluate],
-            "tokens": summarize_tokens(comparison, name) if regime.tokens else [],
-            "cost": summarize_cost(comparison, name),
-            "focus": focus_record(comparison, name),
+            "model": next(cell for cell in comparison.cells() if cell.regime == name).config.model.name,
+            "evaluations": [summarize_evaluation(finished, evaluation) for evaluation in regime.evaluate],
+            "tokens": summarize_tokens(finished) if regime.tokens else [],
+            "cost": summarize_cost(finished),
+            "focus": focus_record(finished),
         }
-    summary: Record = {
-        "config": config,
-        "cells": cells,
-        "regimes": regimes,
-    }
+    summary: Record = {"config": config, "cells": cells, "regimes": regimes}
     write_atomic(path, json.dumps({**summary, "sha256": digest_of(summary)}, indent=1, allow_nan=False))
     return summary
 

@@ -1,9 +1,8 @@
 """A process that runs cells one after the other: imports, the GPU's start, data and the untrained model are paid once.
 
 A line on standard input asks for a cell: the time of the request and the cell's name. The output of a cell goes to its
-`log.txt`; a line on standard output says that the cell has finished, and the next may come. A cell that does not finish
-ends the process, so nothing of a failure reaches another cell. When standard input ends, a running cell stops as on
-SIGTERM.
+`log.txt`, its state to its `cell.json`. A cell that does not finish ends the process, so nothing of a failure reaches
+another cell. When standard input ends, a running cell stops as on SIGTERM.
 
 Every cell begins as in a new process: `ProcessState.restore` undoes what the one before it has changed. Liger's kernels
 cannot be undone; `schedule` gives a process that has used them no cell without them.
@@ -104,41 +103,35 @@ class ProcessState:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def serve(comparison: Comparison, replies: int) -> int:
-    """Run the cells that standard input asks for; returns the exit code of the process.
-
-    Args:
-        comparison: whose cells are asked for.
-        replies: a file descriptor that gets the name of each finished cell.
-    """
+def serve(comparison: Comparison) -> int:
+    """Run the cells of ``comparison`` that standard input asks for; returns the exit code of the process."""
     cells = {cell.name: cell for cell in comparison.cells()}
-    asked, busy = queue.SimpleQueue[str | None](), threading.Event()
-    threading.Thread(target=_read_requests, args=(asked, busy), daemon=True).start()
+    requests = queue.Queue[str | None]()
+    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
     state, shared = ProcessState(), Shared()
     gc.collect()
     gc.freeze()  # the objects of the imported modules: every later collection would go through them, for 0.3 s
-    while (line := asked.get()) is not None:
+    while (line := requests.get()) is not None:
         asked_at, _, name = line.partition(" ")
         write_to(cells[name].folder / "log.txt")
         state.restore()
         waited = max(0.0, time.time() - float(asked_at))
         if run_cell(cells[name], shared=shared, start_seconds=waited) != "finished":
             return STOPPED
-        busy.clear()
-        os.write(replies, f"{name}\n".encode())
+        requests.task_done()
     return 0
 
 
-def _read_requests(asked: queue.SimpleQueue[str | None], busy: threading.Event) -> None:
+def _read_requests(requests: queue.Queue[str | None]) -> None:
     """Pass on the lines of standard input; at its end stop this process, as on a first SIGTERM if a cell is running."""
     text = b""
     while piece := os.read(0, 4096):  # not sys.stdin: Python could not close it while a thread reads
         *lines, text = (text + piece).split(b"\n")
         for line in lines:
-            busy.set()  # here: the starter may be gone before the imports end
-            asked.put(line.decode())
-    asked.put(None)
-    if busy.is_set():
+            requests.put(line.decode())
+    is_busy = requests.unfinished_tasks > 0  # from the request on: the starter may be gone before the imports end
+    requests.put(None)
+    if is_busy:
         ask_to_stop()
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,12 @@ def finding(inspection: Inspection, row: int, rank: int, by: str) -> dict[str, A
 
 
 def source_records(inspection: Inspection, split: str | None, bad: BadRows) -> Iterator[Record]:
-    """The rows as the data has them, each with its place; generated ones as messages."""
+    """The rows as the data has them, each with its place; generated ones as messages.
+
+    ``split`` is by default the one that the token table was made from.
+    """
     data: str = inspection.facts["data"]
+    split = split or inspection.facts.get("split")
     last = max(line["row"] for line in inspection.rows)
     return read_fields(data, split=split, limit=last + 1 if is_generated(data) else None, bad=bad)
 
@@ -63,31 +67,28 @@ def write_export(
     inspected = {line["where"] for line in inspection.rows}
     found: dict[int, dict[str, Any]] = {}
     kept = not_inspected = 0
+    for path in filter(None, (export, keep)):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as files:
-        to_keep = files.enter_context(jsonl_file(keep)) if keep else None
+        to_keep = files.enter_context(whole_file(keep)) if keep else None
         for where, fields in records:
             if where in wanted:
                 found[wanted[where]] = fields
             elif to_keep:
-                write_line(to_keep, fields)
+                to_keep.write(json_line(fields))
                 kept += 1
                 not_inspected += where not in inspected
         if missing := [where for where, place in wanted.items() if place not in found]:
-            raise ValueError(f"{missing[0]}: is no longer in the data; write the token table again")
+            raise ValueError(
+                f"{missing[0]}: is not in the data; name its split (--split) if the token table is of another split, "
+                f"or write the token table again if the data has changed"
+            )
         if export:
-            sink = files.enter_context(jsonl_file(export))
+            sink = files.enter_context(whole_file(export))
             for place, row in enumerate(flagged):
-                write_line(sink, {**found[place], KEY: finding(inspection, int(row), ranks[int(row)], by)})
+                sink.write(json_line({**found[place], KEY: finding(inspection, int(row), ranks[int(row)], by)}))
     return Exported(len(found), kept, not_inspected)
 
 
-def write_line(sink: BinaryIO, fields: dict[str, Any]) -> None:
-    sink.write(json.dumps(fields, ensure_ascii=False, default=str).encode() + b"\n")
-
-
-@contextlib.contextmanager
-def jsonl_file(path: Path) -> Generator[BinaryIO]:
-    """A file to write lines into; it appears under its name when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as sink:
-        yield sink
+def json_line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, ensure_ascii=False, default=str).encode() + b"\n"

@@ -23,6 +23,7 @@ from deftune.inspection.style import (
     line_style,
     look_of,
     new_figure,
+    rows_of,
     styled,
 )
 from deftune.tokens.table import table_objectives
@@ -122,39 +123,31 @@ def plot_gradient_maps(table: Table) -> Figure:
     size = (PAGE_INCHES, 0.6 + 1.45 * len(regimes))
     figure, axes = new_figure(len(regimes), len(objectives), size, sharex=True, sharey=True)
     mesh: Any = None
-    for row, regime in enumerate(regimes):
-        for column, name in enumerate(objectives):
-            axis = axes[row][column]
-            mine = (columns["regime"] == regime) & (columns["objective"] == name)
-            part = {key: values[mine] for key, values in columns.items()}
+    for row, regime in zip(axes, regimes):
+        for axis, name in zip(row, objectives):
+            part = rows_of(columns, regime=regime, objective=name)
             grid = np.full((len(h_bins) - 1, len(p_bins) - 1), np.nan)
-            grid[np.searchsorted(h_bins, part["entropy_low"]), np.searchsorted(p_bins, part["p_low"])] = part[
-                "normalised"
-            ]
+            places = np.searchsorted(h_bins, part["entropy_low"]), np.searchsorted(p_bins, part["p_low"])
+            grid[places] = part["normalised"]
             mesh = axis.pcolormesh(p_bins, h_bins, grid, cmap=COLOUR_MAP, vmin=0, vmax=1, rasterized=True)
             axis.set_xscale("log")
             axis.set_xlim(p_bins[0], 1)
             tail = part["mass"][part["p_high"] <= TAIL_P * (1 + 1e-9)].sum()
             head = part["mass"][part["p_low"] >= HEAD_P].sum()
-            shares = f"≤10⁻³: {tail:.0%}   >½: {head:.0%}"
-            axis.set_title(shares, fontsize=6, pad=2)
-            if row == 0:
-                axis.annotate(
-                    name, (0.5, 1), xycoords="axes fraction", xytext=(0, 11), textcoords="offset points", ha="center"
-                )
-            if row == len(regimes) - 1:
-                axis.set_xlabel("p")
-        axes[row][0].set_ylabel(f"{regime}\nentropy (nats)" if regime else "entropy (nats)")
-    figure.colorbar(mesh, ax=[axis for row in axes for axis in row], label="gradient / its largest", pad=0.01)
+            axis.set_title(f"≤10⁻³: {tail:.0%}   >½: {head:.0%}", fontsize=6, pad=2)
+        row[0].set_ylabel(f"{regime}\nentropy (nats)" if regime else "entropy (nats)")
+    above = {"xycoords": "axes fraction", "xytext": (0, 11), "textcoords": "offset points", "ha": "center"}
+    for top, bottom, name in zip(axes[0], axes[-1], objectives):
+        top.annotate(name, (0.5, 1), **above)
+        bottom.set_xlabel("p")
+    figure.colorbar(mesh, ax=axes, label="gradient / its largest", pad=0.01)
     return figure
 
 
 # --- probability histograms -------------------------------------------------------------------------------------------
 
 
-def histogram_table(
-    tables: Mapping[tuple[str, str], Table], *, per_decade: int = 4
-) -> list[dict[str, Any]]:  # fmt: skip
+def histogram_table(tables: Mapping[tuple[str, str], Table], *, per_decade: int = 4) -> list[dict[str, Any]]:
     """How the target probabilities are spread: (regime, model) -> token table, a line per bin.
 
     ``share`` is the bin's share of the tokens, ``density`` that over the bin's width in decades of p.
@@ -180,12 +173,11 @@ def probability_shares(table: Table) -> list[dict[str, Any]]:
     columns = columns_of(table, ("regime", "model", "p_low", "p_high", "tokens", "share"), "histograms")
     lines: list[dict[str, Any]] = []
     for regime, model in distinct(zip(columns["regime"].tolist(), columns["model"].tolist())):
-        mine = (columns["regime"] == regime) & (columns["model"] == model)
-        share = columns["share"]
+        mine = rows_of(columns, regime=regime, model=model)
         lines.append({
-            "regime": regime, "model": model, "tokens": int(columns["tokens"][mine].sum()),
-            "p<=1e-3": float(share[mine & (columns["p_high"] <= TAIL_P * (1 + 1e-9))].sum()),
-            "p>0.5": float(share[mine & (columns["p_low"] >= HEAD_P)].sum()),
+            "regime": regime, "model": model, "tokens": int(mine["tokens"].sum()),
+            "p<=1e-3": float(mine["share"][mine["p_high"] <= TAIL_P * (1 + 1e-9)].sum()),
+            "p>0.5": float(mine["share"][mine["p_low"] >= HEAD_P].sum()),
         })  # fmt: skip
     return lines
 
@@ -202,13 +194,13 @@ def plot_histograms(table: Table) -> Figure:
     size = (min(PAGE_INCHES, 3.4 * len(regimes)), 3.0)
     figure, axes = new_figure(1, len(regimes), size, sharex=True, sharey=True)
     for axis, regime in zip(axes[0], regimes):
-        models = distinct(columns["model"][columns["regime"] == regime].tolist())
+        models = distinct(rows_of(columns, regime=regime)["model"].tolist())
         for model in models:
-            mine = (columns["regime"] == regime) & (columns["model"] == model)
-            edges = [*columns["p_low"][mine], columns["p_high"][mine][-1]]
+            mine = rows_of(columns, regime=regime, model=model)
+            edges = [*mine["p_low"], mine["p_high"][-1]]
             look = look_of(model)
             axis.stairs(
-                columns["density"][mine], edges, color=look.colour, ls=look.line, lw=1.1, label=model,
+                mine["density"], edges, color=look.colour, ls=look.line, lw=1.1, label=model,
                 fill=model == "base", alpha=0.35 if model == "base" else 1.0,
             )  # fmt: skip
         for x in (TAIL_P, HEAD_P):
@@ -258,10 +250,9 @@ def focus_anchors(table: Table) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for run in distinct(zip(*(columns[name].tolist() for name in ("regime", "run", "objective")))):
         regime, folder, objective = run
-        mine = (columns["regime"] == regime) & (columns["run"] == folder)
-        updates, values = columns["updates"][mine], columns["concentration"][mine]
+        mine = rows_of(columns, regime=regime, run=folder)
         for step, paper in PAPER_FOCUS.get(regime, ()):
-            found = values[updates == (updates.max() if step is None else step)]
+            found = rows_of(mine, updates=mine["updates"].max() if step is None else step)["concentration"]
             lines.append({
                 "regime": regime, "run": folder, "objective": objective, "updates": "end" if step is None else step,
                 "ours": float(found[0]) if len(found) else float("nan"), "paper": paper,
@@ -283,16 +274,16 @@ def plot_progress(table: Table) -> Figure:
     size = (min(PAGE_INCHES, 3.35 * len(regimes)), 4.2)
     figure, axes = new_figure(2, len(regimes), size, sharex="col", sharey="row")
     for column, regime in enumerate(regimes):
-        here = columns["regime"] == regime
-        runs = distinct(columns["run"][here].tolist())
+        here = rows_of(columns, regime=regime)
+        runs = distinct(here["run"].tolist())
         for number, run in enumerate(runs):
-            mine = here & (columns["run"] == run)
-            name = str(columns["objective"][mine][0])
-            every = max(1, int(mine.sum()) // 8)  # staggered: runs that agree do not hide each other's markers
+            mine = rows_of(here, run=run)
+            name = str(mine["objective"][0])
+            every = max(1, len(mine["updates"]) // 8)  # staggered: runs that agree do not hide each other's markers
             markers = {"marker": look_of(name).marker, "markevery": (number * every // len(runs), every)}
             for row, metric in enumerate(("p", "concentration")):
-                axes[row][column].plot(columns["updates"][mine], columns[metric][mine], **line_style(name), **markers)
-        last = float(columns["updates"][here].max())
+                axes[row][column].plot(mine["updates"], mine[metric], **line_style(name), **markers)
+        last = float(here["updates"].max())
         anchors = [(last if step is None else step, focus) for step, focus in PAPER_FOCUS.get(regime, ())]
         if anchors := [(step, focus) for step, focus in anchors if step <= last]:  # a short run has not come so far
             axes[1][column].plot(*zip(*anchors), "D", mfc="none", mec="#7F7F7F", label="paper's a, Llama-3.1-8B")
@@ -304,5 +295,5 @@ def plot_progress(table: Table) -> Figure:
             axis.grid()
         row[0].set_ylim(0, min(1.02, 1.1 * row[0].get_ylim()[1]))
         row[0].set_ylabel(label)
-    legend_below(figure, [axis for row in axes for axis in row])
+    legend_below(figure, axes.flat)
     return figure

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,12 +55,14 @@ def gate_table(
         stats = token_stats(state_logits(p, state, vocab_size), torch.zeros(points, dtype=torch.long))
         for objective in map(parse_objective, objectives):
             gate = objective.gate(stats)
-            columns = zip(p.tolist(), objective.focus(stats).tolist(), gate.tolist(), (gate * stats.error).tolist())
-            rows += [
-                {"state": state, "objective": str(objective), "p": x, "focus": focus, "gate": g, "signal": w}
-                for x, focus, g, w in columns
-            ]
+            columns = {"p": p, "focus": objective.focus(stats), "gate": gate, "signal": gate * stats.error}
+            rows += lines(columns, state=state, objective=str(objective))
     return rows
+
+
+def lines(columns: Mapping[str, Tensor], **same: str) -> list[dict[str, Any]]:
+    """A line per token of some columns, with ``same`` in each line."""
+    return [same | dict(zip(columns, values)) for values in zip(*(column.tolist() for column in columns.values()))]
 
 
 def map_stats(points: int, vocab_size: int) -> TokenStats:
@@ -86,13 +88,10 @@ def map_table(
     rows: list[dict[str, Any]] = []
     for objective in map(parse_objective, objectives):
         norm = objective.gate(stats) * error_norm
-        columns = zip(
-            stats.p.tolist(), stats.entropy.tolist(), norm.tolist(), (norm / norm.max().clamp(min=1e-300)).tolist()
-        )
-        rows += [
-            {"objective": str(objective), "p": p, "entropy": h, "gradient_norm": n, "share": s}
-            for p, h, n, s in columns
-        ]
+        columns = {
+            "p": stats.p, "entropy": stats.entropy, "gradient_norm": norm, "share": norm / norm.max().clamp(min=1e-300)
+        }  # fmt: skip
+        rows += lines(columns, objective=str(objective))
     return rows
 
 
@@ -124,9 +123,8 @@ def plot_maps(table: list[dict[str, Any]]) -> Figure:
     width = min(3, len(names))
     height = math.ceil(len(names) / width)
     figure, axes = new_figure(height, width, (PAGE_INCHES * width / 3 + 0.4, 1.9 * height), sharex=True, sharey=True)
-    flat = [axis for row in axes for axis in row]
     mesh: Any = None
-    for axis, name in zip(flat, names):
+    for axis, name in zip(axes.flat, names):
         points = [r for r in table if r["objective"] == name]
         side = math.isqrt(len(points))
         grid = {key: torch.tensor([r[key] for r in points]).view(side, side) for key in ("p", "entropy", "share")}
@@ -135,11 +133,11 @@ def plot_maps(table: list[dict[str, Any]]) -> Figure:
             cmap=COLOUR_MAP, vmin=0, vmax=1, shading="gouraud", rasterized=True,
         )  # fmt: skip
         axis.set_title(name)
-    for axis in flat[len(names) :]:
+    for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis in axes[-1]:
         axis.set_xlabel("target probability p")
     for row in axes:
         row[0].set_ylabel("entropy (nats)")
-    figure.colorbar(mesh, ax=flat, label="gradient norm / its largest", shrink=0.8)
+    figure.colorbar(mesh, ax=axes, label="gradient norm / its largest", shrink=0.8)
     return figure

@@ -196,8 +196,7 @@ def inspect_tables(table: pa.Table, rows: pa.Table, objectives: list[str]) -> In
     tokens["margin"] = margin(tokens["log_p"], tokens["other_log_p"])
     start = np.concatenate([[0], np.cumsum(rows["num_supervised"].to_numpy())])
     pieces = pa.chunked_array([*table["text"].chunks, *table["other_text"].chunks], pa.string())
-    coded = pieces.combine_chunks().dictionary_encode()
-    coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+    coded = pieces.dictionary_encode().unify_dictionaries().combine_chunks()
     texts: list[str] = coded.dictionary.to_pylist()
     places = coded.indices.to_numpy()
     text, other = places[: table.num_rows], places[table.num_rows :]
@@ -208,10 +207,10 @@ def inspect_tables(table: pa.Table, rows: pa.Table, objectives: list[str]) -> In
         for line, (first, last) in zip(lines, pairwise(start))
     ]
     answers = np.concatenate([np.zeros(0, dtype=bool), *(one.tokens for one in found)])
-    scores = row_scores(tokens, start, answers)
+    scores, causes = row_scores(tokens, start, answers)
     return Inspection(
         tokens=tokens, texts=texts, text=text, other=other, start=start, rows=lines, scores=scores, answers=answers,
-        stated=[one.answer for one in found], causes=causes(tokens, start, answers), objectives=objectives,
+        stated=[one.answer for one in found], causes=causes, objectives=objectives,
         facts=table_facts(table),
     )  # fmt: skip
 
@@ -236,8 +235,8 @@ def stated_answer(text: str, lengths: np.ndarray, content: np.ndarray) -> Stated
     """
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    said = "".join(text[a:b] for a, b, kept in zip(starts, ends, content) if kept)
-    found = extract_final(said)
+    content_text = "".join(text[a:b] for a, b, kept in zip(starts, ends, content) if kept)
+    found = extract_final(content_text)
     if found.answer and found.how in ("boxed", "marked", "stated"):
         places = [m.span() for m in re.finditer(rf"(?<![\w.,]){re.escape(found.answer)}(?!\w|[.,]\d)", text)]
         if re.fullmatch("[A-Za-z]", found.answer):  # an option's letter means something only where it is the answer
@@ -247,52 +246,43 @@ def stated_answer(text: str, lengths: np.ndarray, content: np.ndarray) -> Stated
             chosen |= (starts < last) & (ends > first)
         if (chosen & content).any():
             return Stated(found.answer, chosen & content)
-    elif 0 < content.sum() <= SHORT_ANSWER and "\n" not in said.strip():
-        return Stated(said.strip(), content.copy())
+    elif 0 < content.sum() <= SHORT_ANSWER and "\n" not in content_text.strip():
+        return Stated(content_text.strip(), content.copy())
     return Stated(None, np.zeros(len(lengths), dtype=bool))
 
 
-def row_scores(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray) -> dict[str, np.ndarray]:
-    """`ROW_SCORES` of each row, float64; ``answer`` is NaN where a row states none.
+def row_scores(
+    tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """`ROW_SCORES` of each row, float64, and for every score each row's token that contributes most to it.
 
-    answer   = max over its answer's tokens of margin
+    answer   = max over its answer's tokens of margin; NaN where a row states none
     conflict = mean over its tokens of q margin
     noise    = sum of NLL over its confident conflicts / sum of NLL
+
+    A row that states no answer is ranked by conflict, and so is its token. Equals are settled by NLL.
     """
     first, count = start[:-1], np.diff(start)
-    nll = -tokens["log_p"].astype(np.float64)
-    confident = tokens["conflict"] >= CONFIDENT
-    total = np.add.reduceat(nll, first)
-    at_answers = np.maximum.reduceat(np.where(answers, tokens["margin"].astype(np.float64), -np.inf), first)
-    return {
-        "answer": np.where(np.isinf(at_answers), np.nan, at_answers),
-        "conflict": np.add.reduceat(np.exp(tokens["other_log_p"], dtype=np.float64) * tokens["margin"], first) / count,
-        "noise": np.add.reduceat(nll * confident, first) / np.where(total > 0, total, 1.0),
+    nll, margins = -tokens["log_p"].astype(np.float64), tokens["margin"].astype(np.float64)
+    pull = np.exp(tokens["other_log_p"], dtype=np.float64) * margins
+    on_conflicts = nll * (tokens["conflict"] >= CONFIDENT)
+    at_answers = np.where(answers, margins, -np.inf)
+    answer, total = np.maximum.reduceat(at_answers, first), np.add.reduceat(nll, first)
+    states_none = np.isinf(answer)
+    scores = {
+        "answer": np.where(states_none, np.nan, answer),
+        "conflict": np.add.reduceat(pull, first) / count,
+        "noise": np.add.reduceat(on_conflicts, first) / np.where(total > 0, total, 1.0),
         "mean_nll": total / count,
         "max_nll": np.maximum.reduceat(nll, first),
         "mean_p": np.add.reduceat(np.exp(-nll), first) / count,
     }
-
-
-def causes(tokens: dict[str, np.ndarray], start: np.ndarray, answers: np.ndarray) -> dict[str, np.ndarray]:
-    """For every score, each row's token that contributes most to it: what is shown beside the score.
-
-    For a maximum (``answer``, ``max_nll``) the score is that token's own margin or NLL. A row that states no answer is
-    ranked by conflict, and so is its token. Equals are settled by NLL.
-    """
-    nll, margins = -tokens["log_p"].astype(np.float64), tokens["margin"].astype(np.float64)
-    row = np.repeat(np.arange(len(start) - 1), np.diff(start))
-    pull = np.exp(tokens["other_log_p"], dtype=np.float64) * margins
-    states = np.logical_or.reduceat(answers, start[:-1])[row]
+    row = np.repeat(np.arange(len(count)), count)
     parts = {
-        "answer": np.where(states, np.where(answers, margins, -1.0), pull),
-        "conflict": pull,
-        "noise": nll * (tokens["conflict"] >= CONFIDENT),
-        "mean_nll": nll,
-        "max_nll": nll,
-        "mean_p": nll,
-    }
-    return {name: np.lexsort((nll, part, row))[start[1:] - 1] for name, part in parts.items()}
+        "answer": np.where(states_none[row], pull, at_answers), "conflict": pull, "noise": on_conflicts,
+        "mean_nll": nll, "max_nll": nll, "mean_p": nll,
+    }  # fmt: skip
+    return scores, {name: np.lexsort((nll, part, row))[start[1:] - 1] for name, part in parts.items()}
 
 
 # --- in words and numbers ---------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from deftune.tokens.conflict import CONFIDENT
 SCRIPTS = ("data.js", "list.js", "reader.js", "app.js")
 KEPT_BITS = 12  # of a float32's 23 bits of fraction: 1 part in 8192, more than the page prints, and half the size
 LOG_BITS = 16  # of a logarithm, whose exponential is printed
-TYPES = {"f4": np.float32, "u4": np.uint32, "i4": np.int32}
 ORANGE, GREEN, BLUE, PURPLE, GREY = "#d55e00", "#009e73", "#0072b2", "#aa4499", "#7f7f7f"
 
 
@@ -64,34 +63,19 @@ def _hash(text: str) -> str:
 
 
 def pack(inspection: Inspection) -> str:
-    """Base64 of gzip of: the head's length (uint32), the head (JSON), and the arrays it names, four-byte aligned."""
+    """Base64 of gzip of: the head's length (uint32), the head (JSON, padded to four bytes), the arrays it names."""
     arrays = page_arrays(inspection)
-    layout: dict[str, list[Any]] = {name: [kind_of(array), 0, len(array)] for name, array in arrays.items()}
-    head = {**page_head(inspection), "layout": layout}
-    # the places depend on the head's length and stand in the head: written at a fixed width, then filled in
-    for entry in layout.values():
-        entry[1] = 10**9
-    room = len(_json(head))
-    at = 4 + room + -room % 4
-    for name, array in arrays.items():
-        layout[name][1] = at
-        at += array.nbytes
-    if at >= 10**9:
+    layout = [[name, array.dtype.str[1:], len(array)] for name, array in arrays.items()]
+    head = json.dumps(
+        {**page_head(inspection), "layout": layout}, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    ).encode("utf-8", "replace")
+    head += b" " * (-len(head) % 4)
+    blob = b"".join([np.uint32(len(head)).tobytes(), head, *(array.tobytes() for array in arrays.values())])
+    if len(blob) >= 10**9:
         raise ValueError(
-            f"page: {at / 2**30:.1f} GiB of data is more than a browser opens; inspect fewer rows (--rows)"
+            f"page: {len(blob) / 2**30:.1f} GiB of data is more than a browser opens; inspect fewer rows (--rows)"
         )
-    text = _json(head)
-    text += b" " * (room + -room % 4 - len(text))
-    blob = b"".join([np.uint32(len(text)).tobytes(), text, *(array.tobytes() for array in arrays.values())])
     return base64.b64encode(gzip.compress(blob, 3, mtime=0)).decode()
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-
-
-def kind_of(array: np.ndarray) -> str:
-    return next(kind for kind, dtype in TYPES.items() if array.dtype == dtype)
 
 
 def page_arrays(inspection: Inspection) -> dict[str, np.ndarray]:

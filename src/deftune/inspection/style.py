@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
@@ -42,7 +42,7 @@ class Look(NamedTuple):
     marker: str
 
 
-# Okabe and Ito's palette, safe for the colour-blind. Lines and markers tell objectives apart in grey.
+# Okabe and Ito's palette, safe for the colour-blind. Lines and markers distinguish objectives in grey.
 LOOKS = {
     "base": Look("#7F7F7F", "-", "x"),
     "nll": Look("#000000", "-", "o"),
@@ -89,21 +89,15 @@ def line_style(name: str) -> dict[str, Any]:
     return {"color": look.colour, "ls": look.line, "label": name}
 
 
-def need_matplotlib() -> None:
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError as error:
-        raise ValueError("figures need matplotlib: pip install 'deftune[plot]'") from error
-
-
 def styled(draw: Callable[_P, _R]) -> Callable[_P, _R]:
     """A function that draws, in this style whatever the user's own settings are."""
 
     @functools.wraps(draw)
     def drawn(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        need_matplotlib()
-        import matplotlib
-
+        try:
+            import matplotlib
+        except ImportError as error:
+            raise ValueError("figures need matplotlib: pip install 'deftune[plot]'") from error
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             matplotlib.rcParams.update(RC)
@@ -134,6 +128,19 @@ def columns_of(table: Table, names: Sequence[str], what: str) -> dict[str, Any]:
     if arrow:
         return {name: table[name].to_numpy(zero_copy_only=False) for name in names}
     return {name: np.asarray([line[name] for line in table]) for name in names}
+
+
+def rows_of(columns: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """The rows of some columns (numpy arrays) in which each named column has the given value.
+
+    >>> import numpy as np
+    >>> rows_of({"name": np.array(["a", "b", "a"]), "x": np.array([1, 2, 3])}, name="a")["x"]
+    array([1, 3])
+    """
+    import numpy as np
+
+    chosen = np.logical_and.reduce([columns[name] == value for name, value in values.items()])
+    return {name: column[chosen] for name, column in columns.items()}
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

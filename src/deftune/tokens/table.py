@@ -279,7 +279,8 @@ def make_token_table(
         advance(0)
         written = write_token_table(
             path, loaded, tokenizer, found, encoder=encoder, objectives=chosen, batch_tokens=batch_tokens, bad=bad,
-            facts={"model": model, "data": data, **(facts or {})}, progress=advance,
+            facts={"model": model, "data": data, **({"split": split} if split else {}), **(facts or {})},
+            progress=advance,
         )  # fmt: skip
     for line in written.facts:
         display.say(line)

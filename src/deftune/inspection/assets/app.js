@@ -46,7 +46,7 @@ async function main() {
     const query = $("search").value.trim();
     const rows = state.what === "rows";
     const key = sortKey();
-    const format = (token) => data.arrays.format[token];  // end and format tokens tell of no label
+    const format = (token) => data.arrays.format[token];  // end and format tokens say nothing about a label
     let order = rows ? orderBy(data.numRows, key.of, state.descending.rows)
       : orderBy(data.numTokens, key.of, state.descending.tokens, format);
     if (query) order = order.filter((rows ? rowMatcher : tokenMatcher)(data, query));

@@ -2,7 +2,7 @@
 // The table behind the page: base64 of gzip of a length, a JSON head, and the typed arrays that the head names.
 // Whatever a dataset says is inside that, so nothing of it is ever parsed as HTML; it is shown as text nodes only.
 
-const ARRAYS = { f4: Float32Array, u4: Uint32Array, i4: Int32Array };
+const ARRAYS = { f4: Float32Array, u4: Uint32Array };
 
 async function readData(base64) {
   const binary = atob(base64);
@@ -13,8 +13,10 @@ async function readData(base64) {
   const headBytes = new DataView(buffer).getUint32(0, true);
   const data = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, headBytes)));
   data.arrays = {};
-  for (const [name, [type, at, length]] of Object.entries(data.layout)) {
+  let at = 4 + headBytes;
+  for (const [name, type, length] of data.layout) {
     data.arrays[name] = new ARRAYS[type](buffer, at, length);
+    at += 4 * length;
   }
   data.numRows = data.arrays.start.length - 1;
   data.numTokens = data.arrays.start[data.numRows];
@@ -87,12 +89,12 @@ function rowLines(data, rows) {
     prompt: data.rows[row].prompt, answer: answerText(data, row) }) + "\n").join("");
 }
 
-// The indices of `count` things by a key; what is `aside`, and what has no value, comes last either way.
-function orderBy(count, key, descending, aside = () => 0) {
+// The indices of `count` things by a key; what is `last`, and what has no value, comes last either way.
+function orderBy(count, key, descending, last = () => 0) {
   const keys = Float64Array.from({ length: count }, (_, i) => key(i));
   const sign = descending ? -1 : 1;
   return Uint32Array.from(keys.keys()).sort((a, b) =>
-    aside(a) - aside(b) || Number.isNaN(keys[a]) - Number.isNaN(keys[b]) || sign * (keys[a] - keys[b]) || a - b);
+    last(a) - last(b) || Number.isNaN(keys[a]) - Number.isNaN(keys[b]) || sign * (keys[a] - keys[b]) || a - b);
 }
 
 function rowMatcher(data, query) {
