@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from deftune.artifacts.config import ConfigError, Model
-from deftune.artifacts.files import write_atomic
+from deftune.artifacts.files import cache_folder, write_atomic
 from deftune.artifacts.folders import (
     FolderError,
     UnreadableError,
@@ -66,13 +66,6 @@ PACKAGED = {
 }
 # llama.cpp's names of ways to split text with which it takes a word that is a token as it is, whatever the merges say
 LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-
-
-def cache_folder() -> Path:
-    """$DEFTUNE_CACHE, or deftune/ in the user's cache folder."""
-    if home := os.environ.get("DEFTUNE_CACHE"):
-        return Path(home)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deftune"
 
 
 def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, revision: str | None = None) -> str:

@@ -10,11 +10,11 @@ from deftune.data.rows import Row
 
 
 class EncodingError(ValueError):
-    """A row whose mask cannot be verified; ``where`` names the row, ``raw`` is the start of its text."""
+    """A row whose mask cannot be verified; ``where`` names the row."""
 
-    def __init__(self, where: str, problem: str, raw: str = ""):
-        super().__init__(where, problem, raw)  # all, so that the error survives pickling between processes
-        self.where, self.problem, self.raw = where, problem, raw
+    def __init__(self, where: str, problem: str):
+        super().__init__(where, problem)  # both, so that the error survives pickling between processes
+        self.where, self.problem = where, problem
 
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}"

@@ -27,7 +27,7 @@ from deftune.selftest.runs import Bench
 
 FORBIDDEN = {"marshal", "shelve", "dill", "cloudpickle"}  # modules that execute what they read, as pickle does
 # what may be unpickled: (file, argument) of pipes between a process and workers that it started with its own code
-PIPES = {("data/parallel.py", "process.stdout"), ("data/encoding_worker.py", "source")}
+PIPES = {("data/parallel.py", "process.stdout"), ("data/parallel.py", "source")}
 
 
 class Pickled:

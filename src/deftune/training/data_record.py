@@ -89,7 +89,7 @@ def fingerprint(prepared: Prepared) -> str:
     for sequences in (prepared.sequences, prepared.eval.examples if prepared.eval else Examples()):
         examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
         members = sequences.members if isinstance(sequences, Packs) else []
-        columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
+        columns = [examples.columns["rows"]["size"], examples.columns["input_ids"], examples.columns["supervised"]]
         places = np.frombuffer(b"".join(members), "q").astype("<i8", copy=False)
         columns += [np.array([len(pack) for pack in members], "<i8"), places]
         for column in columns:
