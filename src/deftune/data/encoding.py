@@ -49,7 +49,7 @@ class Encoder:
     ``end_tokens``: tokens that end a turn, beside the tokenizer's EOS and `END_OF_TURN`.
     ``template_options``: passed to the template, such as ``{"enable_thinking": False}``.
     ``bos``: whether an example begins with BOS; None does what the tokenizer does. Never twice.
-    ``now``: the time that a template writes which writes the date; by default that of this call, for all rows.
+    ``now``: the time, perhaps in ISO 8601, that a template writes which writes the date; by default that of this call.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Encoder:
         end_tokens: Sequence[str] = (),
         template_options: Mapping[str, Any] | None = None,
         bos: bool | None = None,
-        now: datetime | None = None,
+        now: datetime | str | None = None,
     ):
         if mask not in get_args(Mask):
             raise ValueError(f"unknown mask {mask!r}. Known: {', '.join(get_args(Mask))}")
@@ -84,7 +84,7 @@ class Encoder:
             **self.template_options,
         }
         self._eos: str | None = tokenizer.eos_token
-        self.now = now or datetime.now()
+        self.now = datetime.fromisoformat(now) if isinstance(now, str) else now or datetime.now()
         self._compiled: Template | None = None
         self.end_ids = end_tokens_of(tokenizer, self.template, end_tokens)
         self._end = re.compile("|".join(re.escape(token) for token in self.end_ids) or r"(?!)")

@@ -98,16 +98,6 @@ def _joined(examples: Sequence[Encoded | Pack]) -> Pack:
     return joined
 
 
-class Joined:
-    """Two sequences as one, without a copy of either."""
-
-    def __init__(self, first: Sequence[Encoded | Pack], second: Sequence[Encoded | Pack]):
-        self.first, self.second = first, second
-
-    def __getitem__(self, place: int) -> Encoded | Pack:
-        return self.first[place] if place < len(self.first) else self.second[place - len(self.first)]
-
-
 def row_boundaries(lengths: Sequence[int]) -> dict[str, Tensor | int]:
     """Where rows that lie end to end begin and end, as transformers passes it to attention kernels.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from deftune.data.files import SUFFIXES, read_records
+from deftune.data.files import SUFFIXES, describe_error, read_records
 from deftune.data.formats import Ambiguous, check_conversation, detect, known_format
 from deftune.data.generated import generate
 from deftune.data.rows import BadRows, Fault, Record, Row, RowError, raw_text
@@ -255,9 +255,7 @@ def read_hub(source: str, split: str, *, streaming: bool) -> Iterator[Record]:
             yield f"{source}:{split}[{index}]", dict(record)
             index += 1
     except Exception as error:  # the hub's client has no common class for not found, offline, gated and broken
-        lines = str(error).strip().splitlines() or [""]
-        detail = f"{type(error).__name__}: {lines[0][:200]}"
         remedy = "check the name (org/name:config) and split, your network and access, or give a local file"
         where = f"{source}:{split}[{index}]" if index else source
         kind = "not readable from the hub" if index else "no such file, and not readable from the hub"
-        raise RowError(where, Fault(kind, detail, remedy)) from error
+        raise RowError(where, Fault(kind, describe_error(error), remedy)) from error
