@@ -9,6 +9,7 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ class Run:
 
     def set_status(self, state: str, **facts: Any) -> None:
         write_atomic(self.folder / "status.json", json.dumps({"state": state, "time": time.time(), **facts}))
+
+    def template_time(self) -> str | None:
+        """The time, in ISO 8601, that the chat template wrote into the run's rows; None if it writes none."""
+        path = self.folder / "data.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # a pipe would block
+            return datetime.fromisoformat(content["now"]).isoformat()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
 
     def read_config(self) -> RunConfig:
         from deftune.artifacts.config import load_config

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -117,10 +116,8 @@ def read_fingerprint(run: Run) -> str | None:
 
 def read_time(runs: Sequence[Run]) -> datetime:
     """The time that the chat template wrote into the data of the first of ``runs`` that has one; else now."""
-    for run in runs:
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return datetime.fromisoformat(json.loads((run.folder / "data.json").read_text(encoding="utf-8"))["now"])
-    return datetime.now()
+    times = [datetime.fromisoformat(time) for run in runs if (time := run.template_time())]
+    return times[0] if times else datetime.now()
 
 
 def record_data(prepared: Prepared, run: Run) -> None:
