@@ -244,10 +244,10 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
             f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
             f"architecture that transformers does not know: download it again, or pass the folder of the original model"
         ) from error
-    said = tokenizer_facts(gguf)
-    if said.get("model") == "gpt2" and said.get("pre") in LLAMA3_SPLITS:
+    header = tokenizer_facts(gguf)
+    if header.get("model") == "gpt2" and header.get("pre") in LLAMA3_SPLITS:
         tokenizer.backend_tokenizer.model.ignore_merges = True  # as in llama.cpp: a word that is a token stays whole
-    if said.get("add_bos_token") and tokenizer.bos_token_id is not None:
+    if header.get("add_bos_token") and tokenizer.bos_token_id is not None:
         tokenizer.add_bos_token = True  # transformers leaves it out: Gemma's NLL is twice as high without
     if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore

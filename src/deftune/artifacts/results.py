@@ -215,15 +215,8 @@ def is_adapter(folder: Path) -> bool:
 
 # --- how a model's rows and prompts become tokens ---------------------------------------------------------------------
 
-ENCODER_OPTIONS = (
-    "template",
-    "template_options",
-    "end_tokens",
-    "bos",
-    "mask",
-    "max_length",
-    "overlong",
-)  # of an Encoder
+PROMPT_OPTIONS = ("template", "template_options", "end_tokens", "bos")  # of an Encoder
+ENCODER_OPTIONS = (*PROMPT_OPTIONS, "mask", "max_length", "overlong")
 
 
 def encoder_options(data: Data) -> dict[str, Any]:
@@ -250,7 +243,7 @@ def encoding_of(model: str | Run, **given: Any) -> dict[str, Any]:
 
 def prompt_options(encoding: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Encoder` that the tokens of a prompt depend on."""
-    return {name: encoding[name] for name in (*ENCODER_OPTIONS[:4], "now") if name in encoding}
+    return {name: encoding[name] for name in (*PROMPT_OPTIONS, "now") if name in encoding}
 
 
 def encoding_for(model: str, template: str | None = None, like: str | Path | None = None) -> dict[str, Any]:

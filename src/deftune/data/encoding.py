@@ -255,8 +255,8 @@ class Encoder:
         return labels, straddled
 
     def _refuse_end_tokens(self, row: Row) -> None:
-        said = [value for message in row.messages for key, value in message.items() if key != "role"]
-        for text in strings_in([*said, *(row.tools or ())]):
+        values = [value for message in row.messages for key, value in message.items() if key != "role"]
+        for text in strings_in([*values, *(row.tools or ())]):
             found = self._end.search(text)
             if found:
                 raise EncodingError(
