@@ -173,6 +173,19 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_and_not_the_run(tmp_path, 
     assert "encoded rows cannot be kept in" in cache.notices[-1]
 
 
+def test_an_error_after_the_encoding_does_not_encode_again(tmp_path, tokenizer, monkeypatch):
+    """A second encoding would also list the refused rows twice."""
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+
+    monkeypatch.setattr(encoded_cache, "_make_room", fail)
+    cache, bad = Cache(tmp_path), BadRows(skip=True)
+    rows = PackedRows([*make_rows(3), *make_rows(1, answer="<|im_end|>", start=7)])
+    assert len(cache(rows, Encoder(tokenizer, max_length=99), bad).examples) == 3
+    assert cache.encoded == 1 and len(bad.rows) == 1 and "encoded rows cannot be kept in" in cache.notices[-1]
+
+
 def test_two_that_want_the_same_rows_encode_them_once(tmp_path, tokenizer):
     """Ranks of a machine, or cells of a comparison."""
     rows, encoder = make_rows(5), Encoder(tokenizer, max_length=99)

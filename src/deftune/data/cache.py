@@ -120,6 +120,7 @@ def encode_cached(
     if not is_cached(encoder):
         return encode()
     entry = folder / _entry_name(rows.digest, encoder)
+    result = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked_file(folder / f".lock-{entry.name[0]}", waiting(notice, ENCODING)):
@@ -127,15 +128,14 @@ def encode_cached(
                 notice(_taken_from(found, entry))
                 return checked(found, encoder, bad)
             result = encode()
-            if _write_entry(entry, lambda place: _save_rows(result, place), "the encoded rows", notice):
+            if _write_entry(entry, functools.partial(_save_rows, result), "the encoded rows", notice):
                 result.examples = Examples.open(entry, result.examples.sources)  # the entry's files, not one more copy
             _make_room(folder, cache_bytes(), keep=[entry])
-            return result
     except OSError as error:
         if error.filename is None or not str(error.filename).startswith(str(folder)):
             raise
         notice(f"encoded rows cannot be kept in {folder} ({error.strerror}); {SIZE_VARIABLE}=0 turns this off")
-        return encode()
+    return result or encode()
 
 
 def _entry_name(digest: str, encoder: Encoder) -> str:
