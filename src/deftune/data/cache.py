@@ -50,7 +50,7 @@ T = TypeVar("T")
 def digest_files(source: str, split: str | None, limit: int | None = None) -> list[tuple[str, str]] | None:
     """The path and sha256 of each file of a source, in the order in which they are read.
 
-    Every call reads the files: neither their times nor their inodes tell on every file system that they are unchanged.
+    Every call reads the files: on some file systems a changed file keeps its times and its inode.
 
     Args:
         source: as for `read_rows`.

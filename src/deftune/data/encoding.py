@@ -354,37 +354,37 @@ def encode_rows(rows: Iterable[Row], encoder: Encoder, *, bad: BadRows | None = 
     with ``BadRows(skip=True)`` all of them are added to ``bad`` and listed in ``refused``.
     """
     bad = BadRows() if bad is None else bad
-    result = EncodedRows(max_length=encoder.max_length)
-    for row in rows:
-        encode_into(result, row, encoder, skip=bad.skip)
-    return checked(result, encoder, bad)
+    return checked(encode_part(rows, encoder, skip=bad.skip), encoder, bad)
 
 
-def encode_into(result: EncodedRows, row: Row, encoder: Encoder, *, skip: bool) -> None:
-    """Encode one row and add it to ``result``, as an example or under the reason why it is dropped.
+def encode_part(rows: Iterable[Row], encoder: Encoder, *, skip: bool) -> EncodedRows:
+    """Encode some of the rows; the result may have no example.
 
     Raises:
-        EncodingError: the mask of the row cannot be verified, and such rows are not to be skipped.
+        EncodingError: the mask of a row cannot be verified, and such rows are not to be skipped.
     """
-    result.num_rows += 1
-    try:
-        example = encoder.encode(row)
-    except EncodingError as error:
-        if not skip:
-            raise
-        fields = {"messages": row.messages, **({"tools": row.tools} if row.tools else {})}
-        result.refused.append(BadRow(row.where, "mask not verified", error.problem, raw_text(fields)))
-        return
-    if example.truncated and encoder.overlong == "drop":
-        result.overlong.add(row.where)
-    elif example.num_supervised:
-        result.examples.append(example)
-        last = next(i for i in reversed(example.labels) if i != IGNORE_INDEX)
-        result.num_ended += last in encoder.end_ids.values()
-    elif example.truncated:
-        result.fully_truncated.add(row.where)
-    else:
-        result.fully_masked.add(row.where)
+    result = EncodedRows(encoder.max_length)
+    ends = set(encoder.end_ids.values())
+    for row in rows:
+        result.num_rows += 1
+        try:
+            example = encoder.encode(row)
+        except EncodingError as error:
+            if not skip:
+                raise
+            fields = {"messages": row.messages, **({"tools": row.tools} if row.tools else {})}
+            result.refused.append(BadRow(row.where, "mask not verified", error.problem, raw_text(fields)))
+            continue
+        if example.truncated and encoder.overlong == "drop":
+            result.overlong.add(row.where)
+        elif example.num_supervised:
+            result.examples.append(example)
+            result.num_ended += next(i for i in reversed(example.labels) if i != IGNORE_INDEX) in ends
+        elif example.truncated:
+            result.fully_truncated.add(row.where)
+        else:
+            result.fully_masked.add(row.where)
+    return result
 
 
 class NoExamples(ValueError):

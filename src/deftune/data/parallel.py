@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from typing import Any, BinaryIO
 
-from deftune.data.encoding import EncodedRows, Encoder, checked, encode_into
+from deftune.data.encoding import EncodedRows, Encoder, checked, encode_part
 from deftune.data.rows import BadRows, PackedRows, unpack_row
 
 SMALL_BYTES = 4 * 2**20  # of rows: up to here starting processes costs more than they save
@@ -105,10 +105,7 @@ def _encoded_chunks(
 
 
 def _encode_chunk(texts: list[bytes], encoder: Encoder, skip: bool) -> EncodedRows:
-    result = EncodedRows(encoder.max_length)
-    for text in texts:
-        encode_into(result, unpack_row(text), encoder, skip=skip)
-    return result
+    return encode_part(map(unpack_row, texts), encoder, skip=skip)
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

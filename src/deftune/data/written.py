@@ -26,7 +26,7 @@ _OTHER = "fix the row or set data.template to one that writes it"
 
 
 def check_written(row: Row, whole: str, spans: Mapping[int, tuple[int, int]]) -> None:
-    """Every text of the row is in the render, and a supervised turn's whole text in its span; whitespace aside."""
+    """Every text of the row is in the render, and a supervised turn's whole text in its span, but for whitespace."""
     rendered = _squeezed(whole)
     for tool in row.tools or ():
         if _function_name(tool) not in whole:
