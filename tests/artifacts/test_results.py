@@ -11,11 +11,12 @@ from rich.console import Console
 
 from deftune.artifacts.checkpoints import checkpoints
 from deftune.artifacts.models import load_tokenizer
-from deftune.artifacts.results import load_result
+from deftune.artifacts.results import encoding_of, load_result, prompt_options
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import TEMPLATES
 from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
+from deftune.data.rows import Row
 from deftune.data.sources import read_rows
 from deftune.training.results import complete, merge
 from deftune.training.train import train_run
@@ -52,6 +53,24 @@ def test_a_plain_run_has_nothing_to_merge(tmp_path, make_config, capsys):
     run = train_run(make_config(tmp_path / "plain"), Console(file=open(os.devnull, "w"))).run
     assert main(["merge", str(run.folder)]) == 2
     assert "was not trained with LoRA" in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_with_the_date_of_its_training(tmp_path, make_config, tiny_model):
+    from deftune.artifacts.runs import open_run
+
+    run, _ = open_run(make_config(tmp_path / "run"))
+    assert run.template_time() is None and "now" not in encoding_of(run)
+    (run.folder / "data.json").write_text('{"now": "2024-07-26T08:00:00"}')
+    options = prompt_options(encoding_of(str(run.folder)))
+    assert options["now"] == "2024-07-26T08:00:00"
+    tokenizer = load_tokenizer(str(tiny_model))
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATES["chatml"]
+    row = Row(({"role": "user", "content": "Hello"},), None, "a:1", "a")
+    encoder = Encoder(tokenizer, max_length=99, **options)
+    assert tokenizer.decode(encoder.encode_prompt(row)).startswith("26 Jul 2024")
+    for damaged in ("", "[]", '{"now": 3}', '{"now": "yesterday"}'):
+        (run.folder / "data.json").write_text(damaged)
+        assert run.template_time() is None
 
 
 def test_a_run_without_a_result(tmp_path, make_config, capsys):

@@ -13,9 +13,9 @@ import transformers
 
 from deftune.artifacts.templates import TEMPLATES
 from deftune.data import cache as encoded_cache
-from deftune.data import digests
 from deftune.data.cache import encode_cached
 from deftune.data.encoding import Encoder, EncodingError, encode_rows
+from deftune.data.examples import Examples
 from deftune.data.rows import BadRows, PackedRows, Row
 
 
@@ -63,7 +63,7 @@ def test_a_second_time_the_rows_are_read(tmp_path, tokenizer):
     assert cache.encoded == 1 and list(second.examples) == list(first.examples) and second.facts() == first.facts()
     assert "9 rows were encoded before: taken from" in cache.notices[-1]
     assert sorted(path.suffix for path in tmp_path.rglob("*") if path.is_file() and path.parent != tmp_path) == [
-        ".json", ".json", ".safetensors",
+        ".bin", ".bin", ".bin", ".bin", ".json", ".json", ".jsonl",
     ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_whatever_the_tokens_depend_on_makes_another_entry(tmp_path, tokenizer, 
     cache(make_rows(3, answer="was"), encoders[0])
     cache(make_rows(3, start=1), encoders[0])
     assert cache.encoded == len(encoders) + 3
-    monkeypatch.setattr(digests, "code_digest", lambda: "code of another version")
+    monkeypatch.setattr(encoded_cache, "code_digest", lambda: "code of another version")
     cache(make_rows(3), Encoder(tokenizer, max_length=99))
     assert cache.encoded == len(encoders) + 4
 
@@ -97,13 +97,13 @@ def test_refused_rows_are_kept_with_their_reasons(tmp_path, tokenizer):
     first, second = BadRows(skip=True), BadRows(skip=True)
     cache(rows, encoder, first)
     cache(rows, encoder, second)
-    assert cache.encoded == 1 and first.rows == second.rows and second.rows[0].where == "a.jsonl:7"
+    assert cache.encoded == 1 and list(first.rows) == list(second.rows) and second.rows[0].where == "a.jsonl:7"
     assert json.loads(second.rows[0].raw)["messages"][1]["content"] == "<|im_end|> 7"
     with pytest.raises(EncodingError, match=r"^a.jsonl:7: the text spells"):
         cache(rows, encoder)
 
 
-@pytest.mark.parametrize("name", ["examples.safetensors", "rows.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["input_ids.bin", "rows.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
 def test_a_damaged_entry_is_made_again(tmp_path, tokenizer, name, damage):
     cache, encoder = Cache(tmp_path), Encoder(tokenizer, max_length=99)
@@ -159,7 +159,7 @@ def test_a_full_disk_costs_the_entry_and_not_the_run(tmp_path, tokenizer, monkey
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(encoded_cache, "_save_file", fail)
+    monkeypatch.setattr(Examples, "save", fail)
     cache, encoder = Cache(tmp_path), Encoder(tokenizer, max_length=99)
     assert len(cache(make_rows(3), encoder).examples) == 3
     assert "the encoded rows could not be kept (No space left on device)" in cache.notices[-1]
@@ -171,6 +171,19 @@ def test_a_folder_that_cannot_be_made_costs_the_cache_and_not_the_run(tmp_path, 
     cache, encoder = Cache(tmp_path / "file" / "cache"), Encoder(tokenizer, max_length=99)
     assert len(cache(make_rows(3), encoder).examples) == 3 and cache.encoded == 1
     assert "encoded rows cannot be kept in" in cache.notices[-1]
+
+
+def test_an_error_after_the_encoding_does_not_encode_again(tmp_path, tokenizer, monkeypatch):
+    """A second encoding would also list the refused rows twice."""
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path))
+
+    monkeypatch.setattr(encoded_cache, "_make_room", fail)
+    cache, bad = Cache(tmp_path), BadRows(skip=True)
+    rows = PackedRows([*make_rows(3), *make_rows(1, answer="<|im_end|>", start=7)])
+    assert len(cache(rows, Encoder(tokenizer, max_length=99), bad).examples) == 3
+    assert cache.encoded == 1 and len(bad.rows) == 1 and "encoded rows cannot be kept in" in cache.notices[-1]
 
 
 def test_two_that_want_the_same_rows_encode_them_once(tmp_path, tokenizer):
@@ -206,7 +219,7 @@ def test_what_killed_processes_left_is_removed(tmp_path, tokenizer, monkeypatch)
     old, new, half = tmp_path / f".{'a' * 64}-123", tmp_path / f".{'b' * 64}-123", tmp_path / ("c" * 64)
     for folder in (old, new, half):
         folder.mkdir()
-        (folder / "examples.safetensors").write_bytes(b"x" * 10**5)
+        (folder / "input_ids.bin").write_bytes(b"x" * 10**5)
     os.utime(old, (time.time() - 2 * 86400,) * 2)
     monkeypatch.setenv("DEFTUNE_DATA_CACHE_GB", str(5e-5))  # half an entry, whose removal was interrupted, is over it
     cache(make_rows(3), encoder)

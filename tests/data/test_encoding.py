@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, tra
 from transformers import PreTrainedTokenizerFast
 
 from deftune.artifacts.templates import TEMPLATES, resolve_template
-from deftune.data.encoding import IGNORE_INDEX, Encoded, Encoder, EncodingError, encode_rows, end_tokens_of
+from deftune.data.encoding import IGNORE_INDEX, Encoded, Encoder, EncodingError, Places, encode_rows, end_tokens_of
 from deftune.data.rows import BadRows, Row
 
 CHATML = TEMPLATES["chatml"]
@@ -588,24 +588,25 @@ def test_overlong_rows_are_dropped_on_request():
     prompt = len(Encoder(tokenizer, max_length=99).encode_prompt(rows_of("")[0]))
     encoder = Encoder(tokenizer, max_length=prompt + 6, overlong="drop")
     result = encode_rows(rows_of("Oslo", A1 * 3), encoder)
-    assert (result.overlong, result.examples.num_truncated, len(result.examples)) == (["train.jsonl:2"], 0, 1)
+    assert (result.overlong, result.examples.num_truncated) == (Places(1, ["train.jsonl:2"]), 0)
+    assert len(result.examples) == 1
     assert f"1 dropped: 1 over {prompt + 6} tokens" in result.facts()[0]
 
 
 def test_bad_rows_raise_or_are_kept_with_their_reason():
     encoder = Encoder(small_tokenizer(CHATML), max_length=99)
     rows = rows_of("Oslo", "</s>", "Bergen")
-    with pytest.raises(EncodingError, match=r"^train.jsonl:2: the text spells"):
+    with pytest.raises(EncodingError, match=r"^train.jsonl:2: the text spells") as raised:
         encode_rows(rows, encoder)
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
     bad = BadRows(skip=True)
     result = encode_rows(rows, encoder, bad=bad)
-    assert [error.where for error in result.refused] == ["train.jsonl:2"]
+    assert list(result.refused) == list(bad.rows)
     (left_out,) = bad.rows
     assert left_out.where == "train.jsonl:2" and "the text spells the end-of-turn token </s>" in left_out.reason
     assert json.loads(left_out.raw) == {"messages": list(rows[1].messages)}
     assert bad.summary() == "1 row skipped: 1 mask not verified"
     assert result.facts()[0] == "3 rows; 1 dropped: 1 refused"
-    assert str(pickle.loads(pickle.dumps(result.refused[0]))) == str(result.refused[0])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from deftune.data import spool as spools
-from deftune.data.cache import _map_file, _save_file
 from deftune.data.examples import Encoded, Examples
 from deftune.data.packing import Collator, pack
 from deftune.data.rows import PackedRows, Row
@@ -49,26 +48,26 @@ class Kinds:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_data_workers_that_are_not_forked_map_the_cached_rows(tmp_path, method):
+def test_data_workers_that_are_not_forked_map_the_cached_rows(on_disk, tmp_path, method):
     """Otherwise each of them would get a copy of all tokens."""
     made = Examples(Encoded([i, i + 1], [-100, i + 1], f"a:{i}", "a") for i in range(6))
-    _save_file(made.columns, tmp_path / "examples.safetensors")
-    examples = Examples.of_columns(_map_file(tmp_path / "examples.safetensors"), made.sources)
+    made.save(tmp_path)
+    examples = Examples.open(tmp_path, made.sources)
     loader = torch.utils.data.DataLoader(
         examples, batch_size=3, num_workers=1, collate_fn=Kinds(examples), multiprocessing_context=method
     )
     assert list(loader) == [(True, [[i, i + 1] for i in range(start, start + 3)]) for start in (0, 3)]
     copied = pickle.loads(pickle.dumps(examples))
-    (tmp_path / "examples.safetensors").unlink()
+    (tmp_path / "input_ids.bin").unlink()
     assert list(copied) == list(examples) == list(made)
 
 
 def _compare(rows: PackedRows, answer) -> None:
     """In a spawned process: the rows, whether they are in a file, and what an attempt to add one says."""
     try:
-        rows._add(b"x")
+        rows.texts.append(b"x")
     except ValueError as error:
-        answer.put((list(rows), rows._spool._file is not None, str(error)))
+        answer.put((list(rows), rows.texts.spool._file is not None, str(error)))
 
 
 def test_a_started_process_reads_rows_and_cannot_add_any(on_disk):
@@ -78,4 +77,4 @@ def test_a_started_process_reads_rows_and_cannot_add_any(on_disk):
     process.start()
     found, in_file, text = answer.get(timeout=120)
     process.join()
-    assert found == list(rows) and in_file and "can only read it" in text
+    assert found == list(rows) and in_file and "can only be read" in text

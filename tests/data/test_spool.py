@@ -1,6 +1,7 @@
 """Rows and tokens in files: the same result as in memory, and what is in memory does not grow with the text."""
 
 import errno
+import json
 import os
 import pickle
 import tracemalloc
@@ -9,14 +10,13 @@ import numpy as np
 import pytest
 
 import tiny
-from deftune.data import cache as encoded_cache
 from deftune.data import spool as spools
 from deftune.data.cache import encode_cached
 from deftune.data.encoding import Encoder
 from deftune.data.examples import Encoded, Examples
 from deftune.data.packing import pack
 from deftune.data.parallel import encode_packed
-from deftune.data.rows import BadRows, PackedRows, Row
+from deftune.data.rows import BadRow, BadRows, Fault, PackedRows, Row
 from deftune.data.spool import Spool
 
 
@@ -73,7 +73,7 @@ def test_rows_on_disk_are_the_rows(on_disk, monkeypatch):
     monkeypatch.setattr(spools, "MEMORY_BYTES", 2**20)
     expected = make_rows(20)
     assert list(rows) == list(expected) and rows[3:5] == expected[3:5] and rows[-1] == expected[-1]
-    assert (rows.digest(), rows.num_bytes) == (expected.digest(), expected.num_bytes)
+    assert (rows.digest, rows.texts.num_bytes) == (expected.digest, expected.texts.num_bytes)
     with pytest.raises(IndexError):
         rows[20]
 
@@ -85,7 +85,7 @@ def test_gathered_rows_share_their_text(on_disk):
     both = PackedRows.gather([(two, 4), (one, 0), (two, 1)])
     assert [row.where for row in both] == ["b.jsonl:4", "a.jsonl:0", "b.jsonl:1"] and spool.num_bytes == before
     apart = PackedRows.gather([(two, 4), (make_rows(5), 0), (two, 1)])  # of another spool: copied
-    assert list(apart) == list(both) and apart.digest() == both.digest()
+    assert list(apart) == list(both) and apart.digest == both.digest
 
 
 def test_encoding_and_packing_from_disk(on_disk, monkeypatch):
@@ -115,15 +115,28 @@ def test_the_result_is_a_map_of_the_cached_file(on_disk, tmp_path, monkeypatch):
         assert all(str(column.filename).startswith(str(tmp_path / "encoded")) for column in columns.values())
 
 
-def test_the_cached_file_is_a_safetensors_file(tmp_path, monkeypatch):
-    from safetensors.numpy import load_file
+@pytest.mark.parametrize("limit", [2**20, 0])
+def test_a_saved_spool_is_opened(on_disk, tmp_path, monkeypatch, limit):
+    """Few bytes are read into memory, many are a map of the file."""
+    monkeypatch.setattr(spools, "BLOCK_BYTES", 3)
+    spool = Spool()
+    spool.append(bytes(range(100)))
+    spool.save(tmp_path / "bytes")
+    monkeypatch.setattr(spools, "MEMORY_BYTES", limit)
+    again = Spool.open(tmp_path / "bytes")
+    assert (again.num_bytes, again.read(7, 5)) == (100, bytes(range(7, 12)))
+    assert again.view("u1").tolist() == list(range(100)) and isinstance(again.view("u1"), np.memmap) == (limit == 0)
 
-    monkeypatch.setattr(encoded_cache, "BLOCK", 3)
-    columns = Examples([Encoded([1, 2, 3], [-100, 2, 3], "é", "a"), Encoded([7], [-100], "bb", "b")]).columns
-    encoded_cache._save_file(columns, tmp_path / "x.safetensors")
-    loaded, mapped = load_file(tmp_path / "x.safetensors"), encoded_cache._map_file(tmp_path / "x.safetensors")
-    for name, column in columns.items():
-        assert np.array_equal(loaded[name], column) and np.array_equal(mapped[name], column)
+
+def test_bad_rows_are_in_a_file_once_they_are_many(on_disk, tmp_path):
+    bad = BadRows(skip=True)
+    for i in range(20):
+        bad.add(f"a.jsonl:{i}", Fault("not JSON", "é"), "x" * 100)
+    assert isinstance(bad.rows._lines.spool.view("u1"), np.memmap) and len(bad.rows) == 20
+    assert bad.rows[3] == BadRow("a.jsonl:3", "not JSON", "é", "x" * 100) and bad.rows[-1].where == "a.jsonl:19"
+    bad.write(tmp_path / "bad_rows.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
+    assert lines[3] == {"where": "a.jsonl:3", "reason": "not JSON (é)", "raw": "x" * 100} and len(lines) == 20
 
 
 def test_memory_does_not_grow_with_the_text(monkeypatch, tmp_path):
@@ -149,11 +162,11 @@ def test_memory_does_not_grow_with_the_text(monkeypatch, tmp_path):
 def test_a_spool_can_be_copied(on_disk, number):
     rows = make_rows(number)
     examples = encode_packed(rows, Encoder(tiny.make_tokenizer(), max_length=99), bad=BadRows(), workers=1).examples
-    assert len(examples.columns["size"]) == number  # the views of the spools are not copied with them
+    assert len(examples.columns["rows"]) == number  # the views of the spools are not copied with them
     again = pickle.loads(pickle.dumps((rows, examples)))
     for copied, own in zip(again, (rows, examples)):
         assert list(copied) == list(own)
-    again[0]._add(b'[[], null, "b", "b"]')
+    again[0].texts.append(b'[[], null, "b", "b"]')
     again[1].append(Encoded([1], [-100], "b", "b"))
     assert (len(again[0]), len(rows)) == (number + 1, number) and list(again[1])[:number] == list(examples)
 
@@ -173,4 +186,4 @@ def test_without_a_cache_folder_the_rows_are_in_the_system_s_temporary_one(monke
     monkeypatch.setattr(spools, "MEMORY_BYTES", 8)
     monkeypatch.setenv("DEFTUNE_CACHE", str(blocked))
     assert [row.where for row in make_rows(3)] == [row.where for row in list(make_rows(3))]
-    assert make_rows(3)._spool._file is not None
+    assert make_rows(3).texts.spool._file is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deftune.artifacts.models import cache_folder
+from deftune.artifacts.files import cache_folder
 from deftune.artifacts.results import load_result
 from deftune.data.sources import read_rows
 from deftune.tokens.table import read_rows_table, read_token_table, write_token_table

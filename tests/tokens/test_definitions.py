@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from trl import SFTConfig
 
 import deftune
-from deftune.artifacts.models import cache_folder
+from deftune.artifacts.files import cache_folder
 from deftune.artifacts.results import load_result
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.end_tokens import end_tokens_of, stop_ids

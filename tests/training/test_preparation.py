@@ -71,16 +71,17 @@ def test_the_fingerprint_is_that_of_the_rows_encoded_one_by_one(
 @pytest.mark.parametrize("change", ["a token", "a mask", "a boundary", "a pack"])
 def test_the_fingerprint_sees_every_change_of_the_sequences(make_config, tmp_path, change):
     prepared = prepare(make_config(tmp_path / "run", {"data.packing": True}), silent)
-    before, columns = fingerprint(prepared), {k: v.copy() for k, v in prepared.train.examples.columns.items()}
+    before, examples = fingerprint(prepared), Examples(prepared.train.examples)  # in memory, to be changed
+    columns = {name: column.copy() for name, column in examples.columns.items()}
     if change == "a token":
         columns["input_ids"][7] += 1
     elif change == "a mask":
         columns["supervised"][-1] ^= 1
     elif change == "a boundary":
-        columns["size"][0] += 1
-        columns["size"][1] -= 1
+        columns["rows"]["size"][:2] += np.array([1, -1], "<i4")
     members = prepared.sequences.members if change != "a pack" else prepared.sequences.members[::-1]
-    prepared.sequences = Packs(Examples.of_columns(columns, prepared.train.examples.sources), members)
+    examples._columns = columns
+    prepared.sequences = Packs(examples, members)
     assert fingerprint(prepared) != before
 
 

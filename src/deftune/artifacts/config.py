@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -307,14 +306,9 @@ def known_keys(path: Sequence[int | str], root: type[BaseModel] = RunConfig) -> 
     return list(model.model_fields)
 
 
-def schema() -> dict[str, Any]:
-    """JSON schema, for editors."""
-    return RunConfig.model_json_schema()
-
-
 def render_yaml(config: RunConfig) -> str:
     """The config as YAML with every default; `load_config` reads it back."""
-    return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 # The file that `deftune init` writes.

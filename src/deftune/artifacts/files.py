@@ -1,4 +1,4 @@
-"""Atomic files: a reader sees the old content or the new, never a part."""
+"""Atomic files, of which a reader sees the old content or the new, never a part; and the folder of the cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
+
+
+def cache_folder() -> Path:
+    """$DEFTUNE_CACHE, or deftune/ in the user's cache folder."""
+    if home := os.environ.get("DEFTUNE_CACHE"):
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deftune"
 
 
 def sync(path: Path) -> None:

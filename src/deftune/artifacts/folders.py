@@ -162,13 +162,13 @@ def locked_file(path: Path, wait: Callable[[float], None]) -> Generator[None]:
 
 def waiting(notice: Callable[[str], None], doing: str) -> Callable[[float], None]:
     """A function for `locked_file` that says now and then: another process is ``doing``."""
-    said = -WAITING_SECONDS
+    last = -WAITING_SECONDS
 
     def wait(seconds: float) -> None:
-        nonlocal said
-        if seconds - said >= WAITING_SECONDS:
+        nonlocal last
+        if seconds - last >= WAITING_SECONDS:
             notice(f"another process is {doing}: waiting for it")
-            said = seconds
+            last = seconds
 
     return wait
 
@@ -326,7 +326,7 @@ def render_manifest(text: str) -> str:
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text})
 
 
-# what the system says of a file that is not as it was written; any other error does not tell
+# errors of the system that show damage; after any other error a file may still be whole
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -387,13 +387,13 @@ def clear_leftovers(root: Path) -> None:
 
 
 def disk_error(error: BaseException) -> str:
-    """What a full or failing disk said, through whatever library it came; '' for any other error."""
+    """The message of a full or failing disk, through whatever library it came; '' for any other error."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     text = str(error)
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
         if os.strerror(number) in text:
             return os.strerror(number)
-    # torch's writer does not pass on what the system said
+    # torch's writer does not pass on the message of the system
     torch_failed = any(words in text for words in ("PytorchStreamWriter", "inline_container.cc", "iostream error"))
     return "torch could not write a file; the disk may be full" if torch_failed else ""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from deftune.artifacts.config import ConfigError, Model
-from deftune.artifacts.files import write_atomic
+from deftune.artifacts.files import cache_folder, write_atomic
 from deftune.artifacts.folders import (
     FolderError,
     UnreadableError,
@@ -66,13 +66,6 @@ PACKAGED = {
 }
 # llama.cpp's names of ways to split text with which it takes a word that is a token as it is, whatever the merges say
 LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-
-
-def cache_folder() -> Path:
-    """$DEFTUNE_CACHE, or deftune/ in the user's cache folder."""
-    if home := os.environ.get("DEFTUNE_CACHE"):
-        return Path(home)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deftune"
 
 
 def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, revision: str | None = None) -> str:
@@ -251,10 +244,10 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
             f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
             f"architecture that transformers does not know: download it again, or pass the folder of the original model"
         ) from error
-    said = tokenizer_facts(gguf)
-    if said.get("model") == "gpt2" and said.get("pre") in LLAMA3_SPLITS:
+    header = tokenizer_facts(gguf)
+    if header.get("model") == "gpt2" and header.get("pre") in LLAMA3_SPLITS:
         tokenizer.backend_tokenizer.model.ignore_merges = True  # as in llama.cpp: a word that is a token stays whole
-    if said.get("add_bos_token") and tokenizer.bos_token_id is not None:
+    if header.get("add_bos_token") and tokenizer.bos_token_id is not None:
         tokenizer.add_bos_token = True  # transformers leaves it out: Gemma's NLL is twice as high without
     if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore

@@ -223,15 +223,8 @@ def is_adapter(folder: Path) -> bool:
 
 # --- how a model's rows and prompts become tokens ---------------------------------------------------------------------
 
-ENCODER_OPTIONS = (
-    "template",
-    "template_options",
-    "end_tokens",
-    "bos",
-    "mask",
-    "max_length",
-    "overlong",
-)  # of an Encoder
+PROMPT_OPTIONS = ("template", "template_options", "end_tokens", "bos")  # of an Encoder
+ENCODER_OPTIONS = (*PROMPT_OPTIONS, "mask", "max_length", "overlong")
 
 
 def encoder_options(data: Data) -> dict[str, Any]:
@@ -250,13 +243,15 @@ def encoding_of(model: str | Run, **given: Any) -> dict[str, Any]:
         given: arguments that replace those of the run or the defaults; None replaces nothing.
     """
     run = model if isinstance(model, Run) else parse_result(model)[0]
-    data = Data.model_construct() if run is None else run.read_config().data
-    return encoder_options(data) | {name: value for name, value in given.items() if value is not None}
+    options = encoder_options(Data.model_construct() if run is None else run.read_config().data)
+    if run is not None and (time := run.template_time()):
+        options["now"] = time  # the date in the prompts is that of the training, not today's
+    return options | {name: value for name, value in given.items() if value is not None}
 
 
 def prompt_options(encoding: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `Encoder` that the tokens of a prompt depend on."""
-    return {name: encoding[name] for name in ENCODER_OPTIONS[:4]}
+    return {name: encoding[name] for name in (*PROMPT_OPTIONS, "now") if name in encoding}
 
 
 def encoding_for(model: str, template: str | None = None, like: str | Path | None = None) -> dict[str, Any]:

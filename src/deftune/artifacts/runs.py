@@ -9,6 +9,7 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from deftune.artifacts.checkpoints import checkpoints
-from deftune.artifacts.config import ConfigError, RunConfig, parse_yaml, render_yaml
+from deftune.artifacts.config import ConfigError, RunConfig, load_config, parse_yaml, render_yaml
 from deftune.artifacts.environment import environment
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.folders import MANIFEST, Kind, differences, is_locked
@@ -67,9 +68,16 @@ class Run:
     def set_status(self, state: str, **facts: Any) -> None:
         write_atomic(self.folder / "status.json", json.dumps({"state": state, "time": time.time(), **facts}))
 
-    def read_config(self) -> RunConfig:
-        from deftune.artifacts.config import load_config
+    def template_time(self) -> str | None:
+        """The time, in ISO 8601, that the chat template wrote into the run's rows; None if it writes none."""
+        path = self.folder / "data.json"
+        try:
+            content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # a pipe would block
+            return datetime.fromisoformat(content["now"]).isoformat()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
 
+    def read_config(self) -> RunConfig:
         if not self.config.is_file():
             raise ValueError(f"{self.folder}: is no run (it has no config.yaml)")
         return load_config(self.config)
@@ -93,8 +101,7 @@ def find_run(config: RunConfig) -> Run:
     """The run's folder; a folder that holds something else is refused. Nothing is written."""
     run = Run(Path(config.run))
     if RUN.is_begun(run.folder, BEGINNING):
-        before, now = _recorded(run), yaml.safe_load(render_yaml(config))
-        RUN.refuse_changes(run.folder, _fixed(before), _fixed(now))
+        RUN.refuse_changes(run.folder, _fixed(_recorded(run)), _fixed(config.model_dump(mode="json")))
     return run
 
 
@@ -107,7 +114,7 @@ def _recorded(run: Run) -> Any:
             f"{run.config}: is damaged; restore it, or choose another folder with {RUN.option}"
         ) from error
     with suppress(ValidationError):
-        content = yaml.safe_load(render_yaml(RunConfig.model_validate(content)))
+        content = RunConfig.model_validate(content).model_dump(mode="json")
     return content
 
 
@@ -129,7 +136,7 @@ def open_run(config: RunConfig) -> tuple[Run, list[str]]:
         write_atomic(run.folder / "environment.json", json.dumps(environment(), indent=1))
         write_atomic(run.config, render_yaml(config))
         return run, []
-    before, now = _recorded(run), yaml.safe_load(render_yaml(config))
+    before, now = _recorded(run), config.model_dump(mode="json")
     changed = differences(before | {"run": now["run"]}, now)
     if changed:
         write_atomic(run.config, render_yaml(config))

@@ -203,9 +203,9 @@ def run_keys(args: argparse.Namespace) -> int:
 
 def run_schema(args: argparse.Namespace) -> int:
     need()
-    from deftune.artifacts.config import schema
+    from deftune.artifacts.config import RunConfig
 
-    print(json.dumps(schema(), indent=1))
+    print(json.dumps(RunConfig.model_json_schema(), indent=1))
     return 0
 
 

@@ -1,8 +1,8 @@
 """Encoded rows kept on disk, so that a resumed run, another objective or another rank need not encode them again.
 
 An entry is a folder named by the sha256 of all that its tokens depend on: the rows and their places, the tokenizer, the
-template, the encoder's options, and the code of this package. It holds the arrays as safetensors, the rest as JSON,
-and a manifest with their checksums, which are compared on every read. Nothing in it is ever executed.
+template, the encoder's options, and the code of this package. It holds the arrays as they are in memory, the rest as
+JSON, and a manifest with their checksums, which are compared on every read. Nothing in it is ever executed.
 
 A second kind of entry, a `Reading`, records what was found when sources were read. Its name is made of what the rows
 depend on (the sha256 of the files, the options), so that the encoded rows are found without reading the sources.
@@ -10,39 +10,81 @@ depend on (the sha256 of the files, the options), so that the encoded rows are f
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TypeVar
 
 from deftune.artifacts.folders import (
     MANIFEST,
     FolderError,
     clear_leftovers,
-    disk_error,
     locked_file,
     remove,
     sealed_folder,
+    sha256,
     verify,
     waiting,
 )
-from deftune.data.encoding import EncodedRows, Encoder, EncodingError, checked
+from deftune.data.encoding import EncodedRows, Encoder, Places, checked
 from deftune.data.examples import Examples
-from deftune.data.rows import BadRow, BadRows, PackedRows
+from deftune.data.rows import BadRow, BadRowList, BadRows, PackedRows, RowError
+from deftune.data.sources import files_of_source
 
 SIZE_VARIABLE = "DEFTUNE_DATA_CACHE_GB"
 DEFAULT_GIGABYTES = 20.0
 ENCODING = "encoding rows"  # what another process does while this one waits
-BLOCK = 2**20  # values that are copied at a time
-_DTYPES = {"I32": "<i4", "U8": "<u1"}
-_LISTS = ("fully_truncated", "overlong", "fully_masked")
+ROW_BYTES = 2**16  # hashing so many takes about as long as reading a row
+_DROPPED = ("fully_truncated", "overlong", "fully_masked")
+
+T = TypeVar("T")
+
+
+def digest_files(source: str, split: str | None, limit: int | None = None) -> list[tuple[str, str]] | None:
+    """The path and sha256 of each file of a source, in the order in which they are read.
+
+    Every call reads the files: on some file systems a changed file keeps its times and its inode.
+
+    Args:
+        source: as for `read_rows`.
+        split: as for `read_rows`.
+        limit: how many rows will be read; None: all.
+
+    Returns:
+        None for a source without files (the hub, a generator), with files that cannot be hashed (a pipe), or with files
+        so large that reading ``limit`` rows takes less time than hashing them.
+    """
+    try:
+        paths = files_of_source(source, split)
+        if paths is None or not all(path.is_file() for path in paths):  # a pipe could be read only once
+            return None
+        if limit is not None and sum(path.stat().st_size for path in paths) > limit * ROW_BYTES:
+            return None
+        return [(str(path), sha256(path)) for path in paths]
+    except (OSError, RowError):  # whoever reads the source says what is wrong
+        return None
+
+
+@functools.cache
+def code_digest(*further: Path) -> str:
+    """The sha256 of the code that reads and encodes rows (this package and ``further``), with the versions it needs."""
+    digest = hashlib.sha256()
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), *further]:
+        digest.update(f"{path.name} {sha256(path)}\n".encode())
+    for package in ("deftune", "jinja2", "pyarrow", "tokenizers"):
+        try:
+            digest.update(f"{package} {version(package)}\n".encode())
+        except PackageNotFoundError:
+            digest.update(f"no {package}\n".encode())
+    digest.update(platform.python_version().encode())
+    return digest.hexdigest()
 
 
 def cache_bytes() -> int:
@@ -77,28 +119,27 @@ def encode_cached(
     """
     if not is_cached(encoder):
         return encode()
-    entry = folder / _entry_name(rows.digest(), encoder)
+    entry = folder / _entry_name(rows.digest, encoder)
+    result = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked_file(folder / f".lock-{entry.name[0]}", waiting(notice, ENCODING)):
-            if found := _read(entry, notice):
+            if found := _read_rows(entry, bad, notice):
                 notice(_taken_from(found, entry))
                 return checked(found, encoder, bad)
             result = encode()
-            if _write(entry, result, notice):  # from here on a map of the entry's file, not of one more copy
-                with suppress(OSError):  # a file system without maps: the encoded rows are still there
-                    result.examples = _examples(entry, result.examples.sources)
+            if _write_entry(entry, functools.partial(_save_rows, result), "the encoded rows", notice):
+                result.examples = Examples.open(entry, result.examples.sources)  # the entry's files, not one more copy
             _make_room(folder, cache_bytes(), keep=[entry])
-            return result
     except OSError as error:
         if error.filename is None or not str(error.filename).startswith(str(folder)):
             raise
         notice(f"encoded rows cannot be kept in {folder} ({error.strerror}); {SIZE_VARIABLE}=0 turns this off")
-        return encode()
+    return result or encode()
 
 
 def _entry_name(digest: str, encoder: Encoder) -> str:
-    return hashlib.sha256(f"{encoder.digest}\n{digest}".encode()).hexdigest()
+    return hashlib.sha256(f"{code_digest()}\n{encoder.digest}\n{digest}".encode()).hexdigest()
 
 
 def _taken_from(found: EncodedRows, entry: Path) -> str:
@@ -110,8 +151,8 @@ class Reading:
     """What was found when the sources of a run were read."""
 
     digests: list[str]  # `PackedRows.digest` of the rows to train on, and of the held-out rows if there are any
-    said: list[str]  # the lines that told of it
-    bad: list[BadRow]  # rows that could not be read
+    notices: list[str]  # the lines that the user was shown
+    bad: BadRowList  # rows that could not be read
 
 
 def find_encoded(
@@ -125,17 +166,19 @@ def find_encoded(
 ) -> list[EncodedRows] | None:
     """The encoded rows of the sources that ``key`` stands for; None where they must be read, or encoded, again.
 
-    ``notice`` gets the lines of the first reading, and ``bad`` its bad rows. ``warn`` is told of a damaged entry.
+    ``notice`` gets the lines of the first reading, and ``bad`` its bad rows. ``warn`` gets a line for a damaged entry.
     """
-    reading = _read_reading(folder / key, warn)
+    reading = _read_entry(
+        folder / key, _load_reading, "reading the rows again, the record of an earlier reading is damaged", warn
+    )
     if reading is None:
         return None
     entries = [folder / _entry_name(digest, encoder) for digest in reading.digests]
-    found = [encoded for entry in entries if (encoded := _read(entry, lambda _: None))]
+    found = [encoded for entry in entries if (encoded := _read_rows(entry, bad, lambda _: None))]
     if len(found) < len(entries):
         return None
-    bad.rows += reading.bad
-    for line in reading.said:
+    bad.extend(reading.bad)
+    for line in reading.notices:
         notice(line)
     for encoded, entry in zip(found, entries):
         notice(_taken_from(encoded, entry))
@@ -143,118 +186,88 @@ def find_encoded(
     return found
 
 
-def _read_reading(entry: Path, warn: Callable[[str], None]) -> Reading | None:
-    if not entry.is_dir():
-        return None
-    try:
-        verify(entry)
-        about: dict[str, Any] = json.loads((entry / "reading.json").read_text(encoding="utf-8"))
-        bad = [BadRow(**row) for row in about["bad"]]
-        reading = Reading(list(about["digests"]), list(about["said"]), bad)
-    except (FolderError, OSError, ValueError, KeyError, TypeError) as error:
-        warn(f"reading the rows again, the record of an earlier reading is damaged: {error}")
-        return None
-    with suppress(OSError):
-        os.utime(entry / MANIFEST)
-    return reading
-
-
 def write_reading(
     key: str, reading: Reading, encoder: Encoder, folder: Path, notice: Callable[[str], None] = lambda _: None
 ) -> None:
     """Remember a reading for `find_encoded`; a full disk is only a notice."""
+
+    def save(place: Path) -> None:
+        about = {"digests": reading.digests, "notices": reading.notices}
+        (place / "reading.json").write_text(json.dumps(about), encoding="utf-8")
+        _save_bad_rows(reading.bad, place)
+
     entry = folder / key
-    try:
-        with sealed_folder(entry.with_name(f".{entry.name}-{os.getpid()}"), entry) as place:
-            (place / "reading.json").write_text(json.dumps(asdict(reading)), encoding="utf-8")
-    except OSError as error:
-        notice(f"{folder}: what was read could not be kept ({error.strerror}); {SIZE_VARIABLE}=0 turns this off")
-        return
-    rows = [folder / _entry_name(digest, encoder) for digest in reading.digests]
-    _make_room(folder, cache_bytes(), keep=[entry, *rows])
+    if _write_entry(entry, save, "what was read", notice):
+        rows = [folder / _entry_name(digest, encoder) for digest in reading.digests]
+        _make_room(folder, cache_bytes(), keep=[entry, *rows])
 
 
-def _write(entry: Path, result: EncodedRows, notice: Callable[[str], None]) -> bool:
-    """Whether an entry was written; a full disk is only a notice, since the run can go on without the cache."""
-    about: dict[str, Any] = {
-        "max_length": result.max_length, "num_rows": result.num_rows, "num_ended": result.num_ended,
-        "sources": result.examples.sources, "refused": [[e.where, e.problem, e.raw] for e in result.refused],
-        **{name: getattr(result, name) for name in _LISTS},
+def _load_reading(entry: Path) -> Reading:
+    about = json.loads((entry / "reading.json").read_text(encoding="utf-8"))
+    return Reading(about["digests"], about["notices"], _load_bad_rows(entry))
+
+
+def _read_rows(entry: Path, bad: BadRows, notice: Callable[[str], None]) -> EncodedRows | None:
+    """The encoded rows of an entry; None also where rows were refused and are not to be skipped, but to raise."""
+    found = _read_entry(entry, _load_rows, "encoding again, the cached rows are damaged", notice)
+    return found if found and (bad.skip or not found.refused) else None
+
+
+def _load_rows(entry: Path) -> EncodedRows:
+    about: dict[str, Any] = json.loads((entry / "rows.json").read_text(encoding="utf-8"))
+    about["examples"] = Examples.open(entry, about.pop("sources"))
+    about["refused"] = _load_bad_rows(entry)
+    for name in _DROPPED:
+        about[name] = Places(**about[name])
+    return EncodedRows(**about)
+
+
+def _save_rows(rows: EncodedRows, place: Path) -> None:
+    about = {
+        "max_length": rows.max_length, "num_rows": rows.num_rows, "num_ended": rows.num_ended,
+        "sources": rows.examples.sources, **{name: asdict(getattr(rows, name)) for name in _DROPPED},
     }  # fmt: skip
+    (place / "rows.json").write_text(json.dumps(about), encoding="utf-8")
+    rows.examples.save(place)
+    _save_bad_rows(rows.refused, place)
+
+
+def _load_bad_rows(entry: Path) -> BadRowList:
+    rows = BadRowList()
+    with (entry / "bad_rows.jsonl").open(encoding="utf-8") as file:
+        rows.extend(BadRow(**json.loads(line)) for line in file)
+    return rows
+
+
+def _save_bad_rows(rows: BadRowList, place: Path) -> None:
+    with (place / "bad_rows.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+def _write_entry(entry: Path, save: Callable[[Path], None], what: str, notice: Callable[[str], None]) -> bool:
+    """Whether an entry was written; a full disk is only a notice, since the run can go on without the cache."""
     try:
         with sealed_folder(entry.with_name(f".{entry.name}-{os.getpid()}"), entry) as place:
-            _save_file(result.examples.columns, place / "examples.safetensors")
-            (place / "rows.json").write_text(json.dumps(about), encoding="utf-8")
-    except Exception as error:
-        reason = disk_error(error)
-        if not reason:
-            raise
-        notice(f"{entry.parent}: the encoded rows could not be kept ({reason}); {SIZE_VARIABLE}=0 turns this off")
+            save(place)
+    except OSError as error:
+        notice(f"{entry.parent}: {what} could not be kept ({error.strerror}); {SIZE_VARIABLE}=0 turns this off")
         return False
     return True
 
 
-def _read(entry: Path, notice: Callable[[str], None]) -> EncodedRows | None:
-    """Read and verify an entry; None where there is none, or where it is damaged."""
+def _read_entry(entry: Path, load: Callable[[Path], T], damaged: str, notice: Callable[[str], None]) -> T | None:
+    """Verify and read an entry; None where there is none, or where it is damaged."""
     if not entry.is_dir():
         return None
     try:
         verify(entry)
-        about: dict[str, Any] = json.loads((entry / "rows.json").read_text(encoding="utf-8"))
-        result = EncodedRows(
-            examples=_examples(entry, about["sources"]),
-            max_length=about["max_length"], num_rows=about["num_rows"], num_ended=about["num_ended"],
-            refused=[EncodingError(*fields) for fields in about["refused"]],
-            **{name: about[name] for name in _LISTS},
-        )  # fmt: skip
+        found = load(entry)
     except (FolderError, OSError, ValueError, KeyError, TypeError) as error:
-        notice(f"encoding again, the cached rows are damaged: {error}")
+        notice(f"{damaged}: {error}")
         return None
     with suppress(OSError):
         os.utime(entry / MANIFEST)  # marks the entry as used now: the oldest are removed first
-    return result
-
-
-def _examples(entry: Path, sources: list[str]) -> Examples:
-    return Examples.of_columns(_map_file(entry / "examples.safetensors"), sources)
-
-
-def _save_file(arrays: dict[str, NDArray[Any]], path: Path) -> None:
-    """A safetensors file, written block by block: the library's own function would copy every array into memory."""
-    names = sorted(arrays, key=lambda name: -arrays[name].itemsize)  # aligned: the wide ones first
-    header: dict[str, Any] = {}
-    start = 0
-    for name in names:
-        code = next(code for code, dtype in _DTYPES.items() if np.dtype(dtype) == arrays[name].dtype)
-        stop = start + arrays[name].nbytes
-        header[name] = {"dtype": code, "shape": [len(arrays[name])], "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            for at in range(0, len(arrays[name]), BLOCK):
-                file.write(arrays[name][at : at + BLOCK].tobytes())
-
-
-def _map_file(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a safetensors file, memory-mapped, so that the ranks of a machine share the memory."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-    arrays: dict[str, NDArray[Any]] = {}
-    for name, about in header.items():
-        if name == "__metadata__":
-            continue
-        start, stop = about["data_offsets"]
-        dtype = np.dtype(_DTYPES[about["dtype"]])
-        if stop == start:  # an empty file cannot be mapped
-            arrays[name] = np.zeros(0, dtype=dtype)
-        else:
-            shape = ((stop - start) // dtype.itemsize,)
-            arrays[name] = np.memmap(path, dtype=dtype, mode="r", offset=8 + size + start, shape=shape)
-    return arrays
+    return found
 
 
 def _make_room(folder: Path, limit: int, *, keep: Collection[Path]) -> None:

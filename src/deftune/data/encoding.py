@@ -24,14 +24,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from importlib.metadata import version
 from typing import Any, Literal, get_args
 
 from deftune.artifacts.templates import resolve_template
 from deftune.data.end_tokens import end_tokens_of
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
 from deftune.data.rendering import Template
-from deftune.data.rows import BadRows, Fault, Row, raw_text
+from deftune.data.rows import BadRow, BadRowList, BadRows, Row, raw_text
 from deftune.data.sandbox import TemplateLimitError
 from deftune.data.written import EncodingError, check_written, divergence, snippet, strings_in
 
@@ -39,6 +38,7 @@ Mask = Literal["assistant", "completion", "all"]
 Overlong = Literal["truncate", "drop"]
 
 ENOUGH_ENDS = 0.9  # below this share of rows that end their answer, a model may not learn to stop
+NAMED_PLACES = 5  # of dropped rows, for each reason
 
 
 class Encoder:
@@ -49,7 +49,7 @@ class Encoder:
     ``end_tokens``: tokens that end a turn, beside the tokenizer's EOS and `END_OF_TURN`.
     ``template_options``: passed to the template, such as ``{"enable_thinking": False}``.
     ``bos``: whether an example begins with BOS; None does what the tokenizer does. Never twice.
-    ``now``: the time that a template writes which writes the date; by default that of this call, for all rows.
+    ``now``: the time, perhaps in ISO 8601, that a template writes which writes the date; by default that of this call.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Encoder:
         end_tokens: Sequence[str] = (),
         template_options: Mapping[str, Any] | None = None,
         bos: bool | None = None,
-        now: datetime | None = None,
+        now: datetime | str | None = None,
     ):
         if mask not in get_args(Mask):
             raise ValueError(f"unknown mask {mask!r}. Known: {', '.join(get_args(Mask))}")
@@ -84,7 +84,7 @@ class Encoder:
             **self.template_options,
         }
         self._eos: str | None = tokenizer.eos_token
-        self.now = now or datetime.now()
+        self.now = datetime.fromisoformat(now) if isinstance(now, str) else now or datetime.now()
         self._compiled: Template | None = None
         self.end_ids = end_tokens_of(tokenizer, self.template, end_tokens)
         self._end = re.compile("|".join(re.escape(token) for token in self.end_ids) or r"(?!)")
@@ -99,12 +99,9 @@ class Encoder:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The sha256 of all that a row's tokens and labels depend on besides the row; the code among it."""
-        from deftune.data.digests import code_digest  # here: an encoding process does without its imports
-
-        versions = {"code": code_digest(), "jinja2": version("jinja2"), "tokenizers": version("tokenizers")}
+        """The sha256 of all that a row's tokens and labels depend on besides the row and the code."""
         options = [self.mask, self.max_length, self.overlong, self._bos, self._eos, self.end_ids, self._variables]
-        content = json.dumps([versions, self._backend.to_str(), self.template, options], sort_keys=True)
+        content = json.dumps([self._backend.to_str(), self.template, options], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     @property
@@ -258,8 +255,8 @@ class Encoder:
         return labels, straddled
 
     def _refuse_end_tokens(self, row: Row) -> None:
-        said = [value for message in row.messages for key, value in message.items() if key != "role"]
-        for text in strings_in([*said, *(row.tools or ())]):
+        values = [value for message in row.messages for key, value in message.items() if key != "role"]
+        for text in strings_in([*values, *(row.tools or ())]):
             found = self._end.search(text)
             if found:
                 raise EncodingError(
@@ -270,27 +267,46 @@ class Encoder:
 
 
 @dataclass
+class Places:
+    """How many rows were dropped for one reason, and where the first of them are."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list[str])
+
+    def add(self, where: str) -> None:
+        self.extend(Places(1, [where]))
+
+    def extend(self, other: Places) -> None:
+        self.count += other.count
+        self.first += other.first[: NAMED_PLACES - len(self.first)]
+
+    def __str__(self) -> str:
+        more = self.count - len(self.first)
+        return ", ".join(self.first) + (f" and {more:,} more" if more else "")
+
+
+@dataclass
 class EncodedRows:
     """The examples to train on, and the places of the rows that were dropped, by reason."""
 
+    max_length: int
     examples: Examples = field(default_factory=Examples)
-    max_length: int = 0
     num_rows: int = 0
     num_ended: int = 0  # examples whose last supervised token ends a turn
-    fully_truncated: list[str] = field(default_factory=list[str])  # where: over max_length, and no answer left
-    overlong: list[str] = field(default_factory=list[str])  # where: over max_length, dropped on request
-    fully_masked: list[str] = field(default_factory=list[str])  # where: nothing to supervise, at any length
-    refused: list[EncodingError] = field(default_factory=list[EncodingError])
+    fully_truncated: Places = field(default_factory=Places)  # over max_length, and no answer left
+    overlong: Places = field(default_factory=Places)  # over max_length, dropped on request
+    fully_masked: Places = field(default_factory=Places)  # nothing to supervise, at any length
+    refused: BadRowList = field(default_factory=BadRowList)  # their mask cannot be verified
 
     def extend(self, other: EncodedRows) -> None:
         """Append the result of the rows that follow."""
-        self.examples.extend(other.examples)
         self.num_rows += other.num_rows
         self.num_ended += other.num_ended
-        self.fully_truncated += other.fully_truncated
-        self.overlong += other.overlong
-        self.fully_masked += other.fully_masked
-        self.refused += other.refused
+        self.examples.extend(other.examples)
+        self.fully_truncated.extend(other.fully_truncated)
+        self.overlong.extend(other.overlong)
+        self.fully_masked.extend(other.fully_masked)
+        self.refused.extend(other.refused)
 
     @property
     def num_dropped(self) -> int:
@@ -302,9 +318,10 @@ class EncodedRows:
             (self.fully_truncated, f"over {self.max_length} tokens with no answer left"),
             (self.overlong, f"over {self.max_length} tokens"),
             (self.fully_masked, "fully masked"),
-            ([error.where for error in self.refused], "refused"),
+            (Places(len(self.refused), [row.where for row in self.refused[:NAMED_PLACES]]), "refused"),
         ]
-        counts = ", ".join(f"{len(rows):,} {fate}" for rows, fate in fates if rows)
+        fates = [(places, fate) for places, fate in fates if places.count]
+        counts = ", ".join(f"{places.count:,} {fate}" for places, fate in fates)
         examples = self.examples
         kept, tokens, supervised = len(examples), examples.num_tokens, examples.num_supervised
         lines = [
@@ -317,8 +334,7 @@ class EncodedRows:
             lines.append(self._few_ends())
         if examples.num_straddled:
             lines.append(f"{examples.num_straddled:,} tokens straddle a prompt and its answer: not supervised")
-        lines += [f"dropped, {fate}: {_named(rows)}" for rows, fate in fates if rows]
-        return lines
+        return lines + [f"dropped, {fate}: {places}" for places, fate in fates]
 
     def _few_ends(self) -> str:
         """The warning that many answers lack their end-of-turn token: those were cut at max_length."""
@@ -338,33 +354,37 @@ def encode_rows(rows: Iterable[Row], encoder: Encoder, *, bad: BadRows | None = 
     with ``BadRows(skip=True)`` all of them are added to ``bad`` and listed in ``refused``.
     """
     bad = BadRows() if bad is None else bad
-    result = EncodedRows(max_length=encoder.max_length)
+    return checked(encode_part(rows, encoder, skip=bad.skip), encoder, bad)
+
+
+def encode_part(rows: Iterable[Row], encoder: Encoder, *, skip: bool) -> EncodedRows:
+    """Encode some of the rows; the result may have no example.
+
+    Raises:
+        EncodingError: the mask of a row cannot be verified, and such rows are not to be skipped.
+    """
+    result = EncodedRows(encoder.max_length)
+    ends = set(encoder.end_ids.values())
     for row in rows:
-        encode_into(result, row, encoder)
-        if result.refused and not bad.skip:
-            raise result.refused[0]
-    return checked(result, encoder, bad)
-
-
-def encode_into(result: EncodedRows, row: Row, encoder: Encoder) -> None:
-    """Encode one row and add it to ``result``, as an example or under the reason why it is dropped."""
-    result.num_rows += 1
-    try:
-        example = encoder.encode(row)
-    except EncodingError as error:
-        fields = {"messages": row.messages, **({"tools": row.tools} if row.tools else {})}
-        result.refused.append(EncodingError(error.where, error.problem, raw_text(fields)))
-        return
-    if example.truncated and encoder.overlong == "drop":
-        result.overlong.append(row.where)
-    elif example.num_supervised:
-        result.examples.append(example)
-        last = next(i for i in reversed(example.labels) if i != IGNORE_INDEX)
-        result.num_ended += last in encoder.end_ids.values()
-    elif example.truncated:
-        result.fully_truncated.append(row.where)
-    else:
-        result.fully_masked.append(row.where)
+        result.num_rows += 1
+        try:
+            example = encoder.encode(row)
+        except EncodingError as error:
+            if not skip:
+                raise
+            fields = {"messages": row.messages, **({"tools": row.tools} if row.tools else {})}
+            result.refused.append(BadRow(row.where, "mask not verified", error.problem, raw_text(fields)))
+            continue
+        if example.truncated and encoder.overlong == "drop":
+            result.overlong.add(row.where)
+        elif example.num_supervised:
+            result.examples.append(example)
+            result.num_ended += next(i for i in reversed(example.labels) if i != IGNORE_INDEX) in ends
+        elif example.truncated:
+            result.fully_truncated.add(row.where)
+        else:
+            result.fully_masked.add(row.where)
+    return result
 
 
 class NoExamples(ValueError):
@@ -373,12 +393,9 @@ class NoExamples(ValueError):
 
 def checked(result: EncodedRows, encoder: Encoder, bad: BadRows) -> EncodedRows:
     """The result, with its refused rows added to ``bad``; a result without any example is an error."""
-    if result.refused and not bad.skip:
-        raise result.refused[0]
     if not result.examples:
         raise NoExamples(_nothing_left(result, encoder))
-    for error in result.refused:
-        bad.add(error.where, Fault("mask not verified", error.problem), error.raw)
+    bad.extend(result.refused)
     return result
 
 
@@ -386,12 +403,12 @@ def _nothing_left(result: EncodedRows, encoder: Encoder) -> str:
     if not result.num_rows:
         return "no rows to encode; check path, split and limit of the data"
     advice: list[str] = []
-    if result.fully_truncated or result.overlong:
+    if result.fully_truncated.count or result.overlong.count:
         advice.append(f"raise max_length (now {encoder.max_length}) or shorten the prompts")
-    if result.fully_masked:
+    if result.fully_masked.count:
         advice.append(f"mask={encoder.mask} needs rows with an assistant turn: check their roles, or use mask=all")
     if result.refused:
-        advice.append(f"the first refused row says: {result.refused[0]}")
+        advice.append(f"the first refused row says: {result.refused[0].where}: {result.refused[0].detail}")
     return f"no row has a supervised token left ({result.facts()[0]}); {'; '.join(advice)}"
 
 
@@ -402,11 +419,6 @@ def _bos_id(tokenizer: Any, wanted: bool | None) -> int | None:
     if wanted is None:
         wanted = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
     return bos if wanted else None
-
-
-def _named(rows: Sequence[str]) -> str:
-    more = f" and {len(rows) - 5:,} more" if len(rows) > 5 else ""
-    return ", ".join(rows[:5]) + more
 
 
 def _percent(part: int, whole: int) -> str:

@@ -52,6 +52,13 @@ def as_list(value: object, what: str) -> list[Any]:
     return cast("list[Any]", value)
 
 
+def as_object(value: object, what: str, which: str = "it") -> dict[str, Any]:
+    """The value itself, if it is an object; ``which`` names one of several values in the detail of a `Fault`."""
+    if not isinstance(value, dict):
+        raise Fault(f"{what} is not an object", f"{which} is {name_type(value)}")
+    return cast("dict[str, Any]", value)
+
+
 def read_medmcqa_options(row: Fields) -> dict[str, str]:
     """MedMCQA's opa to opd, by letter."""
     return {letter: read_text(row, f"op{letter.lower()}") for letter in "ABCD"}

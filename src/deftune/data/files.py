@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from deftune.data.fields import name_type
 from deftune.data.rows import SKIP_REMEDY, BadRows, Fault, Record, RowError, raw_text
 
 MAX_LINE_BYTES = 16 * 2**20
@@ -105,9 +106,7 @@ def _space(text: str, start: int) -> int:
 
 def _as_object(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        names = {"list": "a list", "str": "a string", "int": "a number", "float": "a number", "NoneType": "null"}
-        name = type(value).__name__
-        raise Fault("not an object", names.get(name, name), f'a row looks like {{"messages": [...]}}; {SKIP_REMEDY}')
+        raise Fault("not an object", name_type(value), f'a row looks like {{"messages": [...]}}; {SKIP_REMEDY}')
     return cast("dict[str, Any]", value)
 
 
@@ -400,7 +399,7 @@ def _read_batches(path: Path, kind: str, open: Callable[[], tuple[list[str], Ite
     except ImportError:
         raise ImportError(f'{path}: {kind} needs pyarrow; pip install "deftune[train]"') from None
     except Exception as error:  # Arrow's own classes, and what Python makes of a damaged schema
-        raise RowError(str(path), Fault(f"not a whole {kind} file", _first_line(error), again)) from None
+        raise RowError(str(path), Fault(f"not a whole {kind} file", describe_error(error), again)) from None
     if len(set(names)) < len(names):
         twice = next(name for name, count in collections.Counter(names).items() if count > 1)
         remedy = "rename or remove one of them"
@@ -410,7 +409,9 @@ def _read_batches(path: Path, kind: str, open: Callable[[], tuple[list[str], Ite
             batch = next(batches, None)
             columns = [] if batch is None else [_column_values(column) for column in batch.columns]
         except Exception as error:
-            raise RowError(f"{path}[{index}]", Fault(f"not a whole {kind} file", _first_line(error), again)) from None
+            raise RowError(
+                f"{path}[{index}]", Fault(f"not a whole {kind} file", describe_error(error), again)
+            ) from None
         if batch is None:
             return
         for place in range(batch.num_rows):
@@ -418,49 +419,27 @@ def _read_batches(path: Path, kind: str, open: Callable[[], tuple[list[str], Ite
             index += 1
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+def describe_error(error: Exception) -> str:
+    """The class and the first line of a library's error."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def _column_values(column: Any) -> list[Any]:
-    """A column as Python values. Most rows have columns that nobody reads, and one of those must not stop the reading:
-    a date that Python cannot hold is given as the number that the file holds, text that is not UTF-8 as bytes."""
+    """A column as Python values; bytes stand for what Python cannot hold: text that is not UTF-8, a date after 9999.
+
+    Most rows have columns that nobody reads, and one of those must not stop the reading.
+    """
     try:
         return column.to_pylist()
     except Exception:  # OverflowError, UnicodeDecodeError, ArrowInvalid, an unknown time zone's KeyError, ...
-        values: list[Any] = column.cast(_storage_type(column.type)).to_pylist()
-        return [_decoded(value) for value in values]
+        return [_python_value(scalar) for scalar in column]
 
 
-def _storage_type(type: Any) -> Any:
-    """An Arrow type with numbers for dates and times, and bytes for text, at any depth."""
-    import pyarrow as arrow
-
-    is_type = arrow.types
-    if is_type.is_date32(type) or is_type.is_time32(type):
-        return arrow.int32()
-    if is_type.is_temporal(type):
-        return arrow.int64()
-    if is_type.is_string(type) or is_type.is_large_string(type):
-        return arrow.large_binary() if is_type.is_large_string(type) else arrow.binary()
-    if is_type.is_struct(type):
-        return arrow.struct([(field.name, _storage_type(field.type)) for field in type])
-    if is_type.is_large_list(type):
-        return arrow.large_list(_storage_type(type.value_type))
-    if is_type.is_list(type):
-        return arrow.list_(_storage_type(type.value_type))
-    return type
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:
-            return value
-    if isinstance(value, dict):
-        return {key: _decoded(inner) for key, inner in cast("dict[str, Any]", value).items()}
-    return [_decoded(inner) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
+def _python_value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except Exception:
+        return scalar.as_buffer().to_pybytes() if hasattr(scalar, "as_buffer") else b""
 
 
 _LAYOUTS = {

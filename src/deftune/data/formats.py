@@ -14,6 +14,7 @@ from typing import Any, cast
 from deftune.data.fields import (
     Fields,
     as_list,
+    as_object,
     name_keys,
     name_type,
     read_field,
@@ -64,11 +65,7 @@ def _tools(row: Fields) -> list[dict[str, Any]] | None:
             raise Fault("'tools' is not JSON", tools[:60]) from None
     if not tools:
         return None
-    offered = as_list(tools, "'tools'")
-    for tool in offered:
-        if not isinstance(tool, dict):
-            raise Fault("a tool is not an object", f"it is {name_type(tool)}")
-    return offered
+    return [as_object(tool, "a tool") for tool in as_list(tools, "'tools'")]
 
 
 # Formats -------------------------------------------------------------------------------------------------------------
@@ -104,9 +101,7 @@ _SHAREGPT_ROLES = {
 def _sharegpt(row: Fields) -> Conversation:
     messages = _system(row)
     for index, turn in enumerate(as_list(read_field(row, "conversations"), "'conversations'")):
-        if not isinstance(turn, dict):
-            raise Fault("a turn is not an object", f"turn {index} is {name_type(turn)}")
-        turn = cast("dict[str, Any]", turn)
+        turn = as_object(turn, "a turn", f"turn {index}")
         if "role" in turn and "from" not in turn:
             messages.append(turn)  # some files name it conversations and fill it with messages
             continue
@@ -170,10 +165,8 @@ def _math(row: Fields) -> Conversation:
 
 
 def _verl(row: Fields) -> Conversation:
-    extra = read_field(row, "extra_info")
-    if not isinstance(extra, dict):
-        raise Fault("'extra_info' is not an object", f"it is {name_type(extra)}")
-    return _turns(read_text(cast("Fields", extra), "question"), read_text(cast("Fields", extra), "answer"))
+    extra = as_object(read_field(row, "extra_info"), "'extra_info'")
+    return _turns(read_text(extra, "question"), read_text(extra, "answer"))
 
 
 def _is_verl(row: Fields) -> bool:
@@ -355,9 +348,7 @@ def _short(roles: list[str]) -> str:
 
 def _check_message(index: int, message: object) -> Message:
     where = f"message {index}"
-    if not isinstance(message, dict):
-        raise Fault("message is not an object", f"{where} is {name_type(message)}")
-    message = {key: value for key, value in cast("Message", message).items() if value is not None}
+    message = {key: value for key, value in as_object(message, "message", where).items() if value is not None}
     role = message.get("role")
     if role not in ROLES:
         others = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}

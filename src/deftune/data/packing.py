@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
+from deftune.data.spool import LazySequence
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Pack:
     lengths: list[int]
 
 
-class Packs(Sequence[Pack]):
+class Packs(LazySequence[Pack]):
     """Packs of examples; a pack is joined when it is accessed, so that only the places of its examples are stored."""
 
     def __init__(self, examples: Sequence[Encoded], members: list[array[int]]):
@@ -35,13 +36,7 @@ class Packs(Sequence[Pack]):
     def __len__(self) -> int:
         return len(self.members)
 
-    @overload
-    def __getitem__(self, place: int) -> Pack: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Pack]: ...
-    def __getitem__(self, place: int | slice) -> Pack | list[Pack]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
+    def item(self, place: int) -> Pack:
         return _joined([self.examples[i] for i in self.members[place]])
 
 
@@ -101,16 +96,6 @@ def _joined(examples: Sequence[Encoded | Pack]) -> Pack:
         joined.labels.extend(labels)
         joined.lengths.extend(lengths)
     return joined
-
-
-class Joined:
-    """Two sequences as one, without a copy of either."""
-
-    def __init__(self, first: Sequence[Encoded | Pack], second: Sequence[Encoded | Pack]):
-        self.first, self.second = first, second
-
-    def __getitem__(self, place: int) -> Encoded | Pack:
-        return self.first[place] if place < len(self.first) else self.second[place - len(self.first)]
 
 
 def row_boundaries(lengths: Sequence[int]) -> dict[str, Tensor | int]:

@@ -15,7 +15,7 @@ from deftune.data.encoding import EncodedRows
 from deftune.data.examples import IGNORE_INDEX, Encoded
 
 SUPERVISED, CONTEXT, SPECIAL = "bold green", "dim", "magenta"
-MARKS = ("⟦", "⟧")  # around supervised text where there is no colour to tell it
+MARKS = ("⟦", "⟧")  # around supervised text where there is no colour
 
 
 def render_preview(encoded: EncodedRows, tokenizer: Any, console: Console, *, num_examples: int = 3) -> None:

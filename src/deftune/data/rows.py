@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import json
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from deftune.artifacts.files import write_atomic
-from deftune.data.spool import Spool
+from deftune.artifacts.files import whole_file
+from deftune.data.spool import LazySequence, Records, Spool
 
 MAX_RAW_CHARS = 2000  # of a bad row's text, kept for the report
 SKIP_REMEDY = "fix the row or pass --skip-bad-rows"
@@ -36,11 +36,11 @@ class Row:
     source: str
 
 
-class PackedRows(Sequence[Row]):
+class PackedRows(LazySequence[Row]):
     """Rows held as JSON text, in a file once they are many; a `Row` is made when it is accessed.
 
     >>> rows = PackedRows([Row(({"role": "user", "content": "Hello"},), None, "a.jsonl:1", "a.jsonl")])
-    >>> rows[0].messages, rows.num_bytes
+    >>> rows[0].messages, rows.texts.num_bytes
     (({'role': 'user', 'content': 'Hello'},), 70)
 
     Args:
@@ -50,48 +50,22 @@ class PackedRows(Sequence[Row]):
     """
 
     def __init__(self, rows: Iterable[Row] = (), bad: BadRows | None = None, spool: Spool | None = None):
-        self._spool = Spool() if spool is None else spool
-        self._starts, self._sizes = array("q"), array("i")
-        self.num_bytes = 0
-        self._digest: str | None = None
+        bad = BadRows() if bad is None else bad
+        self.texts = Records(spool)  # the rows as JSON; `unpack_row` reads one
         for row in rows:
             try:
                 text = json.dumps([row.messages, row.tools, row.where, row.source], ensure_ascii=False)
             except (TypeError, ValueError, RecursionError) as error:  # of Parquet or the hub: a date, bytes
                 fault = Fault("a value that JSON cannot hold", str(error)[:100])
-                (bad or BadRows()).add(row.where, fault, raw_text(row.messages))
+                bad.add(row.where, fault, raw_text(row.messages))
             else:
-                self._add(text.encode("utf-8", "surrogatepass"))
-
-    def _add(self, text: bytes) -> None:
-        start = self._spool.num_bytes
-        self._spool.append(text)
-        self._place(start, len(text))
-
-    def _place(self, start: int, size: int) -> None:
-        self._starts.append(start)
-        self._sizes.append(size)
-        self.num_bytes += size
-        self._digest = None
+                self.texts.append(text.encode("utf-8", "surrogatepass"))
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.texts)
 
-    @overload
-    def __getitem__(self, place: int) -> Row: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Row]: ...
-    def __getitem__(self, place: int | slice) -> Row | list[Row]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        return unpack_row(self._text(place))
-
-    def _text(self, place: int) -> bytes:
-        return self._spool.read(self._starts[place], self._sizes[place])
-
-    def texts(self) -> Iterator[bytes]:
-        """The rows as JSON, one at a time; `unpack_row` reads one."""
-        return (self._text(place) for place in range(len(self)))
+    def item(self, place: int) -> Row:
+        return unpack_row(self.texts.item(place))
 
     @classmethod
     def gather(cls, parts: Iterable[tuple[PackedRows, int]]) -> PackedRows:
@@ -99,22 +73,18 @@ class PackedRows(Sequence[Row]):
         gathered: PackedRows | None = None
         for rows, place in parts:
             if gathered is None:
-                gathered = cls(spool=rows._spool)
-            if rows._spool is gathered._spool:
-                gathered._place(rows._starts[place], rows._sizes[place])
-            else:
-                gathered._add(rows._text(place))
+                gathered = cls(spool=rows.texts.spool)
+            gathered.texts.append_from(rows.texts, place)
         return cls() if gathered is None else gathered
 
+    @functools.cached_property
     def digest(self) -> str:
         """The sha256 of the rows' content and places, in their order."""
-        if self._digest is None:
-            digest = hashlib.sha256()
-            for text in self.texts():
-                digest.update(b"%d\n" % len(text))
-                digest.update(text)
-            self._digest = digest.hexdigest()
-        return self._digest
+        digest = hashlib.sha256()
+        for text in self.texts:
+            digest.update(b"%d\n" % len(text))
+            digest.update(text)
+        return digest.hexdigest()
 
 
 def unpack_row(text: bytes) -> Row:
@@ -131,7 +101,11 @@ class Fault(ValueError):
         self.kind, self.detail, self.remedy = kind, detail, remedy
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.detail and f' ({self.detail})'}; {self.remedy}"
+        return f"{_reason(self.kind, self.detail)}; {self.remedy}"
+
+
+def _reason(kind: str, detail: str) -> str:
+    return f"{kind} ({detail})" if detail else kind
 
 
 class RowError(ValueError):
@@ -147,17 +121,40 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class BadRow:
-    """A skipped row: its place, the kind of fault, the whole reason, and the start of its text."""
+    """A skipped row: its place, the kind of fault and its detail, and the start of its text."""
 
     where: str
     kind: str
-    reason: str
+    detail: str
     raw: str
 
+    @property
+    def reason(self) -> str:
+        return _reason(self.kind, self.detail)
 
-@dataclass
+
+class BadRowList(LazySequence[BadRow]):
+    """Skipped rows, in a file once they are many."""
+
+    def __init__(self) -> None:
+        self._lines = Records()
+
+    def append(self, row: BadRow) -> None:
+        self._lines.append(json.dumps(asdict(row)).encode())
+
+    def extend(self, rows: Iterable[BadRow]) -> None:
+        for row in rows:
+            self.append(row)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def item(self, place: int) -> BadRow:
+        return BadRow(**json.loads(self._lines.item(place)))
+
+
 class BadRows:
-    """What to do with a row that cannot be read: raise (the default), or with ``skip=True`` set it aside and go on.
+    """What to do with a row that cannot be read: raise (the default), or with ``skip=True`` record it and go on.
 
     >>> bad = BadRows(skip=True)
     >>> bad.add("a.jsonl:3", Fault("not JSON"), "{oops")
@@ -165,26 +162,35 @@ class BadRows:
     '1 row skipped: 1 not JSON'
     """
 
-    skip: bool = False
-    rows: list[BadRow] = field(default_factory=list[BadRow])
+    def __init__(self, skip: bool = False):
+        self.skip = skip
+        self.rows = BadRowList()
+        self._kinds: collections.Counter[str] = collections.Counter()
 
     def add(self, where: str, fault: Fault, raw: str) -> None:
         if not self.skip:
             raise RowError(where, fault) from None
-        self.rows.append(BadRow(where, fault.kind, f"{fault.kind}{fault.detail and f' ({fault.detail})'}", raw))
+        self.extend([BadRow(where, fault.kind, fault.detail, raw)])
+
+    def extend(self, rows: Iterable[BadRow]) -> None:
+        """Add rows that were skipped elsewhere."""
+        for row in rows:
+            self.rows.append(row)
+            self._kinds[row.kind] += 1
 
     def summary(self) -> str:
         """E.g. ``3 rows skipped: 2 no assistant turn, 1 not JSON``, the most frequent first."""
         if not self.rows:
             return "no rows skipped"
-        kinds = collections.Counter(row.kind for row in self.rows).most_common()
-        counts = ", ".join(f"{count} {kind}" for kind, count in kinds)
+        counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
         return f"{len(self.rows)} row{'s' if len(self.rows) > 1 else ''} skipped: {counts}"
 
     def write(self, path: str | Path) -> None:
         """The rows as JSONL (where, reason, raw). The file appears whole or not at all."""
-        lines = [json.dumps({"where": row.where, "reason": row.reason, "raw": row.raw}) + "\n" for row in self.rows]
-        write_atomic(Path(path), "".join(lines))
+        with whole_file(Path(path)) as file:
+            for row in self.rows:
+                line = json.dumps({"where": row.where, "reason": row.reason, "raw": row.raw})
+                file.write(f"{line}\n".encode())
 
 
 def raw_text(value: object) -> str:

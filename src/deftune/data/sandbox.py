@@ -241,22 +241,17 @@ class _Charging(NodeTransformer):
     """A template's tree, with a charge in every loop, macro, output, comparison, slice and `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_charge(node, "_round", nodes.Const(None)), lineno=node.lineno))
+        self.visit_Macro(node)
         if node.test is not None:  # a round that the condition passes over is a round too
-            counted = _charge(node, "_round", nodes.Const(None))
-            node.test = nodes.And(counted, node.test, lineno=node.lineno)
+            node.test = nodes.And(_count_round(node), node.test, lineno=node.lineno)
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+    def visit_Macro(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_charge(node, "_round", nodes.Const(None)), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_count_round(node), lineno=node.lineno))
         return node
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_charge(node, "_round", nodes.Const(None)), lineno=node.lineno))
-        return node
+    visit_CallBlock = visit_Macro
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:
         self.generic_visit(node)
@@ -291,6 +286,10 @@ class _Charging(NodeTransformer):
 
 def _charge(at: nodes.Node, name: str, value: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None, lineno=at.lineno)
+
+
+def _count_round(at: nodes.Node) -> nodes.Filter:
+    return _charge(at, "_round", nodes.Const(None))
 
 
 def _is_short(node: nodes.Expr) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from deftune.data.files import SUFFIXES, read_records
+from deftune.data.files import SUFFIXES, describe_error, read_records
 from deftune.data.formats import Ambiguous, check_conversation, detect, known_format
 from deftune.data.generated import generate
-from deftune.data.rows import BadRow, BadRows, Fault, Record, Row, RowError, raw_text
+from deftune.data.rows import BadRows, Fault, Record, Row, RowError, raw_text
 from deftune.objectives.suggest import did_you_mean
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def iterate_rows(
             if count == limit:
                 break
         if count == good:
-            raise RowError(name, _nothing_good(bad.rows[skipped:]))
+            raise RowError(name, _nothing_good(bad, skipped))
         if count == limit:
             break
     log.info("%s: %d rows, format %s%s", source, count, chosen, f"; {bad.summary()}" if bad.rows else "")
@@ -130,12 +130,13 @@ def is_generated(source: str) -> bool:
     return source.startswith(GENERATED)
 
 
-def _nothing_good(skipped: list[BadRow]) -> Fault:
-    """A file that gives nothing is a mistake even where bad rows are skipped."""
-    if not skipped:
+def _nothing_good(bad: BadRows, before: int) -> Fault:
+    """A file without a good row is an error even if bad rows are skipped; ``before`` were skipped in other files."""
+    number = len(bad.rows) - before
+    if not number:
         return Fault("no rows", "", "check how it was made")
-    count = f"all {len(skipped)} rows are bad" if len(skipped) > 1 else "its only row is bad"
-    return Fault(count, f"the first, {skipped[0].where}: {skipped[0].reason}", "fix the file")
+    count = f"all {number} rows are bad" if number > 1 else "its only row is bad"
+    return Fault(count, f"the first, {bad.rows[before].where}: {bad.rows[before].reason}", "fix the file")
 
 
 def parse_row(fields: Mapping[str, Any], where: str) -> Row:
@@ -254,9 +255,7 @@ def read_hub(source: str, split: str, *, streaming: bool) -> Iterator[Record]:
             yield f"{source}:{split}[{index}]", dict(record)
             index += 1
     except Exception as error:  # the hub's client has no common class for not found, offline, gated and broken
-        lines = str(error).strip().splitlines() or [""]
-        detail = f"{type(error).__name__}: {lines[0][:200]}"
         remedy = "check the name (org/name:config) and split, your network and access, or give a local file"
         where = f"{source}:{split}[{index}]" if index else source
         kind = "not readable from the hub" if index else "no such file, and not readable from the hub"
-        raise RowError(where, Fault(kind, detail, remedy)) from error
+        raise RowError(where, Fault(kind, describe_error(error), remedy)) from error

@@ -10,11 +10,11 @@ from deftune.data.rows import Row
 
 
 class EncodingError(ValueError):
-    """A row whose mask cannot be verified; ``where`` names the row, ``raw`` is the start of its text."""
+    """A row whose mask cannot be verified; ``where`` names the row."""
 
-    def __init__(self, where: str, problem: str, raw: str = ""):
-        super().__init__(where, problem, raw)  # all, so that the error survives pickling between processes
-        self.where, self.problem, self.raw = where, problem, raw
+    def __init__(self, where: str, problem: str):
+        super().__init__(where, problem)  # both, so that the error survives pickling between processes
+        self.where, self.problem = where, problem
 
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}"
@@ -26,7 +26,7 @@ _OTHER = "fix the row or set data.template to one that writes it"
 
 
 def check_written(row: Row, whole: str, spans: Mapping[int, tuple[int, int]]) -> None:
-    """Every text of the row is in the render, and a supervised turn's whole text in its span; whitespace aside."""
+    """Every text of the row is in the render, and a supervised turn's whole text in its span, but for whitespace."""
     rendered = _squeezed(whole)
     for tool in row.tools or ():
         if _function_name(tool) not in whole:

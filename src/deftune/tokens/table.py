@@ -267,6 +267,7 @@ def make_token_table(
         display.show(f"loading {model}")
         loaded, tokenizer = load_result(model, display.say, trust_remote_code=trust_remote_code)
         encoder = Encoder(tokenizer, **encoding_of(model, template=template, mask=mask, max_length=max_length))
+        display.say(f"rows have at most {encoder.max_length:,} tokens (max_length)")  # differs between runs and models
         if torch.cuda.is_available():
             loaded = loaded.to("cuda")
         done = 0

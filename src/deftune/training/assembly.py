@@ -6,15 +6,16 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils.data import ConcatDataset
 
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import cannot_load, load_model
 from deftune.artifacts.runs import Run
 from deftune.data.end_tokens import end_tokens_of
-from deftune.data.packing import Collator, Joined
+from deftune.data.packing import Collator
 from deftune.losses import Sparse
 from deftune.objectives.suggest import did_you_mean
 from deftune.tokens.head import check_packing
@@ -224,7 +225,7 @@ def make_trainer(
         model,
         arguments,
         objective=config.objective,
-        data_collator=Batches(Joined(prepared.sequences, evaluated), collator),
+        data_collator=Batches(ConcatDataset(cast("Any", [prepared.sequences, evaluated])), collator),
         train_dataset=make_dataset(range(total)),
         eval_dataset=make_dataset(range(total, total + len(evaluated))) if evaluated else None,
         processing_class=prepared.tokenizer,

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 
-from deftune.data.packing import Collator, Joined
+from deftune.data.packing import Collator
 
 
 class Batches:
     """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
     them."""
 
-    def __init__(self, sequences: Joined | Sequence[Any], collator: Collator):
+    def __init__(self, sequences: Sequence[Any] | ConcatDataset[Any], collator: Collator):
         self.sequences, self.collator = sequences, collator
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -89,7 +88,7 @@ def fingerprint(prepared: Prepared) -> str:
     for sequences in (prepared.sequences, prepared.eval.examples if prepared.eval else Examples()):
         examples: Any = sequences.examples if isinstance(sequences, Packs) else sequences
         members = sequences.members if isinstance(sequences, Packs) else []
-        columns = [examples.columns[name] for name in ("size", "input_ids", "supervised")]
+        columns = [examples.columns["rows"]["size"], examples.columns["input_ids"], examples.columns["supervised"]]
         places = np.frombuffer(b"".join(members), "q").astype("<i8", copy=False)
         columns += [np.array([len(pack) for pack in members], "<i8"), places]
         for column in columns:
@@ -117,10 +116,8 @@ def read_fingerprint(run: Run) -> str | None:
 
 def read_time(runs: Sequence[Run]) -> datetime:
     """The time that the chat template wrote into the data of the first of ``runs`` that has one; else now."""
-    for run in runs:
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            return datetime.fromisoformat(json.loads((run.folder / "data.json").read_text(encoding="utf-8"))["now"])
-    return datetime.now()
+    times = [datetime.fromisoformat(time) for run in runs if (time := run.template_time())]
+    return times[0] if times else datetime.now()
 
 
 def record_data(prepared: Prepared, run: Run) -> None:

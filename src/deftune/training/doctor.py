@@ -156,7 +156,7 @@ def machine_facts() -> dict[str, str]:
     if "gpu 0" not in facts:
         facts["gpu"] = "none that torch can use" + ("" if torch.version.cuda else "; this torch is built without CUDA")
     if find_spec("pydantic") is not None:
-        from deftune.artifacts.models import cache_folder
+        from deftune.artifacts.files import cache_folder
 
         folder = cache_folder()
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -14,16 +14,22 @@ from typing import Any
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
+from deftune.artifacts.files import cache_folder
 from deftune.artifacts.folders import one_at_a_time
-from deftune.artifacts.models import (
-    cache_folder,
-    load_tokenizer,
-    resolve_model,
-)
+from deftune.artifacts.models import load_tokenizer, resolve_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
-from deftune.data.cache import ENCODING, Reading, cache_bytes, encode_cached, find_encoded, is_cached, write_reading
-from deftune.data.digests import code_digest, digest_files
+from deftune.data.cache import (
+    ENCODING,
+    Reading,
+    cache_bytes,
+    code_digest,
+    digest_files,
+    encode_cached,
+    find_encoded,
+    is_cached,
+    write_reading,
+)
 from deftune.data.encoding import EncodedRows, Encoder, NoExamples
 from deftune.data.mixing import exchange_partners, exchanged_row, mix_places, split_places
 from deftune.data.packing import pack
@@ -187,32 +193,32 @@ def _read_rows(
 ) -> Prepared:  # fmt: skip
     """Read and encode the sources; with ``key``, remember under it what was read."""
     data = config.data
-    bad = BadRows(skip=data.skip_bad_rows)
-    said: list[str] = []
+    unread, refused = BadRows(skip=data.skip_bad_rows), BadRows(skip=data.skip_bad_rows)
+    notices: list[str] = []
 
     def tell(text: str) -> None:
-        said.append(text)
+        notices.append(text)
         notice(text)
 
-    rows = read_mixture(data.train, config, bad, tell, total=data.total, progress=notice)
-    held = read_mixture(data.eval, config, bad, tell, progress=notice) if data.eval else PackedRows()
+    rows = read_mixture(data.train, config, unread, tell, total=data.total, progress=notice)
+    held = read_mixture(data.eval, config, unread, tell, progress=notice) if data.eval else PackedRows()
     if data.holdout:
         sides = split_places(rows, data.holdout, config.train.seed)
         rows, held = (PackedRows.gather((rows, place) for place in side) for side in sides)
         tell(f"{len(held):,} rows held out")
     is_stable = key is not None and sources_key(config) == key  # the files did not change while they were read
-    unread = list(bad.rows)
     coding = coding or _load_coding(config, notice, now)
-    train = encode(rows, coding.encoder, bad, notice)
+    train = encode(rows, coding.encoder, refused, notice)
     try:
-        evaluation = encode(held, coding.encoder, bad, notice) if held else None
+        evaluation = encode(held, coding.encoder, refused, notice) if held else None
     except NoExamples as error:
         raise ValueError(f"rows to evaluate on ({'data.holdout' if data.holdout else 'data.eval'}): {error}") from None
     if key is not None and is_stable:
-        reading = Reading([side.digest() for side in (rows, held) if side], said, unread)
+        reading = Reading([side.digest for side in (rows, held) if side], notices, unread.rows)
         write_reading(key, reading, coding.encoder, cache_folder() / "encoded", notice)
     del rows, held
-    return _assemble(config, coding, train, evaluation, bad)
+    unread.extend(refused.rows)
+    return _assemble(config, coding, train, evaluation, unread)
 
 
 def _assemble(
