@@ -11,7 +11,7 @@ from small import make_arguments, make_model, make_rows, make_trainer
 
 from deftune.artifacts.config import ConfigError, RunConfig
 from deftune.training.machine import check_config
-from deftune.training.masters import WITH_MASTERS, Masters
+from deftune.training.optimizers import WITH_MASTERS, Masters
 from deftune.training.train import train_run
 
 WEIGHTS = {"train.weights": WITH_MASTERS, "train.precision": "bf16"}

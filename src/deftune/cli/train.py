@@ -166,10 +166,9 @@ def run_train(args: argparse.Namespace) -> int:
                 f"{args.config}: the run asks to execute the code of {config.model.name}; read that code, and pass "
                 f"--trust-remote-code if you trust it"
             )
-    from deftune.training.dry_run import dry_run
     from deftune.training.machine import leave_ranks
     from deftune.training.stopping import StopSignal
-    from deftune.training.train import train_run
+    from deftune.training.train import dry_run, train_run
 
     if args.dry_run:
         if args.restart:

@@ -8,7 +8,7 @@ import torch
 
 from deftune.objectives import Objective
 from deftune.tokens.head import base_of
-from deftune.training.masters import FLOAT32, WITH_MASTERS
+from deftune.training.optimizers import FLOAT32, WITH_MASTERS
 
 
 def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> None:
