@@ -201,18 +201,12 @@ class Attribution:
 
     def part(self, event: Any) -> str:
         """The innermost range around an event, that of its forward operation, or casts."""
-        chain: list[Any] = []
-        found: str | None = None
-        while event is not None and found is None:
-            found = self.known.get(id(event)) or self.own(event)
-            chain.append(event)
-            event = event.cpu_parent
-        for event in reversed(chain):
-            found = found or OTHER
-            inside = event.name == "aten::_to_copy" and found in (EMBEDDING, ATTENTION, MLP, NORMS, HEAD, OTHER)
-            found = self.known.get(id(event)) or (CASTS if inside else found)
+        if id(event) not in self.known:
+            found = self.own(event) or (OTHER if event.cpu_parent is None else self.part(event.cpu_parent))
+            if event.name == "aten::_to_copy" and found in (EMBEDDING, ATTENTION, MLP, NORMS, HEAD, OTHER):
+                found = CASTS
             self.known[id(event)] = found
-        return self.known[id(chain[0])]
+        return self.known[id(event)]
 
     def own(self, event: Any) -> str | None:
         """The part that an event itself names."""
