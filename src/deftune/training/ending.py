@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -122,7 +121,7 @@ def take_model(trainer: Any, untrained: Settings) -> Any:
 def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
     """The tuned model (or adapter) and its tokenizer, sealed, with a card."""
     trainer.accelerator.wait_for_everyone()
-    staging = run.folder / f".model-{os.environ.get('MASTER_PORT', '0')}"
+    staging = run.folder / ".model-saving"
     main = is_main()
     try:
         with sealed_folder(staging, run.model) if main else nullcontext():
