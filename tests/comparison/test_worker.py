@@ -177,7 +177,7 @@ def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
 
     if when == "before":
         end()
-    with stop.listening():
+    with stop.handling():
         if when in ("told", "saving"):
             signal.raise_signal(signal.SIGTERM)
         if when in ("training", "told"):
@@ -185,8 +185,8 @@ def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
             end()
     if when in ("saving", "after"):  # of a model in memory: its checkpoint is written here
         end()
-    assert stop.heard is (when in ("training", "told", "saving"))
-    assert killed == ([] if stop.heard else [(os.getpid(), signal.SIGTERM)])
+    assert stop.received is (when in ("training", "told", "saving"))
+    assert killed == ([] if stop.received else [(os.getpid(), signal.SIGTERM)])
 
 
 OTHER = {"default dtype": torch.float64, "deterministic algorithms": 1, "float32 matmul precision": "high",

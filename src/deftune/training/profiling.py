@@ -361,7 +361,7 @@ class StepProfiler(TrainerCallback):
         self.timed: list[dict[str, float]] = []
         self.recording = contextlib.ExitStack()
         self.profiler: Any = None
-        self.begun = 0.0
+        self.started = 0.0
 
     def __enter__(self) -> StepProfiler:
         return self
@@ -396,15 +396,15 @@ class StepProfiler(TrainerCallback):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         self.recording.enter_context(named_ranges(trainer))
         self.profiler = self.recording.enter_context(torch_profile(activities=activities))
-        self.begun = synchronized(trainer.args.device)
-        trainer._clock += self.begun - before  # not this step's time
+        self.started = synchronized(trainer.args.device)
+        trainer._clock += self.started - before  # not this step's time
 
     def stop(self) -> None:
         """End the recording, and report."""
         trainer = self.get_trainer()
         end = synchronized(trainer.args.device)
         self.recording.close()
-        found = summarize(trainer, self.profiler.events(), self.timed, end - self.begun)
+        found = summarize(trainer, self.profiler.events(), self.timed, end - self.started)
         self.profiler = None
         if self.path is not None:
             write_atomic(self.path, json.dumps(asdict(found), indent=1))

@@ -159,7 +159,7 @@ class RunCallback(TrainerCallback):
             control.should_evaluate = True  # the last step is a candidate too
         if state.global_step >= state.max_steps and not self.save:
             control.should_save = False
-        if self.stop.heard_anywhere(args.device):
+        if self.stop.received_anywhere(args.device):
             control.should_save = True
             control.should_training_stop = True
 

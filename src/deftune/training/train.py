@@ -23,7 +23,7 @@ from deftune.artifacts.terminal import line_printer
 from deftune.training.assembly import ScoreTasks, load_base, make_trainer
 from deftune.training.data_record import compare_ranks, facts, read_time, record_data, refuse_other_rows
 from deftune.training.display import StepDisplay
-from deftune.training.ending import Settings, keep_best, push, save_result, take_model
+from deftune.training.ending import Untrained, keep_best, push, save_result, take_model
 from deftune.training.machine import base_dtype, data_ranks, from_main, is_main, precision_of, world_size
 from deftune.training.plan import MOMENT_BYTES
 from deftune.training.preparation import Prepared, prepare
@@ -41,7 +41,7 @@ class Outcome:
     state: str
     step: int
     run: Run
-    begun: int = 0  # the step that this call started from
+    start_step: int = 0  # the step that this call started from
     seconds: dict[str, float] = field(default_factory=dict[str, float])  # wall time of prepare, train, evaluate, save
     model: Any = None  # with save=False: the tuned model, ready to measure
     tokenizer: Any = None  # with save=False
@@ -149,22 +149,22 @@ class Job:
             stack.enter_context(tracking(self.config.train.report_to, run.folder / "logs"))
             resumed = self.find_checkpoint()
             base = self.reuse.load_base(prepared) if self.reuse else None if save else load_base(prepared)
-            untrained = None if save else Settings.of(base)
+            untrained = None if save else Untrained.of(base)
             trainer = make_trainer(prepared, run, self.score_tasks, base)
             resumed = from_main(resumed)  # torch.distributed runs since the trainer is made
             compare_ranks(prepared)
-            begun = checkpoints.step_of(resumed) or 0 if resumed else 0
-            profiler = self.make_profiler(trainer, prepared.steps - begun) if self.profile else nullcontext()
+            start_step = checkpoints.step_of(resumed) or 0 if resumed else 0
+            profiler = self.make_profiler(trainer, prepared.steps - start_step) if self.profile else nullcontext()
             self.clock.end("prepare")
-            self.train(trainer, resumed, begun, profiler)
+            self.train(trainer, resumed, start_step, profiler)
             self.clock.end("train")
             step = trainer.state.global_step
-            if self.stop.heard_anywhere(trainer.args.device):
+            if self.stop.received_anywhere(trainer.args.device):
                 self.end_stopped(trainer)
-                return Outcome("stopped", step, run, begun, self.clock.seconds)
+                return Outcome("stopped", step, run, start_step, self.clock.seconds)
             model = self.end(trainer, prepared, untrained)
             return Outcome(
-                "finished", step, run, begun, self.clock.seconds, model, None if save else prepared.tokenizer
+                "finished", step, run, start_step, self.clock.seconds, model, None if save else prepared.tokenizer
             )
 
     def prepare(self, stack: ExitStack) -> Prepared:
@@ -215,20 +215,20 @@ class Job:
         trainer.add_callback(profiler)
         return profiler
 
-    def train(self, trainer: Any, resumed: Path | None, begun: int, profiler: AbstractContextManager[Any]) -> None:
-        """Run the optimizer steps after step ``begun``, to the end or to a signal."""
+    def train(self, trainer: Any, resumed: Path | None, start_step: int, profiler: AbstractContextManager[Any]) -> None:
+        """Run the optimizer steps after step ``start_step``, to the end or to a signal."""
         from deftune.training.recording import RunCallback
 
         run = self.run
         trainer.add_callback(RunCallback(trainer, run, self.display, self.stop, self.save))
         if is_main():
             checkpoints.clear_staging(run.checkpoints)
-            cut_metrics(run, begun)
-            run.set_status("running", step=begun)
-            if begun:
+            cut_metrics(run, start_step)
+            run.set_status("running", step=start_step)
+            if start_step:
                 self.say(f"resuming from {resumed}")
         try:
-            with failures_recorded(run, trainer), self.stop.listening(), profiler:
+            with failures_recorded(run, trainer), self.stop.handling(), profiler:
                 trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
         except BaseException as error:
             self.display.stop()
@@ -252,7 +252,7 @@ class Job:
             self.run.set_status("stopped", step=step)
         self.say(f"stopped at step {step} with a checkpoint; the same command resumes")
 
-    def end(self, trainer: Any, prepared: Prepared, untrained: Settings | None) -> Any:
+    def end(self, trainer: Any, prepared: Prepared, untrained: Untrained | None) -> Any:
         """Choose the weights that stay, evaluate and save them; without ``save``, return their model."""
         run, train, step, model = self.run, self.config.train, trainer.state.global_step, None
         with failures_recorded(run, trainer):
