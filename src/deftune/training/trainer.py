@@ -41,7 +41,7 @@ from deftune.training.compiling import compiled_layers
 from deftune.training.nonfinite import GuardedTrainer, StepInputs
 from deftune.training.optimizers import FLOAT32, Masters
 from deftune.training.recording import StepRecord, input_tokens, scalars
-from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model
+from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model, check_parallelism
 from deftune.training.stopping import Undisturbed
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
@@ -110,7 +110,7 @@ class DeftSFTTrainer(GuardedTrainer):
         with unsaved(args if distributed_checkpoints else None):
             super().__init__(model, args, *positional, **kwargs)
         parallel = self.accelerator.parallelism_config  # from an accelerate YAML, of which args know nothing
-        check_arguments(self.objective, type("_", (), {"parallelism_config": parallel}), {})
+        check_parallelism(self.objective, parallel)
         check_divided(self.model, self.objective, parallel)
         if self.args.fsdp and not self.accelerator.is_fsdp2:
             raise ValueError(
