@@ -106,7 +106,8 @@ def train(prepared: Any, model: Any, steps: int, *, trl: bool) -> list[dict[str,
             )  # fmt: skip
             trainer.remove_callback(PrinterCallback)
         else:
-            trainer = make_trainer(prepared, run, [Record()], model=model)
+            trainer = make_trainer(prepared, run, model=model)
+            trainer.add_callback(Record())
         trainer.train()
         trainer.accelerator.free_memory()
     del trainer, model

@@ -18,7 +18,7 @@ from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.rows import Row
 from deftune.data.sources import read_rows
-from deftune.training.results import complete, merge
+from deftune.training.results import merge
 from deftune.training.train import train_run
 
 LORA = {"model.lora": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
@@ -165,18 +165,6 @@ def test_chat_refuses_a_negative_temperature(lora_run, capsys):
     for value in ("-1", "nan"):
         assert main(["chat", str(lora_run.folder), "--temperature", value]) == 2
         assert f"--temperature: at least 0, got {value}" in capsys.readouterr().err
-
-
-def test_answers_do_not_depend_on_their_neighbours(tiny_model, chat_file):
-    model, tokenizer = load_result(str(tiny_model))
-    encoder = Encoder(tokenizer, mask="assistant", max_length=128)
-    prompts = [encoder.encode_prompt(row) for row in read_rows(chat_file)[:3]]
-    options = {"end_ids": encoder.end_ids.values(), "max_new_tokens": 6}
-    together = complete(model, tokenizer, prompts, **options)
-    assert together == [complete(model, tokenizer, [prompt], **options)[0] for prompt in prompts]
-    assert any(together)
-    everything = complete(model, tokenizer, prompts, end_ids=range(len(tokenizer)), max_new_tokens=6)
-    assert all(len(tokenizer(text).input_ids) <= 1 for text in everything), "the first token ended the answer"
 
 
 def test_runs_tells_what_became_of_each(lora_run, tmp_path, capsys):

@@ -156,7 +156,7 @@ def test_a_signal_writes_a_checkpoint_also_of_the_last_step(tmp_path, model, und
     """Heard after step 2, after step 3 (the last), and when the training is over."""
     cell, calls = one_cell(tmp_path, model, save_steps=100), []
     with monkeypatch.context() as patched:
-        patched.setattr(StopSignal, "heard_anywhere", lambda *_: calls.append(1) or len(calls) >= call)
+        patched.setattr(StopSignal, "received_anywhere", lambda *_: calls.append(1) or len(calls) >= call)
         assert cells.run_cell(cell) == "stopped"
     step = min(call, 3)
     assert [path.name for path in cell.run.checkpoints.iterdir()] == [f"checkpoint-{step}"]

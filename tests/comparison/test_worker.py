@@ -22,9 +22,8 @@ from deftune.comparison.grid import Cell, load_comparison, open_comparison
 from deftune.comparison.schedule import Children
 from deftune.comparison.worker import FLAGS, ProcessState, _read_requests
 from deftune.training.data_record import fingerprint
-from deftune.training.host_memory import pinned_bytes
 from deftune.training.preparation import prepare
-from deftune.training.reuse import copy_model, num_bytes, tensors_of
+from deftune.training.reuse import copy_model
 from deftune.training.stopping import StopSignal
 from tiny_comparison import comparison_at, content, save_model, write
 
@@ -145,38 +144,22 @@ def test_a_model_too_large_to_keep_is_loaded_for_each_run(model, monkeypatch):
     assert len(loads) == 3 and third is not fourth
 
 
-def test_page_locked_memory_is_counted_as_torch_rounds_it(model, monkeypatch):
-    """A model that fits, but not with every tensor rounded up to a power of two, is kept in plain memory."""
-    loaded = load_model(str(model))
-    plain, rounded = num_bytes(loaded), pinned_bytes(tensors_of(loaded))
-    assert plain < rounded < 2 * plain
-    pinned = []
-    monkeypatch.setattr("deftune.training.reuse.pin", pinned.append)
-    monkeypatch.setattr("deftune.training.reuse.copy_model", lambda kept, device: kept)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for room, expected in ((plain - 1, (False, 0)), (rounded - 1, (True, 0)), (rounded, (True, 1))):
-        monkeypatch.setattr("deftune.training.reuse.room_to_keep", lambda room=room: room)
-        shared = Shared()
-        assert (shared.load(str(model)) is shared.load(str(model)), len(pinned)) == expected
+def test_the_kept_model_is_freed_before_another_is_loaded(model, monkeypatch):
+    freed, kept = [], []
 
+    def load(*arguments, **options):
+        freed.append([one() is None for one in kept])
+        loaded = load_model(*arguments, **options)
+        kept.append(weakref.ref(loaded))
+        return loaded
 
-def test_page_locked_memory_is_given_back(model, monkeypatch):
-    """Where another model replaces the kept one."""
-    emptied, kept = [], []
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append([one() for one in kept]), raising=False)
-    real = load_model
-    monkeypatch.setattr(
-        "deftune.training.reuse.load_model", lambda *a, **k: (one := real(*a, **k), kept.append(weakref.ref(one)))[0]
-    )
+    monkeypatch.setattr("deftune.training.reuse.load_model", load)
     shared = Shared()
     shared.load(str(model))
     shared.load(str(model))
-    assert emptied == [] and len(kept) == 1
+    assert freed == [[]]
     shared.load(str(model), dtype="bfloat16")
-    assert emptied == [[None]]  # the model was gone when the cache was emptied
-    shared.release_model()
-    assert emptied == [[None], [None, None]]
+    assert freed == [[], [True]]
 
 
 @pytest.mark.parametrize("when", ["before", "training", "told", "saving", "after"])
@@ -194,7 +177,7 @@ def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
 
     if when == "before":
         end()
-    with stop.listening():
+    with stop.handling():
         if when in ("told", "saving"):
             signal.raise_signal(signal.SIGTERM)
         if when in ("training", "told"):
@@ -202,8 +185,8 @@ def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
             end()
     if when in ("saving", "after"):  # of a model in memory: its checkpoint is written here
         end()
-    assert stop.heard is (when in ("training", "told", "saving"))
-    assert killed == ([] if stop.heard else [(os.getpid(), signal.SIGTERM)])
+    assert stop.received is (when in ("training", "told", "saving"))
+    assert killed == ([] if stop.received else [(os.getpid(), signal.SIGTERM)])
 
 
 @pytest.mark.parametrize(("finished", "kills"), [(1, 0), (0, 1)])

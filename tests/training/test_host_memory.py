@@ -3,21 +3,12 @@
 import os
 
 import pytest
-import torch
 
-from deftune.training.host_memory import empty_pinned_cache, free_memory, memory_limit, pinned_bytes
+from deftune.training.host_memory import free_memory, memory_limit
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((0,), 0), ((1,), 4), ((128,), 512), ((129,), 1024), ((1 << 20,), 4 << 20),
-                            ((49152, 576), 1 << 27), ((3, 1 << 20), 16 << 20)],
-)  # fmt: skip
-def test_a_tensor_takes_a_power_of_two(shape, expected):
-    assert pinned_bytes([torch.empty(shape)]) == expected
 
 
 def write_group(folder, names, limit, used, cached=0):
@@ -59,16 +50,3 @@ def test_without_limits_the_machine_counts(tmp_path):
     write_process(tmp_path, 1 << 20, "0::/\n")
     assert (memory_limit(tmp_path), free_memory(tmp_path)) == (MACHINE, 1 << 20)
     assert 0 < free_memory() <= memory_limit() <= MACHINE
-
-
-def test_the_cache_of_page_locked_memory_is_emptied_where_there_is_one(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(1), raising=False)
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
-    empty_pinned_cache()
-    assert calls == []
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    empty_pinned_cache()
-    assert calls == [1]
-    monkeypatch.delattr(torch._C, "_host_emptyCache")
-    empty_pinned_cache()

@@ -11,7 +11,7 @@ from small import make_arguments, make_model, make_rows, make_trainer
 
 from deftune.artifacts.config import ConfigError, RunConfig
 from deftune.training.machine import check_config
-from deftune.training.masters import WITH_MASTERS, Masters
+from deftune.training.optimizers import WITH_MASTERS, Masters
 from deftune.training.train import train_run
 
 WEIGHTS = {"train.weights": WITH_MASTERS, "train.precision": "bf16"}
@@ -94,7 +94,7 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, make_config, objective):
         shutil.rmtree(tmp_path / "cut" / gone)
     (tmp_path / "cut" / "status.json").unlink()
     outcome = train_run(make_config(tmp_path / "cut", plan, objective=objective))
-    assert outcome.begun == 3 and outcome.step == 6
+    assert outcome.start_step == 3 and outcome.step == 6
     one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert {value.dtype for value in one.values()} == {torch.float32}

@@ -341,3 +341,25 @@ def test_a_template_that_writes_the_time_writes_that_of_the_beginning(tmp_path, 
     train(other, alike=[Run(tmp_path / "run")])
     found = [json.loads((tmp_path / name / "data.json").read_text()) for name in ("run", "other")]
     assert found[0] == found[1]
+
+
+def test_a_model_that_a_killed_launch_saved_in_part_is_removed(tmp_path, make_config, monkeypatch):
+    """Each torchrun has a port of its own."""
+    config = make_config(tmp_path / "run", {"train.max_steps": 2})
+
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        save = folders.seal
+
+        def seal(folder, **facts):
+            if "model" in folder.name:
+                patched.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # a kill cleans nothing up
+                raise KeyboardInterrupt
+            save(folder, **facts)
+
+        patched.setattr(folders, "seal", seal)
+        train(config)
+    assert list((tmp_path / "run").glob(".model-*"))
+    monkeypatch.setenv("MASTER_PORT", "29502")
+    assert train(config).state == "finished"
+    assert list((tmp_path / "run").glob(".model-*")) == []

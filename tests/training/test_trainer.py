@@ -31,9 +31,9 @@ from deftune.data.packing import Collator, pack
 from deftune.objectives import IGNORE_INDEX, Context, TokenStats
 from deftune.objectives.stats import from_columns
 from deftune.tokens.head import shifted
-from deftune.training import guard
-from deftune.training.batches import Batches, input_tokens, make_dataset
-from deftune.training.recording import P_EDGES, StepRecord
+from deftune.training import nonfinite
+from deftune.training.assembly import Batches, make_dataset
+from deftune.training.recording import P_EDGES, StepRecord, input_tokens
 from deftune.training.refusals import check_divided
 from deftune.training.trainer import DeftSFTTrainer
 
@@ -203,8 +203,8 @@ def test_a_token_without_a_distribution_is_named_with_its_step(tmp_path, monkeyp
             flags.clear()
             raise ValueError("hidden x weight: token 7")
 
-    monkeypatch.setattr(guard, "raise_pending", raise_noted)
-    monkeypatch.setattr(guard, "pending_flags", lambda device: list(flags))
+    monkeypatch.setattr(nonfinite, "raise_pending", raise_noted)
+    monkeypatch.setattr(nonfinite, "pending_flags", lambda device: list(flags))
     model = watched.trainer.model
     monkeypatch.setattr(model, "forward", forward_noting(model.forward, raise_noted, flags, watched))
     with pytest.raises(ValueError, match=r"training step 2: hidden x weight: token 7"):
@@ -277,7 +277,7 @@ def test_a_guarded_step_is_the_step(tmp_path, monkeypatch):
         arguments = make_arguments(tmp_path, max_grad_norm=0.1, optim="adamw_torch_fused", learning_rate=1e-2)
         trainer, _ = make_trainer(model, arguments, ROWS[:12], objective="deft")
         if not guarded:
-            monkeypatch.setattr(guard, "skip_nonfinite", lambda optimizer, norm: None)
+            monkeypatch.setattr(nonfinite, "skip_nonfinite", lambda optimizer, norm: None)
         told = Told()
         trainer.add_callback(told)
         trainer.train()

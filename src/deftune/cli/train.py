@@ -129,10 +129,9 @@ def run_train(args: argparse.Namespace) -> int:
     typed = any(text.partition("=")[0].strip() == "model.trust_remote_code" for text in overrides)
     if config.model.trust_remote_code and not typed:
         refuse_recorded_trust(args.config, "run", config.model.name)
-    from deftune.training.dry_run import dry_run
     from deftune.training.machine import leave_ranks
     from deftune.training.stopping import StopSignal
-    from deftune.training.train import train_run
+    from deftune.training.train import dry_run, train_run
 
     if args.dry_run:
         if args.restart:

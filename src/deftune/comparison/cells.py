@@ -138,8 +138,8 @@ def cell_seconds(
     ``overhead_seconds`` is all but the training steps, the token table and the answers.
     """
     parts = {f"{part}_seconds": (outcome.seconds if outcome else {}).get(part, 0.0) for part in PARTS}
-    begun = outcome.begun if outcome else 0
-    steps = sum(float(record.get("step_seconds", 0.0)) for record in cell.train_records() if record["step"] > begun)
+    first = outcome.start_step if outcome else 0
+    steps = sum(float(record.get("step_seconds", 0.0)) for record in cell.train_records() if record["step"] > first)
     parts["start_seconds"] = start
     return parts | {"overhead_seconds": whole - steps - measured["tokens_seconds"] - measured["eval_seconds"]}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -271,21 +272,35 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-class ObjectiveCall:
-    """A ``deft_call`` for training: the loss of a micro-batch, the statistics of its tokens, and their gates."""
+class HeadCall(ABC):
+    """A ``deft_call``: what a forward with targets makes of the hidden states."""
+
+    @eager
+    def __call__(self, layer: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
+        weight = layer.weight
+        hidden, targets = hidden.to(weight.device), targets.to(weight.device)
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(weight.dtype)
+        hidden, head = _divided(hidden, Head(weight, layer.bias, options.logit_scale, options.softcap), targets)
+        return self.compute(hidden, head, targets)
+
+    @abstractmethod
+    def compute(self, hidden: Tensor, head: Head, targets: Tensor) -> ObjectiveOutput:
+        """The output for hidden states ``[..., D]`` and targets ``[...]``, on the device of this rank's head."""
+
+
+class ObjectiveCall(HeadCall):
+    """For training: the loss of a micro-batch, the statistics of its tokens, and their gates."""
 
     def __init__(
         self, objective: Objective, context: Context, num_items: float | None, *, sparse: Sparse | None = None
     ):
         self.objective, self.context, self.num_items, self.sparse = objective, context, num_items, sparse
 
-    @eager
-    def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        hidden, targets = inputs_of(head, hidden, targets)
-        hidden, own = _divided(hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets)
-        chunk_rows, backend = chunk_options(hidden, own.weight)
+    def compute(self, hidden: Tensor, head: Head, targets: Tensor) -> ObjectiveOutput:
+        chunk_rows, backend = chunk_options(hidden, head.weight)
         request = make_request(
-            hidden, own, targets, self.objective, num_items=self.num_items, context=self.context,
+            hidden, head, targets, self.objective, num_items=self.num_items, context=self.context,
             chunk_rows=chunk_rows, sparse=self.sparse, gates=True,
         )  # fmt: skip
         result = fused_loss(request, backend)
@@ -293,29 +308,18 @@ class ObjectiveCall:
         return ObjectiveOutput(result.loss, result.stats, gated=Gated(result.gate, result.values))
 
 
-class StatisticsCall:
-    """A ``deft_call`` that measures: the statistics of the supervised tokens, without a loss."""
+class StatisticsCall(HeadCall):
+    """To measure: the statistics of the supervised tokens, without a loss."""
 
     def __init__(self, top_k: int = 0):
         self.top_k = top_k
 
-    @eager
-    def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        hidden, targets = inputs_of(head, hidden, targets)
-        hidden, own = _divided(hidden, Head(head.weight, head.bias, options.logit_scale, options.softcap), targets)
+    def compute(self, hidden: Tensor, head: Head, targets: Tensor) -> ObjectiveOutput:
         stats = linear_token_stats(
-            hidden, own.weight, targets, bias=own.bias, softcap=own.softcap, logit_scale=own.scale, top_k=self.top_k,
-            chunk_rows=CHUNK_ROWS, shard=own.shard,
+            hidden, head.weight, targets, bias=head.bias, softcap=head.softcap, logit_scale=head.scale,
+            top_k=self.top_k, chunk_rows=CHUNK_ROWS, shard=head.shard,
         )  # fmt: skip
         return ObjectiveOutput(None, stats.detach())
-
-
-def inputs_of(head: nn.Linear, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The hidden states and targets on the head's device; without autocast the states in the head's dtype too."""
-    hidden, targets = hidden.to(head.weight.device), targets.to(head.weight.device)
-    if not torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(head.weight.dtype)
-    return hidden, targets
 
 
 def _divided(hidden: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Head]:

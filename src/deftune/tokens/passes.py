@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deftune.data.encoding import Encoded, Encoder, encode_rows
 from deftune.data.packing import Collator
@@ -24,13 +24,12 @@ from deftune.objectives import IGNORE_INDEX, Context, Focus, Objective, TokenSta
 from deftune.objectives import objective as parse_objective
 from deftune.objectives.base import Modifier
 from deftune.tokens.head import (
-    HeadOptions,
+    HeadCall,
     ObjectiveOutput,
     StatisticsCall,
     base_of,
     check_head,
     evaluating,
-    inputs_of,
     objective_forward,
     shifted,
 )
@@ -171,8 +170,8 @@ def entropy_column(temperature: float) -> str:
     return f"entropy:{temperature:g}"
 
 
-class Measurement:
-    """A ``deft_call`` that measures all columns of a token table.
+class Measurement(HeadCall):
+    """For token tables: all of their columns.
 
     The head is applied to the supervised positions alone, one chunk at a time, so that a ``[tokens, V]`` tensor of all
     tokens is never in memory.
@@ -190,13 +189,14 @@ class Measurement:
                 raise ValueError(f"token table: `{objective}`: {reason}; leave it out")
 
     @torch.no_grad()
-    def __call__(self, head: nn.Linear, hidden: Tensor, targets: Tensor, options: HeadOptions) -> ObjectiveOutput:
-        hidden, targets = inputs_of(head, hidden.flatten(0, -2), targets.flatten())
+    def compute(self, hidden: Tensor, head: Head, targets: Tensor) -> ObjectiveOutput:
+        if head.shard is not None:
+            raise ValueError("token table: tensor-parallel ranks share the head; load the model on one rank")
+        hidden, targets = hidden.flatten(0, -2), targets.flatten()
         index = supervised_index(targets)
         # float32 logits of half-precision states too, as those of the fused loss: rounded ones have other statistics
-        made = Head(head.weight, head.bias, options.logit_scale, options.softcap)
-        backend = TorchBackend(made, gemm_dtype(hidden), Supervised(hidden, index, targets[index]))
-        rows = max(1, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_ELSEWHERE) // (4 * head.weight.shape[0]))
+        backend = TorchBackend(head, gemm_dtype(hidden), Supervised(hidden, index, targets[index]))
+        rows = max(1, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_ELSEWHERE) // (4 * head.classes))
         stats: list[TokenStats] = []
         columns: list[dict[str, Tensor]] = []
         for start in range(0, len(index), rows):

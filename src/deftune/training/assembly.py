@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 
@@ -20,7 +21,6 @@ from deftune.losses import Sparse
 from deftune.objectives.suggest import did_you_mean
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
-from deftune.training.batches import Batches, make_dataset
 from deftune.training.machine import base_dtype, data_ranks, precision_of, tensor_ranks, world_size
 from deftune.training.optimizers import NAMES, muon_factory
 from deftune.training.preparation import Prepared
@@ -199,9 +199,33 @@ def chosen_attention(config: RunConfig, model: Any) -> str:
     return VARLEN
 
 
-def make_trainer(
-    prepared: Prepared, run: Run, callbacks: list[Any], score_tasks: ScoreTasks | None = None, model: Any = None
-) -> Any:
+class Batches:
+    """A collator for datasets of places in one list: the examples stay as they are, whatever a dataset would make of
+    them."""
+
+    def __init__(self, sequences: Sequence[Any] | ConcatDataset[Any], collator: Collator):
+        self.sequences, self.collator = sequences, collator
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        sequences = [self.sequences[row["place"]] for row in rows]
+        batch = self.collator(sequences)
+        batch["places"] = torch.tensor([row["place"] for row in rows])  # names the rows of a batch that is not finite
+        if "attention_mask" not in batch:  # the batch itself does not show where a sequence ends: -1 is padding
+            lengths = [len(sequence.input_ids) for sequence in sequences]
+            batch["row_of"] = torch.full_like(batch["labels"], -1)
+            places = batch["row_of"].view(-1).split(lengths) if self.collator.padding_free else batch["row_of"]
+            for row, (place, length) in enumerate(zip(places, lengths)):
+                place[:length] = row
+        return batch
+
+
+def make_dataset(places: range) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"place": np.arange(places.start, places.stop)})  # no list of Python's integers
+
+
+def make_trainer(prepared: Prepared, run: Run, score_tasks: ScoreTasks | None = None, model: Any = None) -> Any:
     """A trainer for the run's model, which is loaded unless ``model`` is given."""
     from transformers import PrinterCallback
 
@@ -230,7 +254,6 @@ def make_trainer(
         eval_dataset=make_dataset(range(total, total + len(evaluated))) if evaluated else None,
         processing_class=prepared.tokenizer,
         peft_config=lora_config(config, model) if config.model.lora else None,
-        callbacks=callbacks,
         optimizer_cls_and_kwargs=muon,
         special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),
         attention=attention,

@@ -96,7 +96,7 @@ def find_varlen() -> Callable[..., Any] | None:
     names = inspect.signature(varlen_attn).parameters
     if "window_size" not in names:
         return None
-    # GQA: torch 2.11 takes fewer key heads as they are, later releases want to be told
+    # GQA: torch 2.11 takes fewer key heads as they are, later releases need enable_gqa
     return functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in names else varlen_attn
 
 

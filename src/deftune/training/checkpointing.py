@@ -15,7 +15,7 @@ from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 from deftune.artifacts import checkpoints
 from deftune.tokens.head import base_of
 from deftune.training import sharded
-from deftune.training.masters import Masters
+from deftune.training.optimizers import Masters
 
 
 class CheckpointingTrainer(SFTTrainer):

@@ -106,7 +106,7 @@ def fingerprint_of_lists(prepared: Prepared) -> str:
 
 
 def read_fingerprint(run: Run) -> str | None:
-    """The fingerprint of the data that a run began with; None for a run that has not begun."""
+    """The fingerprint of the data that a run began with; None for a run that has not started."""
     path = run.folder / "data.json"
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["fingerprint"]) if path.is_file() else None
@@ -140,9 +140,9 @@ def record_data(prepared: Prepared, run: Run) -> None:
 
 def refuse_other_rows(prepared: Prepared, alike: Sequence[Run]) -> None:
     """Refuse data that is not that of runs which this one will be compared with."""
-    begun = {run.folder: found for run in alike if (found := read_fingerprint(run)) and found.startswith(ARRAYS)}
-    now = fingerprint(prepared) if begun else None
-    if other := next((folder for folder, before in begun.items() if before != now), None):
+    recorded = {run.folder: one for run in alike if (one := read_fingerprint(run)) and one.startswith(ARRAYS)}
+    now = fingerprint(prepared) if recorded else None
+    if other := next((folder for folder, before in recorded.items() if before != now), None):
         raise ValueError(
             f"{other}: was trained on other rows (tokens or masks differ), so the runs cannot be compared; restore the "
             f"data, or begin another comparison with --set folder=..."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -60,12 +59,12 @@ class StepDisplay:
         self.task: Any = None
         self.newest: dict[str, Any] = {}  # evaluation
         self.logs: dict[str, Any] = {}  # of the newest step
-        self.begun = self.printed = 0.0
+        self.started = self.printed = 0.0
         self.first = 0
 
     def start(self, done: int, total: int) -> None:
         self.task = self.progress.add_task(self.title, total=total, completed=done, left="-:--:--", numbers="")
-        self.begun = self.printed = self.clock()
+        self.started = self.printed = self.clock()
         self.first = done
         if self.console.is_terminal:
             self.progress.start()
@@ -79,7 +78,7 @@ class StepDisplay:
 
     def left(self, done: int, total: int) -> timedelta:
         """The time left; rich's own column forgets a step after 30 seconds, and then shows no time at all."""
-        seconds = (self.clock() - self.begun) / max(1, done - self.first)
+        seconds = (self.clock() - self.started) / max(1, done - self.first)
         return timedelta(seconds=round(seconds * (total - done)))
 
     def draw(self, done: int, total: int) -> dict[str, Any]:
@@ -120,7 +119,7 @@ class RowProgress:
             TimeRemainingColumn(), console=console, transient=True,
         )  # fmt: skip
         self.is_terminal = console.is_terminal
-        self.started = self.told = self.drawn = time.monotonic()
+        self.started = self.printed = self.drawn = time.monotonic()
         self.task: Any = None
 
     def update(self, done: int) -> None:
@@ -133,16 +132,14 @@ class RowProgress:
                 self.task = self.progress.add_task(self.title, total=self.total)
                 self.progress.start()
             self.progress.update(self.task, completed=done)
-        elif now - self.told >= self.EVERY:
+        elif now - self.printed >= self.EVERY:
             of = f" of {self.total:,} ({done / self.total:.0%})" if self.total else ""
             self.notice(f"{self.title}: {done:,}{of}, {now - self.started:.0f} s")
-            self.told = now
+            self.printed = now
 
     def __enter__(self) -> RowProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.task is not None:
             self.progress.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -66,21 +65,21 @@ def keep_best(trainer: Any, config: RunConfig, run: Run) -> Kept:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What trainers change in a model's configs: the cache, and the special tokens, which generation stops at."""
+class Untrained:
+    """What trainers change in the configs of an untrained model: the cache, and the tokens that end an answer."""
 
     config: dict[str, Any]
     generation: Any
 
     @classmethod
-    def of(cls, model: Any) -> Settings:
+    def of(cls, model: Any) -> Untrained:
         names = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")
         text = model.config.get_text_config()
         found = {name: getattr(text, name) for name in names if hasattr(text, name)}
         return cls(found, copy.deepcopy(getattr(model, "generation_config", None)))
 
 
-def take_model(trainer: Any, untrained: Settings) -> Any:
+def take_model(trainer: Any, untrained: Untrained) -> Any:
     """The trained model as `load_result` would load it from the run's folder; the trainer is of no use afterwards.
 
     The model is in evaluation mode, without the forwards, hooks and checkpointing of the training. The optimizer's
@@ -122,7 +121,7 @@ def take_model(trainer: Any, untrained: Settings) -> Any:
 def save_result(trainer: Any, prepared: Prepared, run: Run, kept: Kept) -> None:
     """The tuned model (or adapter) and its tokenizer, sealed, with a card."""
     trainer.accelerator.wait_for_everyone()
-    staging = run.folder / f".model-{os.environ.get('MASTER_PORT', '0')}"
+    staging = run.folder / ".model-saving"
     main = is_main()
     try:
         with sealed_folder(staging, run.model) if main else nullcontext():

@@ -50,7 +50,7 @@ def hf_loss(
         )
     if "progress" in objective.requires:
         raise ValueError(
-            f"hf_loss: `{objective}` depends on the progress of the run, which compute_loss_func is not told; use "
+            f"hf_loss: `{objective}` depends on the progress of the run, which compute_loss_func does not get; use "
             f"deftune.DeftSFTTrainer"
         )
     if "special_ids" in objective.requires and special_ids is None:

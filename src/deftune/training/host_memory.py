@@ -1,36 +1,16 @@
-"""How much of this machine's memory a process may still take, and what page-locked memory takes of it."""
+"""How much of this machine's memory a process may still take."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 # in cgroup v2 and v1: the files with a group's limit and use, and the entry of memory.stat that can be reclaimed
 GROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-
-
-def pinned_bytes(tensors: Iterable[Tensor]) -> int:
-    """What copies of tensors take in page-locked memory: torch rounds each up to a power of two.
-
-    >>> pinned_bytes([torch.empty(300), torch.empty(1024)])
-    6144
-    """
-    sizes = (tensor.numel() * tensor.element_size() for tensor in tensors)
-    return sum(1 << (size - 1).bit_length() for size in sizes if size)
-
-
-def empty_pinned_cache() -> None:
-    """Give the page-locked memory that no tensor uses back to the system; torch would keep it for later tensors."""
-    empty = getattr(torch._C, "_host_emptyCache", None)  # pyright: ignore[reportPrivateUsage]
-    if empty is not None and torch.cuda.is_initialized():
-        empty()
 
 
 def memory_limit(root: Path = Path("/")) -> int:

@@ -100,19 +100,17 @@ def can_shard() -> bool:
 
 def check_config(config: RunConfig) -> None:
     """Refuse a config that this machine cannot run."""
-    train, ranks = config.train, world_size()
+    train, ranks, with_rows = config.train, world_size(), data_ranks(config)
     if ranks > 1 and train.tensor_parallel not in (1, ranks):
         raise ConfigError(
             f"train.tensor_parallel: {train.tensor_parallel} ranks share the model, and torchrun started {ranks}; "
             f"start as many, or one"
         )
-    ranks = data_ranks(config)
-    if train.batch_size % (train.micro_batch_size * ranks):
+    if train.batch_size % (train.micro_batch_size * with_rows):
         raise ConfigError(
-            f"train.batch_size: {train.batch_size} rows a step cannot be {ranks} ranks x {train.micro_batch_size} rows "
-            f"x a whole number; change batch_size or micro_batch_size"
+            f"train.batch_size: {train.batch_size} rows a step cannot be {with_rows} ranks x {train.micro_batch_size} "
+            f"rows x a whole number; change batch_size or micro_batch_size"
         )
-    ranks = world_size()
     cores, here = num_cores(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if train.workers * here > max(MOST_WORKERS, 4 * cores):
         raise ConfigError(

@@ -22,7 +22,6 @@ from deftune.artifacts.templates import set_template
 from deftune.data.cache import (
     ENCODING,
     Reading,
-    cache_bytes,
     code_digest,
     digest_files,
     encode_cached,
@@ -71,8 +70,8 @@ def read_mixture(
 ) -> PackedRows:  # fmt: skip
     """The rows of the sources in an order of the seed; ``total`` of them, or all, or as many as the weights allow.
 
-    Their text is in one spool, on disk where there is much. ``progress`` gets the lines that tell how far the reading
-    is; by default ``notice`` gets them too.
+    Their text is in one spool, on disk where there is much. ``progress`` gets the lines that report the progress
+    of the reading; by default ``notice`` gets them too.
     """
     without = [source.place for source in sources if source.weight is None]
     if 0 < len(without) < len(sources):
@@ -143,11 +142,9 @@ def read_data(config: RunConfig, notice: Callable[[str], None], now: datetime | 
     Files that an earlier start read with the same options are not read again, if their encoded rows are in the cache.
     Of several processes that want the same rows one reads and encodes them, while the others wait.
     """
-    key = sources_key(config)
-    if key is None:
-        return _read_rows(config, notice, now=now)
     coding = _load_coding(config, notice, now)
-    if not is_cached(coding.encoder):
+    key = sources_key(config) if is_cached(coding.encoder) else None
+    if key is None:
         return _read_rows(config, notice, coding)
     if found := _find_prepared(config, key, coding, notice):
         return found
@@ -187,34 +184,30 @@ def _find_prepared(
     return _assemble(config, coding, found[0], found[1] if len(found) > 1 else None, bad) if found else None
 
 
-def _read_rows(
-    config: RunConfig, notice: Callable[[str], None], coding: _Coding | None = None, key: str | None = None,
-    now: datetime | None = None,
-) -> Prepared:  # fmt: skip
+def _read_rows(config: RunConfig, notice: Callable[[str], None], coding: _Coding, key: str | None = None) -> Prepared:
     """Read and encode the sources; with ``key``, remember under it what was read."""
     data = config.data
     unread, refused = BadRows(skip=data.skip_bad_rows), BadRows(skip=data.skip_bad_rows)
-    notices: list[str] = []
+    lines: list[str] = []
 
-    def tell(text: str) -> None:
-        notices.append(text)
+    def print_line(text: str) -> None:
+        lines.append(text)
         notice(text)
 
-    rows = read_mixture(data.train, config, unread, tell, total=data.total, progress=notice)
-    held = read_mixture(data.eval, config, unread, tell, progress=notice) if data.eval else PackedRows()
+    rows = read_mixture(data.train, config, unread, print_line, total=data.total, progress=notice)
+    held = read_mixture(data.eval, config, unread, print_line, progress=notice) if data.eval else PackedRows()
     if data.holdout:
         sides = split_places(rows, data.holdout, config.train.seed)
         rows, held = (PackedRows.gather((rows, place) for place in side) for side in sides)
-        tell(f"{len(held):,} rows held out")
+        print_line(f"{len(held):,} rows held out")
     is_stable = key is not None and sources_key(config) == key  # the files did not change while they were read
-    coding = coding or _load_coding(config, notice, now)
     train = encode(rows, coding.encoder, refused, notice)
     try:
         evaluation = encode(held, coding.encoder, refused, notice) if held else None
     except NoExamples as error:
         raise ValueError(f"rows to evaluate on ({'data.holdout' if data.holdout else 'data.eval'}): {error}") from None
     if key is not None and is_stable:
-        reading = Reading([side.digest for side in (rows, held) if side], notices, unread.rows)
+        reading = Reading([side.digest for side in (rows, held) if side], lines, unread.rows)
         write_reading(key, reading, coding.encoder, cache_folder() / "encoded", notice)
     del rows, held
     unread.extend(refused.rows)
@@ -239,13 +232,11 @@ NOT_OF_ROWS = {
 
 
 def sources_key(config: RunConfig) -> str | None:
-    """A name for the rows of a config, made without reading them; None where only reading tells which they are.
+    """A name for the rows of a config, made without reading them; None where a source has no files to hash.
 
     It stands for the sha256 of every file, the options that change rows, and the code that reads them.
     """
     data = config.data
-    if not cache_bytes():
-        return None
     files: list[list[tuple[str, str]]] = []
     for source in (*data.train, *data.eval):
         found = digest_files(source.place, source.split, source.limit)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -201,18 +200,12 @@ class Attribution:
 
     def part(self, event: Any) -> str:
         """The innermost range around an event, that of its forward operation, or casts."""
-        chain: list[Any] = []
-        found: str | None = None
-        while event is not None and found is None:
-            found = self.known.get(id(event)) or self.own(event)
-            chain.append(event)
-            event = event.cpu_parent
-        for event in reversed(chain):
-            found = found or OTHER
-            inside = event.name == "aten::_to_copy" and found in (EMBEDDING, ATTENTION, MLP, NORMS, HEAD, OTHER)
-            found = self.known.get(id(event)) or (CASTS if inside else found)
+        if id(event) not in self.known:
+            found = self.own(event) or (OTHER if event.cpu_parent is None else self.part(event.cpu_parent))
+            if event.name == "aten::_to_copy" and found in (EMBEDDING, ATTENTION, MLP, NORMS, HEAD, OTHER):
+                found = CASTS
             self.known[id(event)] = found
-        return self.known[id(chain[0])]
+        return self.known[id(event)]
 
     def own(self, event: Any) -> str | None:
         """The part that an event itself names."""
@@ -367,14 +360,12 @@ class StepProfiler(TrainerCallback):
         self.timed: list[dict[str, float]] = []
         self.recording = contextlib.ExitStack()
         self.profiler: Any = None
-        self.begun = 0.0
+        self.started = 0.0
 
     def __enter__(self) -> StepProfiler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.recording.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -402,15 +393,15 @@ class StepProfiler(TrainerCallback):
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         self.recording.enter_context(named_ranges(trainer))
         self.profiler = self.recording.enter_context(torch_profile(activities=activities))
-        self.begun = synchronized(trainer.args.device)
-        trainer._clock += self.begun - before  # not this step's time
+        self.started = synchronized(trainer.args.device)
+        trainer._clock += self.started - before  # not this step's time
 
     def stop(self) -> None:
         """End the recording, and report."""
         trainer = self.get_trainer()
         end = synchronized(trainer.args.device)
         self.recording.close()
-        found = summarize(trainer, self.profiler.events(), self.timed, end - self.begun)
+        found = summarize(trainer, self.profiler.events(), self.timed, end - self.started)
         self.profiler = None
         if self.path is not None:
             write_atomic(self.path, json.dumps(asdict(found), indent=1))

@@ -1,5 +1,7 @@
 """The record of a training step: means over its tokens, on all micro-batches and ranks, and a histogram of p.
 
+`RunCallback` writes the records of a run into its folder.
+
 The loss of a gated objective may be twenty times smaller than NLL at the same model. So every record has the plain NLL
 beside the objective, and the mean gate.
 """
@@ -7,15 +9,22 @@ beside the objective, and the mean gate.
 from __future__ import annotations
 
 import itertools
+import json
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import TrainerCallback
 
+from deftune.artifacts.runs import Run
 from deftune.objectives import Context, Objective, TokenStats
 from deftune.tokens.conflict import is_confident_conflict
 from deftune.tokens.head import Gated
+from deftune.training.display import StepDisplay
+from deftune.training.stopping import StopSignal
 
 # p falls into (0, 1e-6], (1e-6, 1e-5], ..., (0.1, 0.2], ..., (0.9, 1]
 P_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -24,6 +33,13 @@ SUMS = (
     "eos_tokens", "eos_p", "input_tokens",
 )  # fmt: skip
 SUPPRESSED_GATE = 0.1  # a token is suppressed where its gradient is less than a tenth of NLL's
+
+
+def input_tokens(inputs: dict[str, Any]) -> Tensor:
+    """How many tokens went into the model, padding left out."""
+    mask = inputs["row_of"] >= 0 if "row_of" in inputs else inputs.get("attention_mask")
+    ids = inputs["input_ids"]
+    return torch.full((), ids.numel(), device=ids.device) if mask is None else mask.sum()  # made there: no waiting
 
 
 class StepRecord:
@@ -82,12 +98,9 @@ def means(sums: list[float]) -> dict[str, float | list[int]]:
     """A record from its sums."""
     total = dict(zip(SUMS, sums))
     tokens = total["tokens"]
+    record: dict[str, float | list[int]] = {"tokens": int(tokens), "input_tokens": int(total["input_tokens"])}
     if not tokens:
-        return {"tokens": 0, "input_tokens": int(total["input_tokens"])}
-    record: dict[str, float | list[int]] = {
-        "tokens": int(tokens),
-        "input_tokens": int(total["input_tokens"]),
-    }
+        return record
     for name in SUMS[1 : SUMS.index("eos_tokens")]:
         record[name] = total[name] / tokens
     if total["eos_tokens"]:
@@ -100,3 +113,55 @@ def means(sums: list[float]) -> dict[str, float | list[int]]:
 def scalars(record: dict[str, float | list[int]]) -> dict[str, float]:
     """The fields of a record that are numbers."""
     return {name: float(value) for name, value in record.items() if not isinstance(value, list)}
+
+
+class RunCallback(TrainerCallback):
+    """Writes the record of each step into the run's folder, updates the display, and stops the run after a signal.
+
+    Args:
+        trainer: the `DeftSFTTrainer` of the run.
+        run: its folder.
+        display: shows the steps.
+        stop: the signals that stop the run.
+        save: False: the last step has no checkpoint, unless a signal asks for one.
+    """
+
+    def __init__(self, trainer: Any, run: Run, display: StepDisplay, stop: StopSignal, save: bool):
+        self.trainer, self.run, self.display, self.stop, self.save = trainer, run, display, stop, save
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.save_steps = args.save_steps  # transformers would go on with that of the checkpoint
+        if state.is_world_process_zero:
+            self.display.start(state.global_step, state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        kind = "eval" if "eval_loss" in logs else "train"
+        record: dict[str, Any] = {"step": state.global_step, "kind": kind, **logs}
+        if kind == "train":
+            record["p_histogram"] = self.trainer.last_record.get("p_histogram")
+            self.display.step(state.global_step, state.max_steps, logs)
+        else:
+            final = not self.trainer.is_in_train
+            record |= {"final": True} if final else {}  # of the result, after the last step
+            self.display.evaluation(state.global_step, state.max_steps, logs, final=final)
+        with self.run.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            if control.should_save:  # no checkpoint survives a power cut without the records before it
+                file.flush()
+                os.fsync(file.fileno())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self.trainer.pinned:
+            control.should_save = True
+        if state.global_step == state.max_steps and args.metric_for_best_model is not None:
+            control.should_evaluate = True  # the last step is a candidate too
+        if state.global_step >= state.max_steps and not self.save:
+            control.should_save = False
+        if self.stop.received_anywhere(args.device):
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.display.stop()

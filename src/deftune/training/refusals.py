@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
 from deftune.objectives import Objective
 from deftune.tokens.head import base_of
-from deftune.training.masters import FLOAT32, WITH_MASTERS
+from deftune.training.optimizers import FLOAT32, WITH_MASTERS
 
 
 def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> None:
     """Refuse what would be ignored, before anything is loaded."""
-
-    def refuse(what: str, why: str) -> None:
-        raise ValueError(f"DeftSFTTrainer: {what} cannot be combined with objective={str(objective)!r}: {why}")
-
+    refuse = partial(_refuse, objective)
     if extra.get("compute_loss_func") is not None:
         refuse("compute_loss_func", "the objective is the loss; drop one of the two")
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
@@ -46,10 +44,18 @@ def check_arguments(objective: Objective, args: Any, extra: dict[str, Any]) -> N
         )
     if getattr(args, "n_gpu", 1) > 1:
         refuse("DataParallel", "a process with several GPUs would average unequal shares; start with torchrun")
-    parallel = getattr(args, "parallelism_config", None)
-    for name in ("sp_enabled", "cp_enabled"):
-        if parallel is not None and getattr(parallel, name, False):
-            refuse(name.removesuffix("_enabled") + " parallelism", "a rank would see part of a row; use FSDP2 or DDP")
+    check_parallelism(objective, getattr(args, "parallelism_config", None))
+
+
+def check_parallelism(objective: Objective, parallel: Any) -> None:
+    """Refuse ranks that divide the sequences among them; ``parallel`` is accelerate's parallelism config, or None."""
+    for name in ("sp", "cp"):
+        if getattr(parallel, f"{name}_enabled", False):
+            _refuse(objective, f"{name} parallelism", "a rank would see part of a row; use FSDP2 or DDP")
+
+
+def _refuse(objective: Objective, what: str, why: str) -> NoReturn:
+    raise ValueError(f"DeftSFTTrainer: {what} cannot be combined with objective={str(objective)!r}: {why}")
 
 
 def check_divided(model: Any, objective: Objective, parallel: Any, adapter: Any = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -82,19 +82,3 @@ def reply(
     thread.join()
     if failure:
         raise failure[0]
-
-
-@torch.no_grad()
-def complete(
-    model: Any, tokenizer: Any, prompts: list[list[int]], *, end_ids: Iterable[int], max_new_tokens: int
-) -> list[str]:
-    """Greedy answers to several encoded prompts at once, padded on the left; ``end_ids`` are the encoder's."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    model.eval()
-    out = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, temperature=None,
-        top_p=None, top_k=None, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(stop_ids(model, end_ids)),
-    )  # fmt: skip
-    return tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)

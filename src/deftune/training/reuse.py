@@ -10,7 +10,6 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import load_model
 from deftune.training.assembly import base_options
-from deftune.training.host_memory import empty_pinned_cache, free_memory, memory_limit, pinned_bytes
+from deftune.training.host_memory import free_memory, memory_limit
 from deftune.training.machine import check_config
 from deftune.training.preparation import Prepared, data_key, plan_run, read_data
 
@@ -59,22 +58,13 @@ class Reuse:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         key = {"source": source, **options}
         if self._model is None or self._model[0] != key:
-            self.release_model()  # freed before the next is loaded
+            self._model = None  # freed before the next is loaded
+            gc.collect()  # parts of a model refer to each other
             model = load_model(source, **options)
-            room = room_to_keep()
-            if options.get("quantization") is not None or num_bytes(model) > room:
+            if options.get("quantization") is not None or num_bytes(model) > room_to_keep():
                 return model
-            if device.type == "cuda" and pinned_bytes(tensors_of(model)) <= room:
-                pin(model)
             self._model = key, model
         return copy_model(self._model[1], device)
-
-    def release_model(self) -> None:
-        """Free the kept model; its page-locked memory goes back to the system."""
-        if self._model is not None:
-            self._model = None
-            gc.collect()  # parts of a model refer to each other
-            empty_pinned_cache()
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
@@ -89,13 +79,6 @@ def num_bytes(model: nn.Module) -> int:
 def room_to_keep() -> int:
     """Bytes that a kept model may take: a share of the memory, if so much is free."""
     return min(int(MOST_KEPT * memory_limit()), free_memory())
-
-
-def pin(model: nn.Module) -> None:
-    """Move the weights into page-locked memory, from where a GPU copies several times as fast; if there is enough."""
-    with suppress(RuntimeError):
-        for tensor in tensors_of(model):
-            tensor.data = tensor.data.pin_memory()
 
 
 def copy_model(model: Any, device: torch.device) -> Any:

@@ -17,35 +17,35 @@ from deftune.training.machine import has_ranks, is_main
 class StopSignal:
     """SIGTERM and SIGINT: finish the step, save, stop. A second one is the usual sudden end."""
 
-    last: ClassVar[StopSignal | None] = None  # the newest one that has listened in this process
+    last: ClassVar[StopSignal | None] = None  # the newest one that has handled signals in this process
 
     def __init__(self) -> None:
-        self.heard = self.listens = False
-        self.number: int = signal.SIGTERM  # the signal, where one was heard
+        self.received = self.active = False
+        self.number: int = signal.SIGTERM  # the signal, if one was received
 
-    def _hear(self, number: int, frame: Any) -> None:
-        self.heard, self.number = True, number
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received, self.number = True, number
         if number == signal.SIGINT and is_main():
             with suppress(OSError):  # not print: the signal may have come in the middle of a print
                 os.write(2, b"\nfinishing the step, then saving; Ctrl-C again stops without saving\n")
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
 
     @contextmanager
-    def listening(self) -> Generator[None]:
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
-        StopSignal.last, self.listens = self, True
+    def handling(self) -> Generator[None]:
+        before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        StopSignal.last, self.active = self, True
         try:
             yield
         finally:
-            self.listens = False
+            self.active = False
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def heard_anywhere(self, device: Any) -> bool:
+    def received_anywhere(self, device: Any) -> bool:
         """Whether any rank received the signal; all ranks stop at the same step."""
         if not has_ranks():
-            return self.heard
-        flag = torch.tensor(int(self.heard), device=device)
+            return self.received
+        flag = torch.tensor(int(self.received), device=device)
         dist.all_reduce(flag)
         return bool(flag)
 
@@ -53,8 +53,8 @@ class StopSignal:
 def ask_to_stop() -> None:
     """Stop this process as a first SIGTERM does; a run that has been asked already goes on to save."""
     last = StopSignal.last
-    if last is not None and (last.listens or last.heard):
-        last.heard = True
+    if last is not None and (last.active or last.received):
+        last.received = True
     else:
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
+import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from deftune.artifacts import checkpoints
@@ -23,8 +23,9 @@ from deftune.artifacts.terminal import line_printer
 from deftune.training.assembly import ScoreTasks, load_base, make_trainer
 from deftune.training.data_record import compare_ranks, facts, read_time, record_data, refuse_other_rows
 from deftune.training.display import StepDisplay
-from deftune.training.ending import Settings, keep_best, push, save_result, take_model
-from deftune.training.machine import base_dtype, from_main, is_main, world_size
+from deftune.training.ending import Untrained, keep_best, push, save_result, take_model
+from deftune.training.machine import base_dtype, data_ranks, from_main, is_main, precision_of, world_size
+from deftune.training.plan import MOMENT_BYTES
 from deftune.training.preparation import Prepared, prepare
 from deftune.training.reuse import Reuse
 from deftune.training.stopping import StopSignal
@@ -40,88 +41,10 @@ class Outcome:
     state: str
     step: int
     run: Run
-    begun: int = 0  # the step that this call started from
+    start_step: int = 0  # the step that this call started from
     seconds: dict[str, float] = field(default_factory=dict[str, float])  # wall time of prepare, train, evaluate, save
     model: Any = None  # with save=False: the tuned model, ready to measure
     tokenizer: Any = None  # with save=False
-
-
-# --- the trainer ------------------------------------------------------------------------------------------------------
-
-
-def make_callback(
-    run: Run, display: StepDisplay, stop: StopSignal, get_trainer: Callable[[], Any], save: bool = True
-) -> Any:
-    """A callback that writes the record of each step, updates the display, and stops the run after a signal.
-
-    Without ``save`` the last step has no checkpoint, unless a signal asks for one.
-    """
-    from transformers import TrainerCallback
-
-    class RunCallback(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            state.save_steps = args.save_steps  # transformers would go on with that of the checkpoint
-            if state.is_world_process_zero:
-                display.start(state.global_step, state.max_steps)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if not state.is_world_process_zero or not logs or "train_runtime" in logs:
-                return
-            kind = "eval" if "eval_loss" in logs else "train"
-            record: dict[str, Any] = {"step": state.global_step, "kind": kind, **logs}
-            if kind == "train":
-                record["p_histogram"] = get_trainer().last_record.get("p_histogram")
-                display.step(state.global_step, state.max_steps, logs)
-            else:
-                final = not get_trainer().is_in_train
-                record |= {"final": True} if final else {}  # of the result, after the last step
-                display.evaluation(state.global_step, state.max_steps, logs, final=final)
-            with run.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-                if control.should_save:  # no checkpoint survives a power cut without the records before it
-                    file.flush()
-                    os.fsync(file.fileno())
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step in get_trainer().pinned:
-                control.should_save = True
-            if state.global_step == state.max_steps and args.metric_for_best_model is not None:
-                control.should_evaluate = True  # the last step is a candidate too
-            if state.global_step >= state.max_steps and not save:
-                control.should_save = False
-            if stop.heard_anywhere(args.device):
-                control.should_save = True
-                control.should_training_stop = True
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            display.stop()
-
-    return RunCallback()
-
-
-def make_profiler(run: Run, say: Callable[[str], None], get_trainer: Callable[[], Any]) -> Any:
-    """A callback that prints the profile of some steps, and writes it into the run's folder on rank 0."""
-    from deftune.training.profiling import StepProfiler
-
-    def report(found: Any) -> None:
-        for line in found.lines():
-            say(line)
-
-    return StepProfiler(get_trainer, report, run.folder / "profile.json" if is_main() else None)
-
-
-def check_profile(left: int) -> None:
-    """Refuse to profile a run that ends before its steps are measured."""
-    from deftune.training.profiling import STEPS
-
-    if left < STEPS:
-        raise ValueError(
-            f"--profile: needs {STEPS} steps, and the run has {left} left; raise train.max_steps or train.epochs, or "
-            f"lower train.batch_size"
-        )
-
-
-# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def train_run(
@@ -164,30 +87,18 @@ def train_run(
         raise ValueError("data.tasks: pass score_tasks=deftune.evaluation.in_training.task_scorer(config)")
     console = console or Console(stderr=True)
     say: Callable[[str], None] = line_printer(console) if is_main() else (lambda _: None)
+    run = find_run(config) if is_main() else Run(Path(config.run))
+    if run.has_result():
+        if restart:
+            raise ValueError(f"--restart: {run.folder} is finished; train anew in another folder, --set run=...")
+        if profile:
+            raise ValueError(f"--profile: {run.folder} is finished; profile another folder, --set run=...")
+        say(f"{run.folder}: already finished; its model is in {run.model}")
+        step = run.status()["step"]
+        return Outcome("finished", step, run, step)
+    display = StepDisplay(console, title, [task.name for task in config.data.tasks])
     with quiet():
-        run = find_run(config) if is_main() else Run(Path(config.run))
-        if run.has_result():
-            if restart:
-                raise ValueError(f"--restart: {run.folder} is finished; train anew in another folder, --set run=...")
-            if profile:
-                raise ValueError(f"--profile: {run.folder} is finished; profile another folder, --set run=...")
-            say(f"{run.folder}: already finished; its model is in {run.model}")
-            step = run.status()["step"]
-            return Outcome("finished", step, run, step)
-        begin = time.perf_counter()
-        with ExitStack() as held:
-            old = run.config.exists()
-            if is_main() and old:  # before the data is read, which may take long
-                held.enter_context(locked(run.folder, TRAINING))
-            prepared = (reuse.prepare if reuse else prepare)(config, say, read_time([run, *alike]))
-            refuse_other_rows(prepared, alike)
-            if is_main() and not old:  # wrong data leaves no folder behind
-                held.enter_context(locked(run.folder, TRAINING))
-            if is_main():
-                for change in open_run(config)[1]:
-                    say(f"changed since the run began: {change}")
-            with tracking(config.train.report_to, run.folder / "logs"):
-                return _train(prepared, run, console, say, title, score_tasks, restart, save, reuse, profile, begin)
+        return Job(config, run, say, display, score_tasks, restart, save, reuse, profile, alike).execute()
 
 
 def fits_in_memory(config: RunConfig) -> bool:
@@ -201,85 +112,165 @@ def fits_in_memory(config: RunConfig) -> bool:
     return whole and train.best == "none" and not train.push_to_hub and not train.fsdp and world_size() == 1
 
 
-def _train(
-    prepared: Prepared, run: Run, console: Console, say: Callable[[str], None], title: str,
-    score_tasks: ScoreTasks | None, restart: bool, save: bool, reuse: Reuse | None, profile: bool, begin: float,
-) -> Outcome:  # fmt: skip
-    config = prepared.config
-    clock = Clock(begin)
-    for line in facts(prepared):
-        say(line)
-    if is_main():
-        record_data(prepared, run)
-    # rank 0 verifies the checkpoint and sends the result to the others
-    resumed = checkpoints.latest(run.checkpoints, say) if is_main() and not restart else None
-    if restart and is_main() and (aside := checkpoints.set_aside(run.checkpoints)):
-        say(f"training from the beginning; the checkpoints are in {aside}")
-    stop = StopSignal()
-    trainer: Any = None
-    display = StepDisplay(console, title, [task.name for task in config.data.tasks])
-    callback = make_callback(run, display, stop, lambda: trainer, save)
-    load = reuse.load_base if reuse else None if save else load_base
-    base = None if load is None else load(prepared)  # else the trainer loads it, after torch.distributed has started
-    untrained = None if save else Settings.of(base)
-    profiler = make_profiler(run, say, lambda: trainer) if profile else None
-    trainer = make_trainer(prepared, run, [callback, *([profiler] if profiler else [])], score_tasks, base)
-    resumed = from_main(resumed)
-    compare_ranks(prepared)
-    begun = step = checkpoints.step_of(resumed) or 0 if resumed else 0
-    if profiler is not None:
-        check_profile(prepared.steps - begun)
-    clock.end("prepare")
-    if is_main():
-        checkpoints.clear_staging(run.checkpoints)
-        cut_metrics(run, step)
-        run.set_status("running", step=step)
-        if step:
-            say(f"resuming from {resumed}")
-    try:
-        with failures_recorded(run, trainer), stop.listening(), profiler or nullcontext():
-            trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
-    except BaseException as error:
-        display.stop()
-        unusual = isinstance(error, Exception) and not isinstance(error, ValueError | OSError)
-        if is_main() and resumed and display.task is None and unusual:
-            # before the first step: what a verified checkpoint holds is not what a run writes there
+class Clock:
+    """The wall seconds of the parts of a call, one after the other."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self.last = now - self.last, now
+
+
+@dataclass
+class Job:
+    """One call of `train_run`, with its arguments."""
+
+    config: RunConfig
+    run: Run
+    say: Callable[[str], None]
+    display: StepDisplay
+    score_tasks: ScoreTasks | None
+    restart: bool
+    save: bool
+    reuse: Reuse | None
+    profile: bool
+    alike: Sequence[Run]
+    stop: StopSignal = field(default_factory=StopSignal)
+    clock: Clock = field(default_factory=Clock)
+
+    def execute(self) -> Outcome:
+        """Prepare, train and end the run. Meanwhile no other process trains in its folder."""
+        run, save = self.run, self.save
+        with ExitStack() as stack:
+            prepared = self.prepare(stack)
+            stack.enter_context(tracking(self.config.train.report_to, run.folder / "logs"))
+            resumed = self.find_checkpoint()
+            base = self.reuse.load_base(prepared) if self.reuse else None if save else load_base(prepared)
+            untrained = None if save else Untrained.of(base)
+            trainer = make_trainer(prepared, run, self.score_tasks, base)
+            resumed = from_main(resumed)  # torch.distributed runs since the trainer is made
+            compare_ranks(prepared)
+            start_step = checkpoints.step_of(resumed) or 0 if resumed else 0
+            profiler = self.make_profiler(trainer, prepared.steps - start_step) if self.profile else nullcontext()
+            self.clock.end("prepare")
+            self.train(trainer, resumed, start_step, profiler)
+            self.clock.end("train")
+            step = trainer.state.global_step
+            if self.stop.received_anywhere(trainer.args.device):
+                self.end_stopped(trainer)
+                return Outcome("stopped", step, run, start_step, self.clock.seconds)
+            model = self.end(trainer, prepared, untrained)
+            return Outcome(
+                "finished", step, run, start_step, self.clock.seconds, model, None if save else prepared.tokenizer
+            )
+
+    def prepare(self, stack: ExitStack) -> Prepared:
+        """Read the data, open and lock the run's folder, print and record what the data is."""
+        lock = locked(self.run.folder, TRAINING)
+        exists = self.run.config.exists()
+        if is_main() and exists:  # before the data is read, which may take long
+            stack.enter_context(lock)
+        read = self.reuse.prepare if self.reuse else prepare
+        prepared = read(self.config, self.say, read_time([self.run, *self.alike]))
+        refuse_other_rows(prepared, self.alike)
+        if is_main() and not exists:  # wrong data leaves no folder behind
+            stack.enter_context(lock)
+        if is_main():
+            for change in open_run(self.config)[1]:
+                self.say(f"changed since the run began: {change}")
+        for line in facts(prepared):
+            self.say(line)
+        if is_main():
+            record_data(prepared, self.run)
+        return prepared
+
+    def find_checkpoint(self) -> Path | None:
+        """The checkpoint to resume from, which rank 0 verifies; None on the other ranks."""
+        if not is_main():
+            return None
+        if not self.restart:
+            return checkpoints.latest(self.run.checkpoints, self.say)
+        if renamed := checkpoints.set_aside(self.run.checkpoints):
+            self.say(f"training from the beginning; the checkpoints are in {renamed}")
+        return None
+
+    def make_profiler(self, trainer: Any, left: int) -> AbstractContextManager[Any]:
+        """Print the profile of some steps, and write it into the run's folder; ``left`` are the steps of this call."""
+        from deftune.training.profiling import STEPS, StepProfiler
+
+        if left < STEPS:
             raise ValueError(
-                f"{resumed}: cannot be resumed from ({type(error).__name__}: {first_line(error)[:200]}); restore it, "
-                f"or train from the beginning with --restart"
-            ) from error
-        raise
-    step = trainer.state.global_step
-    clock.end("train")
-    if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
-        trainer.rotate_checkpoints()
-    if stop.heard_anywhere(trainer.args.device):
-        if not save and not (run.checkpoints / f"{checkpoints.PREFIX}{step}").is_dir():  # a signal at the last step
+                f"--profile: needs {STEPS} steps, and the run has {left} left; raise train.max_steps or train.epochs, "
+                f"or lower train.batch_size"
+            )
+
+        def report(profile: Any) -> None:
+            for line in profile.lines():
+                self.say(line)
+
+        profiler = StepProfiler(lambda: trainer, report, self.run.folder / "profile.json" if is_main() else None)
+        trainer.add_callback(profiler)
+        return profiler
+
+    def train(self, trainer: Any, resumed: Path | None, start_step: int, profiler: AbstractContextManager[Any]) -> None:
+        """Run the optimizer steps after step ``start_step``, to the end or to a signal."""
+        from deftune.training.recording import RunCallback
+
+        run = self.run
+        trainer.add_callback(RunCallback(trainer, run, self.display, self.stop, self.save))
+        if is_main():
+            checkpoints.clear_staging(run.checkpoints)
+            cut_metrics(run, start_step)
+            run.set_status("running", step=start_step)
+            if start_step:
+                self.say(f"resuming from {resumed}")
+        try:
+            with failures_recorded(run, trainer), self.stop.handling(), profiler:
+                trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+        except BaseException as error:
+            self.display.stop()
+            unusual = isinstance(error, Exception) and not isinstance(error, ValueError | OSError)
+            if is_main() and resumed and self.display.task is None and unusual:
+                # before the first step: what a verified checkpoint holds is not what a run writes there
+                raise ValueError(
+                    f"{resumed}: cannot be resumed from ({type(error).__name__}: {first_line(error)[:200]}); restore "
+                    f"it, or train from the beginning with --restart"
+                ) from error
+            raise
+        if is_main():  # again: a kill may have come between the last checkpoint and its predecessor's removal
+            trainer.rotate_checkpoints()
+
+    def end_stopped(self, trainer: Any) -> None:
+        """A signal stopped the run, which can be resumed."""
+        step = trainer.state.global_step
+        if not self.save and not (self.run.checkpoints / f"{checkpoints.PREFIX}{step}").is_dir():  # at the last step
             trainer._save_checkpoint(trainer.model, None)
         if is_main():
-            run.set_status("stopped", step=step)
-        say(f"stopped at step {step} with a checkpoint; the same command resumes")
-        return Outcome("stopped", step, run, begun, clock.seconds)
-    with failures_recorded(run, trainer):
-        kept = keep_best(trainer, config, run)
-        if prepared.eval is not None:
-            trainer.evaluate()
-        clock.end("evaluate")
-        if untrained is None:
-            save_result(trainer, prepared, run, kept)
-    if untrained is not None:
-        model = take_model(trainer, untrained)
-        run.set_status("finished", step=step, **asdict(kept))
-        say(f"finished: in memory are {kept}")
-        clock.end("save")
-        return Outcome("finished", step, run, begun, clock.seconds, model, prepared.tokenizer)
-    clock.end("save")
-    if is_main():
-        run.set_status("finished", step=step, **asdict(kept))
-    say(f"finished: {run.model} holds {kept}")
-    if config.train.push_to_hub and is_main():
-        push(run, config.train.push_to_hub, say, private=config.train.push_private)
-    return Outcome("finished", step, run, begun, clock.seconds)
+            self.run.set_status("stopped", step=step)
+        self.say(f"stopped at step {step} with a checkpoint; the same command resumes")
+
+    def end(self, trainer: Any, prepared: Prepared, untrained: Untrained | None) -> Any:
+        """Choose the weights that stay, evaluate and save them; without ``save``, return their model."""
+        run, train, step, model = self.run, self.config.train, trainer.state.global_step, None
+        with failures_recorded(run, trainer):
+            kept = keep_best(trainer, self.config, run)
+            if prepared.eval is not None:
+                trainer.evaluate()
+            self.clock.end("evaluate")
+            if untrained is None:
+                save_result(trainer, prepared, run, kept)
+        if untrained is not None:
+            model = take_model(trainer, untrained)
+        if is_main():
+            run.set_status("finished", step=step, **asdict(kept))
+        self.clock.end("save")
+        self.say(f"finished: in memory are {kept}" if untrained else f"finished: {run.model} holds {kept}")
+        if train.push_to_hub and is_main():
+            push(run, train.push_to_hub, self.say, private=train.push_private)
+        return model
 
 
 @contextmanager
@@ -294,13 +285,39 @@ def failures_recorded(run: Run, trainer: Any) -> Generator[None]:
         raise
 
 
-class Clock:
-    """The wall seconds of the parts of a call, one after the other."""
+# --- a dry run --------------------------------------------------------------------------------------------------------
 
-    def __init__(self, begin: float):
-        self.last = begin
-        self.seconds: dict[str, float] = {}
 
-    def end(self, part: str) -> None:
-        now = time.perf_counter()
-        self.seconds[part], self.last = now - self.last, now
+def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
+    """One micro-batch forward and backward: what a run would take, without a run's folder."""
+    from deftune.training.nonfinite import StepInputs
+    from deftune.training.trainer import peak_gib
+
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        prepared = prepare(config, say)
+        for line in facts(prepared):
+            say(line)
+        trainer = make_trainer(prepared, Run(Path(folder)))
+        model = trainer.model
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        everything = sum(p.numel() for p in model.parameters())
+        batches = iter(trainer.get_train_dataloader())
+        first, seconds = next(batches), 0.0
+        supervised = int((first["labels"] != -100).sum())
+        say(f"first micro-batch: {tuple(first['input_ids'].shape)} tokens, {supervised:,} of them supervised")
+        for _ in range(2):  # the first time warms up
+            trainer._inputs = StepInputs(1, [first], max(1, supervised))
+            start = time.perf_counter()
+            with trainer.accelerator.autocast():
+                loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
+            loss.backward()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            model.zero_grad(set_to_none=False)
+        state = MOMENT_BYTES[config.train.optimizer] * trainable / 2**30
+        accumulation = config.train.batch_size // (config.train.micro_batch_size * data_ranks(config))
+        say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)}")
+        say(f"memory about {peak_gib(trainer.accelerator.device) + state:.1f} GiB, {state:.1f} of it the optimizer's")
+        step = seconds * accumulation
+        say(f"a step takes about {step:.1f} s, the run {step * prepared.steps / 60:.0f} min")

@@ -36,13 +36,12 @@ from deftune.tokens.head import (
     shifted,
 )
 from deftune.training.attention import VARLEN, attention_kernels, kernels_of, why_not_varlen
-from deftune.training.batches import input_tokens, rows_of
 from deftune.training.checkpointing import unsaved
 from deftune.training.compiling import compiled_layers
-from deftune.training.guard import GuardedTrainer, StepInputs
-from deftune.training.masters import FLOAT32, Masters
-from deftune.training.recording import StepRecord, scalars
-from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model
+from deftune.training.nonfinite import GuardedTrainer, StepInputs
+from deftune.training.optimizers import FLOAT32, Masters
+from deftune.training.recording import StepRecord, input_tokens, scalars
+from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model, check_parallelism
 from deftune.training.stopping import Undisturbed
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
@@ -78,8 +77,8 @@ class DeftSFTTrainer(GuardedTrainer):
             collator that lays rows end to end with their boundaries (`deftune.data.packing.Collator`).
         compile_layers: compile each decoder layer with torch.compile while training; layers of one kind share the code.
         weights: ``float32``, or ``bfloat16_with_masters``: the layers' matrices are bfloat16, and AdamW updates float32
-            copies of them (`deftune.training.masters`); for full fine-tuning with AdamW in one process, ``bf16=True``
-            in ``args``. What is saved is float32.
+            copies of them (`deftune.training.optimizers`); for full fine-tuning with AdamW in one process,
+            ``bf16=True`` in ``args``. What is saved is float32.
         sparse: make the head's gradients from a share of the classes (`deftune.Sparse`), an approximation whose error
             is logged as ``sparse_dropped``, ``sparse_error_hidden`` and ``sparse_error_weight``; not for a head with a
             softcap.
@@ -111,7 +110,7 @@ class DeftSFTTrainer(GuardedTrainer):
         with unsaved(args if distributed_checkpoints else None):
             super().__init__(model, args, *positional, **kwargs)
         parallel = self.accelerator.parallelism_config  # from an accelerate YAML, of which args know nothing
-        check_arguments(self.objective, type("_", (), {"parallelism_config": parallel}), {})
+        check_parallelism(self.objective, parallel)
         check_divided(self.model, self.objective, parallel)
         if self.args.fsdp and not self.accelerator.is_fsdp2:
             raise ValueError(
@@ -434,6 +433,16 @@ class DeftSFTTrainer(GuardedTrainer):
         if inner.num_workers:
             inner.worker_init_fn = Undisturbed(inner.worker_init_fn)
         return loader
+
+
+def rows_of(batch: dict[str, Any]) -> Tensor | None:
+    """Which row of the batch a token belongs to; None where TRL's collator laid rows end to end without a trace."""
+    labels = batch["labels"]
+    if "row_of" in batch:
+        return batch["row_of"]
+    if "position_ids" in batch and "attention_mask" not in batch:
+        return None
+    return torch.arange(len(labels), device=labels.device)[:, None]
 
 
 def prepare_quantised(model: Any) -> None:
