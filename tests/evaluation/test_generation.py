@@ -242,6 +242,8 @@ def test_a_template_that_writes_the_date_writes_the_same_one_every_day(model, to
     tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + TEMPLATES["chatml"]
     ids = TransformersSampler(model, tokenizer).encode(prompts(1)[0])
     assert tokenizer.decode(ids).startswith("26 July 2024")
+    of_run = TransformersSampler(model, tokenizer, encoder_options={"now": "2026-01-02T03:04:05"})
+    assert tokenizer.decode(of_run.encode(prompts(1)[0])).startswith("02 January 2026")
 
 
 def test_an_id_twice_is_refused(model, tokenizer):

@@ -286,7 +286,7 @@ def evaluate_heldout(
         loaded, tokenizer = engines.load(model, trust_remote_code=trust_remote_code, display=display)
         display.show("encoding the rows")
         with quiet():
-            encoder = Encoder(tokenizer, now=DATE, **encoding)
+            encoder = Encoder(tokenizer, **{"now": DATE, **encoding})
             encoded = encode_rows(found, encoder, bad=bad)
         if bad.rows:
             bad.write(result.folder / "bad_rows.jsonl")

@@ -34,7 +34,8 @@ from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.rows import Row
 
 Finish = Literal["stop", "length", "error"]
-# what a chat template that writes the date writes, so that a result does not depend on its day; Llama 3's own default
+# the date that a chat template writes, so that a result does not depend on its day; Llama 3's own default. A run is asked
+# with the date of its training instead
 DATE = datetime(2024, 7, 26)
 
 
@@ -155,7 +156,7 @@ class TokenSampler(Sampler):
 
         self.tokenizer = tokenizer
         # no prompt is truncated: a prompt that is too long for the model is an error of its item
-        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, now=DATE, **(encoder_options or {}))
+        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, **{"now": DATE, **(encoder_options or {})})
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""
