@@ -176,7 +176,7 @@ def measure_cell(cell: Cell, say: Say, shared: Shared, model: Any = None, tokeni
     """
     import torch
 
-    seconds: dict[str, float] = dict.fromkeys(("load_seconds", "tokens_seconds", "eval_seconds"), 0.0)
+    seconds: dict[str, float] = {"load_seconds": 0.0, "tokens_seconds": 0.0, "eval_seconds": 0.0}
 
     @contextmanager
     def timed(part: str) -> Generator[None]:
