@@ -34,8 +34,8 @@ from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.rows import Row
 
 Finish = Literal["stop", "length", "error"]
-# the date that a chat template writes, so that a result does not depend on its day; Llama 3's own default. A run is asked
-# with the date of its training instead
+# the date that a chat template writes, so that a result does not depend on its day; Llama 3's own default. The prompts
+# of a run have the date of its training instead
 DATE = datetime(2024, 7, 26)
 
 
