@@ -64,10 +64,15 @@ GROUPS = {
         processes="tests/objectives/test_step_ranks.py",
     ),
     "grading": Group(
-        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/answers.py", "evaluation/units.py",
-         "evaluation/grading.py", "evaluation/grading_worker.py", "evaluation/equality.py"),
+        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/answers.py", "evaluation/grading.py",
+         "evaluation/grading_worker.py"),
         ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
-        workers=("evaluation/grading_worker.py", "evaluation/equality.py"),
+        workers=("evaluation/grading_worker.py",),
+    ),
+    "equality": Group(  # not yet measured to its end: about 115 of 310 mutants of equality.py are not shown killed
+        ("evaluation/units.py", "evaluation/equality.py"),
+        ("evaluation/test_rules.py", "evaluation/test_grading.py"),
+        workers=("evaluation/equality.py",),
     ),
 }  # fmt: skip
 
