@@ -60,8 +60,9 @@ def test_analyze_tokens_says_where_it_stands(said, model, data, tmp_path, capsys
     args = ["analyze", "tokens", str(model), str(data), "--out", str(out), "--batch-tokens", "8", "--objectives", "nll"]
     assert main(args) == 0
     found = stages(said)
-    assert found[:4] == ["loading the libraries", f"reading {data}", f"loading {model}", "rows: 0 of 5"]
-    assert found.index("rows: 5 of 5") > 4  # and between them
+    assert found[:3] == ["loading the libraries", f"reading {data}", f"loading {model}"]
+    assert found[3:5] == ["rows have at most 2,048 tokens", "rows: 0 of 5"]
+    assert found.index("rows: 5 of 5") > 5  # and between them
     assert found[-1] == "0 truncated (0%); 90 tokens, 20 supervised"
 
 
