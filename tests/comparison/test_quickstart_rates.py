@@ -1,0 +1,98 @@
+"""The figures of README.md and docs/choosing.md about wrong labels are those of the committed results."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def rates():
+    spec = importlib.util.spec_from_file_location("quickstart_rates", ROOT / "benchmarks" / "quickstart_rates.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def read(rates, name):
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return results, rates.read_tables(results)
+
+
+def text_of(page):
+    return " ".join((ROOT / page).read_text().split())
+
+
+def points(value):
+    return f"{100 * value:.0f}"
+
+
+@pytest.mark.parametrize("name", ["quickstart_rates", "quickstart_rates_clean"])
+def test_the_committed_table_is_made_of_the_committed_results(rates, name):
+    results, _ = read(rates, name)
+    clean = " --clean" if name.endswith("clean") else ""
+    command = f"python benchmarks/quickstart_rates.py --out benchmarks/results/{name}{clean}"
+    assert rates.report(results, command) == (ROOT / "benchmarks" / "results" / f"{name}.md").read_text()
+
+
+def test_the_figures_at_equal_learning(rates):
+    _, tables = read(rates, "quickstart_rates")
+    new = tables["new right answers"]
+    at = {name: {cell.objective: cell for cell in rates.matched(new, tables[name]) if cell.learnt == 0.8}
+          for name in ("wrong answers", "held-out, greedy")}  # fmt: skip
+    wrong, greedy = at["wrong answers"], at["held-out, greedy"]
+    nll, deft = (points(wrong[objective].value) for objective in ("nll", "deft"))
+    readme, page = text_of("README.md"), text_of("docs/choosing.md")
+    assert f"NLL has also learnt {nll}% of the wrong answers, and DEFT {deft}%" in readme
+    assert f"NLL has learnt {nll}% of the wrong ones and DEFT {deft}%" in page
+    nll, deft = (points(greedy[objective].value) for objective in ("nll", "deft"))
+    untuned = points(tables["held-out, greedy"].base)
+    assert f"right in {nll}% with NLL and in {deft}% with DEFT ({untuned}% before training)" in readme
+    fewer, more = wrong["deft"], greedy["deft"]
+    interval = f"{points(fewer.difference)} points [{points(fewer.low)}, {points(fewer.high)}]"
+    assert interval in readme and interval in page
+    assert f"+{points(more.difference)} [+{points(more.low)}, +{points(more.high)}]" in readme
+    assert f"{points(more.difference)} points better greedily [{points(more.low)}, {points(more.high)}]" in page
+
+
+def test_the_figures_of_single_rates(rates):
+    page = text_of("docs/choosing.md")
+
+    def shares(name, measure, rate):
+        curves = read(rates, name)[1][measure].curves()
+        return {objective: points(curve[rates.RATES.index(rate)]) for objective, curve in curves.items()}
+
+    wrong = shares("quickstart_rates", "new right answers", 2e-4)
+    right = shares("quickstart_rates_clean", "new right answers", 2e-4)
+    assert f"({wrong['deft']}% against {wrong['nll']}% at 2e-4)" in page
+    assert f"({right['deft']}% against {right['nll']}%)" in page
+    greedy = shares("quickstart_rates", "held-out, greedy", 2e-4)
+    best = max(read(rates, "quickstart_rates")[1]["held-out, greedy"].curves()["nll"])
+    assert points(best) == greedy["nll"] and f"NLL answers {greedy['nll']}% of the held-out questions" in page
+    assert f"DEFT {greedy['deft']}% at the same rate" in page
+    clean = shares("quickstart_rates_clean", "held-out, greedy", 2e-4)
+    assert clean["nll"] == clean["deft"] and f"With right labels both answer {clean['nll']}%" in page
+    learnt = [shares("quickstart_rates_clean", "new right answers", rate) for rate in (2e-3, 5e-4)]
+    answers = [shares("quickstart_rates_clean", "held-out, greedy", rate) for rate in (2e-3, 5e-4)]
+    assert f"`linear` learns {learnt[0]['linear']}% of them only at 2e-3" in page
+    assert f"answers {answers[0]['linear']}% of the held-out" in page and answers[1]["nll"] == answers[1]["deft"]
+    assert f"learn {learnt[1]['nll']}% and {learnt[1]['deft']}% at 5e-4, and answer {answers[1]['nll']}%" in page
+
+
+def test_with_right_labels_the_objectives_differ_by_less_than_a_point(rates):
+    _, tables = read(rates, "quickstart_rates_clean")
+    for name in ("held-out", "held-out, greedy"):
+        found = [cell for cell in rates.matched(tables["new right answers"], tables[name]) if cell.objective == "deft"]
+        assert len(found) == 5 and all(abs(cell.difference) < 0.01 for cell in found)
+
+
+def test_a_curve_that_does_not_reach_a_share_has_no_value_there(rates):
+    x, y = rates.np.array([0.2, 0.6, 0.5]), rates.np.array([0.0, 0.4, 0.9])
+    assert rates.at_learnt(x, y, 0.5) == pytest.approx(0.3)  # where the curve first reaches it
+    assert rates.np.isnan(rates.at_learnt(x, y, 0.7))
