@@ -38,7 +38,7 @@ from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
 from deftune.evaluation.results import NUMBER, Outcome, Record, Result, drop_cut_line, read_lines, result_folder
-from deftune.evaluation.sampler import DATE
+from deftune.evaluation.sampler import with_date
 from deftune.evaluation.statistics import (
     Interval,
     Value,
@@ -286,7 +286,7 @@ def evaluate_heldout(
         loaded, tokenizer = engines.load(model, trust_remote_code=trust_remote_code, display=display)
         display.show("encoding the rows")
         with quiet():
-            encoder = Encoder(tokenizer, **{"now": DATE, **encoding})
+            encoder = Encoder(tokenizer, **with_date(encoding))
             encoded = encode_rows(found, encoder, bad=bad)
         if bad.rows:
             bad.write(result.folder / "bad_rows.jsonl")

@@ -34,9 +34,14 @@ from deftune.artifacts.options import OptionError, check_counts
 from deftune.data.rows import Row
 
 Finish = Literal["stop", "length", "error"]
-# the date that a chat template writes, so that a result does not depend on its day; Llama 3's own default. The prompts
-# of a run have the date of its training instead
-DATE = datetime(2024, 7, 26)
+
+
+def with_date(encoder_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an `Encoder`, with a date for templates that write one, so that results do not depend on the day.
+
+    The options of a run have the date of its training; the date for other models is Llama 3's own default.
+    """
+    return {"now": datetime(2024, 7, 26), **encoder_options}
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class TokenSampler(Sampler):
 
         self.tokenizer = tokenizer
         # no prompt is truncated: a prompt that is too long for the model is an error of its item
-        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, **{"now": DATE, **(encoder_options or {})})
+        self.encoder = Encoder(tokenizer, max_length=2**31 - 1, **with_date(encoder_options or {}))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, through the template that training uses."""
