@@ -99,6 +99,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "both ways choose the same tokens; the bound is for speed",
     ("objectives/modifiers.py", "if len(ids) > 8:", "8", "9"):
         "both ways choose the same tokens; the bound is for speed",
+    ("objectives/grammar.py", 'if self.comes("name") and self.tokens[self.next + 1][0] == "=":', "0", "1"):
+        "the kind of a sign is its text",
     ("objectives/modifiers.py", "scale = torch.where(mean == 0, 1.0, mean)", "1.0", "2.0"):
         "a divisor in the branch that torch.where does not take",
     ("objectives/stats.py", "u = (top[:, 1:] - top[:, :1]).clamp(min=-800)  # e^-800 is 0 in float64: 0 log 0 = 0",
