@@ -11,6 +11,7 @@ from deftune.data import spool as spools
 from deftune.data.examples import Encoded, Examples
 from deftune.data.packing import Collator, pack
 from deftune.data.rows import PackedRows, Row
+from waiting import HANG_SECONDS
 
 ROWS = [Row(({"role": "user", "content": f"é {i}"},), None, f"a.jsonl:{i}", "a.jsonl") for i in range(20)]
 
@@ -75,6 +76,6 @@ def test_a_started_process_reads_rows_and_cannot_add_any(on_disk):
     answer = context.Queue()
     process = context.Process(target=_compare, args=(rows, answer))
     process.start()
-    found, in_file, text = answer.get(timeout=120)
+    found, in_file, text = answer.get(timeout=HANG_SECONDS)
     process.join()
     assert found == list(rows) and in_file and "can only be read" in text

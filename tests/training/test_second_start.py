@@ -22,6 +22,7 @@ from deftune.selftest import tiny
 from deftune.training import preparation
 from deftune.training.data_record import facts, fingerprint, record_data
 from deftune.training.preparation import prepare, sources_key
+from waiting import HANG_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +316,7 @@ def test_of_two_processes_one_reads(make_config, tmp_path, data):
     processes = [context.Process(target=_prepare_in_process, args=(content, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=120) for _ in processes]
+    found = [results.get(timeout=HANG_SECONDS) for _ in processes]
     for process in processes:
         process.join()
     assert sorted(reads for _, reads in found) == [0, 1] and len({key for key, _ in found}) == 1
