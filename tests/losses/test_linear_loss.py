@@ -1209,3 +1209,22 @@ def test_the_chunks_of_small_heads_take_less_than_half_a_gib(width, vocab_size):
         assert rows == 4096 and rows * (e + tiles + states) + 0.046 * 2**30 <= 0.5 * 2**30
     else:
         assert rows == 1920 and 4096 * (e + tiles + states) > 0.43 * 2**30
+
+
+def test_calls_with_several_threads_give_equal_bits():
+    """Many rows share few targets, whose gradients torch's own ``index_put_`` adds in any order of the threads."""
+    hidden, weight, _ = sample(tokens=4096, vocab_size=512, width=64, dtype=torch.float32)
+    targets, bias = torch.arange(4096) % 7, torch.zeros(512)
+
+    def gradients() -> tuple[Tensor, ...]:
+        leaves = [leaf.clone().requires_grad_() for leaf in (weight, bias)]
+        loss = linear_loss(hidden, leaves[0], targets, "deft", bias=leaves[1], backend="torch")
+        return torch.autograd.grad(loss, leaves)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, *others = [gradients() for _ in range(20)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other))

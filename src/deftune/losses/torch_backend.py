@@ -35,6 +35,18 @@ def column_sums(e: Tensor, v: Tensor) -> Tensor:
     return torch.mm(e.T, torch.stack([high, low], 1), out_dtype=v.dtype).sum(1) * size
 
 
+def add_rows_at(to: Tensor, index: Tensor, rows: Tensor) -> None:
+    """to[index] += rows, in the same order at every call, so that equal calls give equal bits.
+
+    On a GPU ``index_put_`` sorts the rows by index and ``index_add_`` uses atomics; on a CPU with several threads
+    ``index_put_`` uses atomics and ``index_add_`` adds one row after the other.
+    """
+    if to.is_cuda:
+        to.index_put_((index,), rows, accumulate=True)
+    else:
+        to.index_add_(0, index, rows)
+
+
 class TorchBackend(Backend):
     """Plain PyTorch, any device: float32 logits of one chunk at a time, turned into E in place."""
 
@@ -160,12 +172,12 @@ class TorchBackend(Backend):
                 to.weight.addmm_(e.T, scaled)
             else:
                 torch.mm(e.T, scaled, out=to.weight)
-            if at_target:  # accumulate=True sorts the rows by target: no atomics
-                to.weight.index_put_((y,), -t * chunk.x, accumulate=True)
+            if at_target:
+                add_rows_at(to.weight, y, -t * chunk.x)
         if to.bias is not None:
             to.bias += column_sums(e, v[:, 0])
             if at_target:
-                to.bias.index_put_((y,), -t[:, 0], accumulate=True)
+                add_rows_at(to.bias, y, -t[:, 0])
         self.started = True
 
     def end(self, to: Gradients) -> None:
