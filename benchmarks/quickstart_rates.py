@@ -163,7 +163,7 @@ def run_all(path: Path, clean: bool, model: str, template: str, rates: list[floa
             data_file(folder, seed).write_text("".join(json.dumps(fields) + "\n" for fields in taught))
             if (key := f"base {seed}") not in runs:
                 runs[key] = measure(*load_result(model), given, template)
-            for objective, rate in itertools.product(objectives, rates):
+            for rate, objective in itertools.product(rates, objectives):
                 key = label(objective, rate, seed)
                 if key in runs:
                     continue
