@@ -25,6 +25,10 @@ The second model, Gemma-3-270M (a base model, hence the template `plain`), was p
   about held-out questions. Other levels and objectives are secondary.
 - NLL and DEFT run first, all seeds; the others as time allows. An objective that lacks a run is left out of the report.
 
+What came of the plan: NLL with seed 0 has learnt 0.45 and 0.92 at the smallest and the largest rate, so SmolLM2's rates
+were kept. At all of them but the largest DEFT has learnt more than 0.9, so its curve does not cross 0.8 and the primary
+comparison cannot be made. `linear` and `deft | floor(0.2)` have runs of seed 0 only.
+
 A command that was stopped continues. Needs deftune[train].
 """
 
@@ -314,6 +318,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
               "held-out, greedy": "right held-out answers, greedy"}  # fmt: skip
     shown = [name for name in titles if name in tables]
     figure, grid = plt.subplots(1, len(shown), figsize=(4.2 * len(shown), 3.8), layout="constrained", squeeze=False)
+    highest = max(curve.max() for name in shown for curve in tables[name].curves().values())
+    top = 0.82 if highest < 0.8 else 1.02
     for axis, name in zip(grid[0], shown):
         for objective in sorted(new.objectives, key=list(styles).index):
             colour, marker, dash = styles[objective]
@@ -321,7 +327,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axis.plot(x, y, color=colour, marker=marker, ls=dash, ms=5, label=objective)
         axis.plot(new.base, tables[name].base, color="#7F7F7F", marker="*", ms=10, ls="", label="untuned")
         axis.set(title=titles[name], xlabel="new right answers that were learnt", ylabel="share of answers")
-        axis.set(xlim=(-0.03, 1.03), ylim=(-0.02, 0.82))
+        axis.set(xlim=(-0.03, 1.03), ylim=(-0.02, top))
     grid[0][0].legend(fontsize=8)
     rates = f"{settings['rates'][0]:g} to {settings['rates'][-1]:g}"
     figure.suptitle(f"{settings['model']}: a point is a learning rate, {rates}; {len(new.seeds)} seeds")
