@@ -27,7 +27,7 @@ The second model, Gemma-3-270M (a base model, hence the template `plain`), was p
 
 What came of the plan: NLL with seed 0 has learnt 0.45 and 0.92 at the smallest and the largest rate, so SmolLM2's rates
 were kept. At all of them but the largest DEFT has learnt more than 0.9, so its curve does not cross 0.8 and the primary
-comparison cannot be made. `linear` and `deft | floor(0.2)` have runs of seed 0 only.
+comparison cannot be made. `linear` and `deft | floor(0.2)` lack runs of some seeds.
 
 A command that was stopped continues. Needs deftune[train].
 """
