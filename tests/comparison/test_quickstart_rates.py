@@ -33,11 +33,17 @@ def points(value):
     return f"{100 * value:.0f}"
 
 
-@pytest.mark.parametrize("name", ["quickstart_rates", "quickstart_rates_clean"])
+OPTIONS = {
+    "quickstart_rates": "",
+    "quickstart_rates_clean": " --clean",
+    "quickstart_rates_gemma": " --model models/gemma-3-270m.gguf --template plain",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 def test_the_committed_table_is_made_of_the_committed_results(rates, name):
     results, _ = read(rates, name)
-    clean = " --clean" if name.endswith("clean") else ""
-    command = f"python benchmarks/quickstart_rates.py --out benchmarks/results/{name}{clean}"
+    command = f"python benchmarks/quickstart_rates.py --out benchmarks/results/{name}{OPTIONS[name]}"
     assert rates.report(results, command) == (ROOT / "benchmarks" / "results" / f"{name}.md").read_text()
 
 
@@ -90,6 +96,35 @@ def test_with_right_labels_the_objectives_differ_by_less_than_a_point(rates):
     for name in ("held-out", "held-out, greedy"):
         found = [cell for cell in rates.matched(tables["new right answers"], tables[name]) if cell.objective == "deft"]
         assert len(found) == 5 and all(abs(cell.difference) < 0.01 for cell in found)
+
+
+def test_the_figures_of_the_second_model(rates):
+    _, tables = read(rates, "quickstart_rates_gemma")
+    new, wrong, greedy = (tables[name] for name in ("new right answers", "wrong answers", "held-out, greedy"))
+    assert new.seeds == [0, 1, 2] and new.objectives == ["nll", "deft"]
+    assert all(cell.objective == "nll" for cell in rates.matched(new, wrong))  # DEFT's curve crosses no level
+
+    def at(table, objective, rate):
+        return points(table.curves()[objective][rates.RATES.index(rate)])
+
+    readme, page = text_of("README.md"), text_of("docs/choosing.md")
+    learnt, taught = at(new, "deft", 1e-4), at(wrong, "deft", 1e-4)
+    assert f"DEFT has learnt {learnt}% of the new right answers already at the smallest" in readme
+    assert f"with {taught}% of the wrong ones, so the comparison" in readme
+    assert f"At 1e-4 DEFT has learnt {learnt}% of the new right answers and {taught}% of the wrong ones" in page
+    assert f"answers {at(greedy, 'deft', 1e-4)}% of the held-out questions greedily" in page
+    text = f"NLL has learnt {at(new, 'nll', 1e-4)}% and {at(wrong, 'nll', 1e-4)}% at this rate, and answers "
+    assert f"{text}{at(greedy, 'nll', 1e-4)}% ({points(greedy.base)}% before training)" in page
+    low, high = ([at(table, "nll", rate) for table in (new, wrong, greedy)] for rate in (5e-4, 1e-3))
+    assert f"NLL learns {low[0]}% to {high[0]}% at larger rates, with {low[1]}% to {high[1]}% of the wrong" in readme
+    assert f"{low[0]}% at 5e-4 and {high[0]}% at 1e-3, with {low[1]}% and {high[1]}% of the wrong answers" in page
+    assert f"it then answers {low[2]}% and {high[2]}% of the held-out questions" in page
+    most = max(wrong.curves()["deft"][:4])
+    assert f"DEFT learns at most {points(most)}% of the wrong answers" in page
+    nll, deft = ([at(table, objective, 2e-3) for table in (new, greedy)] for objective in ("nll", "deft"))
+    assert f"fewer right answers than NLL ({deft[0]}% against {nll[0]}%)" in readme
+    assert f"it learns {deft[0]}% of the new right answers and NLL {nll[0]}%, and answers {deft[1]}%" in page
+    assert f"of the held-out questions, NLL {nll[1]}%" in page
 
 
 def test_a_curve_that_does_not_reach_a_share_has_no_value_there(rates):

@@ -290,9 +290,11 @@ def capital_scores(scores: TokenScores, pairs: list[tuple[str, str]]) -> dict[st
     """The probability of each row's capital after the words before it, and whether each of its tokens is likeliest."""
     found: dict[str, list[float]] = {"p": [], "likeliest": []}
     for place, (country, capital) in enumerate(pairs):
-        begin = len(before_capital(country))
+        tokens = (scores.row == place).nonzero().flatten().tolist()
+        leading = int(scores.text[tokens[0]].startswith(" "))  # the template `plain` leaves it to the answer
+        begin = leading + len(before_capital(country))
         end, at, chosen = begin + 1 + len(capital), 0, list[int]()
-        for token in (scores.row == place).nonzero().flatten().tolist():
+        for token in tokens:
             if begin <= at < end:
                 chosen.append(token)
             at += len(scores.text[token])
