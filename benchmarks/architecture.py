@@ -109,7 +109,7 @@ def render_svg(lines: dict[str, int], arrows: list[tuple[str, str]]) -> str:
     height = 2 * MARGIN + (levels - 1) * LEVEL + HEIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
-        "<title>The rooms of deftune, bottom to top; an arrow leads from a room to a room that it imports</title>",
+        "<title>The packages of deftune, bottom to top; an arrow leads from a package to one that it imports</title>",
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#5f6b7a"/></marker></defs>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
@@ -137,7 +137,7 @@ def render_svg(lines: dict[str, int], arrows: list[tuple[str, str]]) -> str:
 
 def render_table(modules: dict[str, int], lines: dict[str, int], imports: dict[str, set[str]]) -> str:
     """The rooms, top to bottom, as a Markdown table."""
-    rows = ["| room | modules | lines | imports |", "|---|---:|---:|---|"]
+    rows = ["| package | modules | lines | imports |", "|---|---:|---:|---|"]
     for room in reversed(ROOMS):
         names = ", ".join(other for other in reversed(ROOMS) if other in imports[room]) or "-"
         rows.append(f"| `{room}` | {modules[room]} | {lines[room]:,} | {names} |")
@@ -179,15 +179,15 @@ def lines_at(revision: str) -> Counter[str]:
 def print_change(revision: str, lines: dict[str, int]) -> None:
     """Print a Markdown table of the lines by room at a commit and now."""
     before = lines_at(revision)
-    print(f"\n| room | lines at {revision} | now |\n|---|---:|---:|")
+    print(f"\n| package | lines at {revision} | now |\n|---|---:|---:|")
     for room in [*reversed(ROOMS), *sorted(before.keys() - ROOMS.keys())]:
         print(f"| `{room}` | {before[room]:,} | {lines.get(room, 0):,} |")
     print(f"| all | {before.total():,} | {sum(lines.values()):,} |")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Draw the rooms and count their lines.")
-    parser.add_argument("--since", metavar="REV", help="also print the lines by room at this commit")
+    parser = argparse.ArgumentParser(description="Draw the packages and count their lines.")
+    parser.add_argument("--since", metavar="REV", help="also print the lines by package at this commit")
     since = parser.parse_args().since
     modules, lines, imports = read_rooms()
     upwards = [(a, b) for a in ROOMS for b in imports[a] if list(ROOMS).index(b) > list(ROOMS).index(a)]
