@@ -31,9 +31,9 @@ from deftune.evaluation.evaluate import Settings, ask, write_summary
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.in_training import task_scorer
 from deftune.evaluation.local import TransformersSampler
-from deftune.evaluation.sampler import with_date
 from deftune.evaluation.questions import Questions, load_items
 from deftune.evaluation.results import Tasks
+from deftune.evaluation.sampler import with_date
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table

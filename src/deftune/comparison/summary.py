@@ -106,7 +106,7 @@ def tensor_of(table: Any, name: str) -> Tensor:
 
 
 def token_record(cells: Sequence[Cell]) -> Record:
-    """Means over held-out tokens with intervals over rows; ``end_p``: mean p of end tokens, None where there is none."""
+    """Means over held-out tokens with intervals over rows; ``end_p``: mean p of end tokens, None without any."""
     rows, columns = token_columns(cells)
     wrong, record = exchanged_record(cells[0].token_table, rows, columns)
     rows, columns = rows[~wrong], {name: values[~wrong] for name, values in columns.items()}
