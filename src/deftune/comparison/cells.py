@@ -33,6 +33,7 @@ from deftune.evaluation.in_training import task_scorer
 from deftune.evaluation.local import TransformersSampler
 from deftune.evaluation.questions import Questions, load_items
 from deftune.evaluation.results import Tasks
+from deftune.evaluation.sampler import with_date
 from deftune.objectives import objective as parse_objective
 from deftune.tokens.passes import token_context, why_not_computable
 from deftune.tokens.table import token_table_facts, write_token_table
@@ -233,7 +234,7 @@ def write_tokens(cell: Cell, model: Any, tokenizer: Any, say: Say) -> None:
     chosen = [parse_objective(spec) for spec in dict.fromkeys(["nll", *cell.comparison.objectives])]
     # what needs a whole optimizer step has no gate in a table of single tokens
     single = [objective for objective in chosen if objective.kind == "local" and "progress" not in objective.requires]
-    encoder = Encoder(tokenizer, **encoder_options(cell.config.data))
+    encoder = Encoder(tokenizer, **with_date(encoder_options(cell.config.data)))
     context = token_context(encoder)
     reasons = {objective: why_not_computable(objective, context) for objective in single}
     left_out = [f"the columns of `{objective}`: {reason}" for objective, reason in reasons.items() if reason]

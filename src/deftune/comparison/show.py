@@ -94,7 +94,9 @@ def difference_lines(evaluation: Record, view: Record) -> list[list[str]]:
 
 def token_lines(records: Sequence[Record]) -> list[list[str]]:
     """Held-out tokens: means with intervals; rows with another row's answer have a column of their own."""
-    lines = [["objective", "lr", "seeds", "tokens", "NLL", "mean p", "sum P^2", "entropy", "p < 0.001", "p > 0.5"]]
+    lines = [
+        ["objective", "lr", "seeds", "tokens", "NLL", "mean p", "sum P^2", "entropy", "p < 0.001", "p > 0.5", "end p"]
+    ]
     exchanged = any("exchanged" in record for record in records)
     lines[0] += ["mean p of exchanged answers"] if exchanged else []
     for record in records:
@@ -103,6 +105,7 @@ def token_lines(records: Sequence[Record]) -> list[list[str]]:
         cells = [f"{mean['mean']:.3f} [{mean['low']:.3f}, {mean['high']:.3f}]" for mean in means]
         rate = "" if record["learning_rate"] is None else f"{record['learning_rate']:g}"
         shares = [f"{record[name]:.1%}" for name in ("share_below_1e-3", "share_above_half")]
+        shares.append("-" if record["end_p"] is None else f"{record['end_p']:.3f}")
         lines.append([record["objective"], rate, str(record["seeds"]), f"{record['tokens']:,}", *cells[:4], *shares,
                       *cells[4:]])  # fmt: skip
     return lines

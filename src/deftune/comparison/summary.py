@@ -26,7 +26,7 @@ from deftune.tokens.table import read_rows_table, read_token_table, token_table_
 
 Record = dict[str, Any]
 BEST = "best"
-REVISION = 2  # of the numbers: raise it with a change of how they are computed, so that stored summaries are made anew
+REVISION = 3  # of the numbers: raise it with a change of how they are computed, so that stored summaries are made anew
 TOKEN_COLUMNS = ("nll", "p", "concentration", "entropy")
 
 
@@ -91,7 +91,7 @@ def token_columns(cells: Sequence[Cell]) -> tuple[Tensor, dict[str, Tensor]]:
     """The row of every held-out token, and each token's numbers: means over the cells, which are of several seeds."""
     found: dict[str, list[Tensor]] = {}
     for cell in cells:
-        table = read_token_table(cell.token_table, ["row", "log_p", "p", "concentration", "entropy", "rank"])
+        table = read_token_table(cell.token_table, ["row", "log_p", "p", "concentration", "entropy", "rank", "is_eos"])
         columns = {name: tensor_of(table, name) for name in table.column_names}
         columns |= {"nll": -columns.pop("log_p"), "top1": columns.pop("rank") == 0}
         columns |= {"share_below_1e-3": columns["p"] < 1e-3, "share_above_half": columns["p"] > 0.5}
@@ -106,12 +106,14 @@ def tensor_of(table: Any, name: str) -> Tensor:
 
 
 def token_record(cells: Sequence[Cell]) -> Record:
-    """Means over held-out tokens with intervals over rows."""
+    """Means over held-out tokens with intervals over rows; ``end_p``: mean p of end tokens, None without any."""
     rows, columns = token_columns(cells)
     wrong, record = exchanged_record(cells[0].token_table, rows, columns)
     rows, columns = rows[~wrong], {name: values[~wrong] for name, values in columns.items()}
     record |= {"tokens": len(rows), "rows": int(rows.unique().numel()), "seeds": len(cells)}
     record |= {name: mean_over_tokens(columns[name], rows)._asdict() for name in TOKEN_COLUMNS}
+    ends = columns["p"][columns["is_eos"] > 0]
+    record["end_p"] = float(ends.mean()) if len(ends) else None
     return record | {name: float(columns[name].mean()) for name in ("share_below_1e-3", "share_above_half")}
 
 

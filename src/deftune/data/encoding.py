@@ -198,7 +198,8 @@ class Encoder:
         raise EncodingError(
             row.where,
             f"turn {turn}: no end-of-turn token after {snippet(full[:stop][-24:])}, so the model would not learn "
-            f"to stop; declare the template's own in end_tokens, or use mask=completion",
+            f"to stop; declare the template's own in end_tokens if it is one token of this tokenizer, set "
+            f"data.template to one that ends every answer with such a token (plain does), or use mask=completion",
         )
 
     def _everything(self, row: Row, whole: str) -> tuple[str, list[tuple[int, int]]]:
