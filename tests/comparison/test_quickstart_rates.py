@@ -110,7 +110,7 @@ def test_the_figures_of_the_second_model(rates):
     readme, page = text_of("README.md"), text_of("docs/choosing.md")
     learnt, taught = at(new, "deft", 1e-4), at(wrong, "deft", 1e-4)
     assert f"DEFT has learnt {learnt}% of the new right answers already at the smallest" in readme
-    assert f"with {taught}% of the wrong ones, so the comparison" in readme
+    assert f"learning rate, with {taught}% of the wrong ones." in readme
     assert f"At 1e-4 DEFT has learnt {learnt}% of the new right answers and {taught}% of the wrong ones" in page
     assert f"answers {at(greedy, 'deft', 1e-4)}% of the held-out questions greedily" in page
     text = f"NLL has learnt {at(new, 'nll', 1e-4)}% and {at(wrong, 'nll', 1e-4)}% at this rate, and answers "
@@ -121,6 +121,8 @@ def test_the_figures_of_the_second_model(rates):
     assert f"it then answers {low[2]}% and {high[2]}% of the held-out questions" in page
     most = max(wrong.curves()["deft"][:4])
     assert f"DEFT learns at most {points(most)}% of the wrong answers" in page
+    more = [f"{at(table, 'deft', 2e-4)}% against {at(table, 'nll', 2e-4)}%" for table in (wrong, new)]
+    assert f"more of the wrong answers than NLL, {more[0]} (all" in page and f"new right ones, {more[1]}." in page
     nll, deft = ([at(table, objective, 2e-3) for table in (new, greedy)] for objective in ("nll", "deft"))
     assert f"fewer right answers than NLL ({deft[0]}% against {nll[0]}%)" in readme
     assert f"it learns {deft[0]}% of the new right answers and NLL {nll[0]}%, and answers {deft[1]}%" in page

@@ -323,6 +323,9 @@ DIFFERENT = [
     ("[0,1]", r"\left\{0,1\right\}", EXACT),
     # units
     ("5 cm", "5 m", EXACT),
+    (r"12:30 \text{ p.m.}", r"12:30 \text{ a.m.}", EXACT),
+    (r"4:30\text{ p.m.}", "4:30 AM", EXACT),
+    (r"4\text{ PM}", r"4\text{ a.m.}", EXACT),
     ("3 hours", "3 minutes", EXACT),
     ("15 cm^2", "15 cm^3", EXACT),
     (r"15\mbox{ cm}^2", r"15\text{ cm}^3", EXACT),
@@ -426,6 +429,8 @@ SAME = [
     ("5", "5 cm", EXACT),
     ("5 cm", "5", EXACT),
     ("5 cm", "5 centimeters", EXACT),
+    (r"4:30\text{ p.m.}", r"4:30 \text{ PM}", EXACT),
+    (r"4:30\text{ p.m.}", "4:30 PM", EXACT),
     (r"864 \mbox{ inches}^2", "864 in^2", EXACT),
     (r"864 \mbox{ inches}^2", r"864 \text{ square inches}", EXACT),
     (r"90^\circ", "90 degrees", EXACT),

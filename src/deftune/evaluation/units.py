@@ -22,7 +22,7 @@ _NAMES = {
     "dollar": "dollar dollars USD", "cent": "cent cents", "euro": "euro euros EUR",
     "degree": "degree degrees deg", "radian": "radian radians rad", "hertz": "Hz hertz", "joule": "J joule joules",
     "newton": "N newton newtons", "watt": "W watt watts", "volt": "V volt volts", "pascal": "Pa pascal pascals",
-    "electronvolt": "eV",
+    "electronvolt": "eV", "before noon": "am AM", "after noon": "pm PM",
 }  # fmt: skip
 _KNOWN = {alias: name for name, aliases in _NAMES.items() for alias in aliases.split()}
 _SHORTHANDS = {"mph": "mile/hour", "kmh": "km/hour", "kph": "km/hour", "kmph": "km/hour"}
@@ -122,7 +122,8 @@ def parse_unit(unit: str) -> dict[str, int] | None:
     >>> parse_unit("square inches"), parse_unit("miles per hour"), parse_unit("m/s^2"), parse_unit("eggs")
     ({'inch': 2}, {'mile': 1, 'hour': -1}, {'metre': 1, 'second': -2}, None)
     """
-    text = unit.replace("²", "^2").replace("³", "^3").replace(".", " ").strip()
+    text = re.sub(r"\b([AaPp])\.\s?([Mm])\b", r"\1\2", unit)  # p.m.
+    text = text.replace("²", "^2").replace("³", "^3").replace(".", " ").strip()
     for short, long in _SHORTHANDS.items():
         text = re.sub(rf"\b{short}\b", long, text)
     parts = re.findall(r"/|\^\s*\{?\s*-?\d+|[A-Za-z]+", text)
