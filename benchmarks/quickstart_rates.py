@@ -13,6 +13,10 @@ untuned model does not give greedily. At that point, interpolated between rates,
 of the wrong answers that were taught, and of the right answers to held-out questions. Intervals are 95% percentile
 bootstrap over countries, for the seeds that ran.
 
+"Learnt" has two readings, and the report has both: the probability of the answer (how often it is sampled), and whether
+it is the greedy answer. The second was added after the results were seen. NLL spreads its probability where labels are
+wrong, so it gives most new right answers greedily at rates at which their probability is still small.
+
 The second model, Gemma-3-270M (a base model, hence the template `plain`), was planned before any of its runs:
 
 - Untuned, it gives 73% of seed 0's right training answers greedily, and 67% of the held-out ones.
@@ -89,6 +93,7 @@ GROUPS: dict[str, Callable[[Question], str | None]] = {
 # heading -> (group, column, whether answers that the untuned model gives greedily are left out)
 MEASURES = {
     "new right answers": ("taught", "p", True),
+    "new right, greedy": ("taught", "likeliest", True),
     "wrong answers": ("wrong", "p", False),
     "right answers to these": ("corrected", "p", False),
     "held-out": ("heldout", "p", False),
@@ -96,7 +101,10 @@ MEASURES = {
     "right to these, greedy": ("corrected", "likeliest", False),
     "held-out, greedy": ("heldout", "likeliest", False),
 }
-MATCHED = ("wrong answers", "held-out", "held-out, greedy")  # compared at equal new right answers
+MATCHED = {  # how much was learnt -> what is compared where it is equal
+    "new right answers": ("wrong answers", "held-out", "held-out, greedy"),
+    "new right, greedy": ("wrong, greedy", "held-out, greedy"),
+}
 Curve = NDArray[np.float64]
 
 
@@ -231,7 +239,9 @@ def at_learnt(x: Curve, y: Curve, learnt: float) -> float:
     0.25
     """
     for i in range(1, len(x)):
-        if x[i - 1] <= learnt <= x[i]:
+        if x[i - 1] == learnt:
+            return float(y[i - 1])
+        if x[i - 1] < learnt <= x[i]:
             return float(y[i - 1] + (learnt - x[i - 1]) / (x[i] - x[i - 1]) * (y[i] - y[i - 1]))
     return float("nan")
 
@@ -286,12 +296,11 @@ def report(results: dict[str, Any], command: str) -> str:
         for place, rate in enumerate(settings["rates"]):
             cells = " | ".join(f"{table.curves()[objective][place]:.3f}" for table in tables.values())
             lines.append(f"| {code(objective)} | {rate:g} | {cells} |")
-    for name in MATCHED:
-        if name not in tables:
-            continue
-        lines += ["", f"Where equally many new right answers are learnt: {name}, and the difference to NLL [95%].", "",
-                  "| new right answers | objective | mean | minus NLL |", "|---:|---|---:|---:|"]  # fmt: skip
-        for cell in matched(new, tables[name]):
+    pairs = [(learnt, name) for learnt, names in MATCHED.items() for name in names if name in tables]
+    for learnt, name in pairs:
+        lines += ["", f"Where `{learnt}` is equal: {name}, and the difference to NLL [95%].", "",
+                  f"| {learnt} | objective | mean | minus NLL |", "|---:|---|---:|---:|"]  # fmt: skip
+        for cell in matched(tables[learnt], tables[name]):
             interval = f"{cell.difference:+.3f} [{cell.low:+.3f}, {cell.high:+.3f}]"
             difference = "-" if cell.objective == "nll" else interval
             lines.append(f"| {cell.learnt:.1f} | {code(cell.objective)} | {cell.value:.3f} | {difference} |")
