@@ -61,6 +61,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "deftune deft + Liger; varlen; bf16 weights": DEFT | LIGER | VARLEN | BF16,
     "deftune deft + Liger; varlen; compiled layers; bf16 weights": DEFT | LIGER | VARLEN | LAYERS | BF16,
     "deftune eaft + Liger; varlen; bf16 weights": {"objective": "eaft"} | LIGER | VARLEN | BF16,
+    "deftune nll; varlen; compiled layers; bf16 weights": {"objective": "nll"} | VARLEN | LAYERS | BF16,
+    "deftune eaft; varlen; compiled layers; bf16 weights": {"objective": "eaft"} | VARLEN | LAYERS | BF16,
 }
 OURS = ("attention", "compile_layers", "weights")  # arguments of DeftSFTTrainer
 

@@ -134,3 +134,43 @@ def test_cudnn_is_never_chosen_by_default():
         assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
     with pytest.raises(ValueError, match="unknown kernel 'fast'; one of auto, varlen, flash, efficient, math, cudnn"):
         attention.kernels_of("fast")
+
+
+def test_with_masters_float32_and_the_layer_are_tried_too(tmp_path, monkeypatch):
+    """The reruns take the float32 masters as weights; afterwards the model has its bfloat16 weights again."""
+    arguments = make_arguments(tmp_path / "out", per_device_train_batch_size=2, bf16=True)
+    trainer = make_trainer(make_model(torch.float32), arguments, ROWS, weights="bfloat16_with_masters")[0]
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    break_flash(monkeypatch, call=0)
+    text = error_of(trainer)
+    assert "first in model.layers.1.self_attn (WrongBackwardBackward); in float32 it is not finite" in text
+    assert text.endswith("The attention kernel is at fault: set train.attention=math.")
+    after = list(trainer.model.parameters())
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("compiled_only", [True, False])
+def test_compiled_code_is_told_from_the_layers_own_fault(tmp_path, monkeypatch, compiled_only):
+    """The compiler here runs a layer's graph as it is; a layer is wrong while it is compiled, or always."""
+    from deftune.training import compiling
+
+    def attend(self, *args, **kwargs):
+        out = plain(self, *args, **kwargs)
+        wrong = self.layer_idx == 1 and (torch.compiler.is_compiling() or not compiled_only)
+        return (WrongBackward.apply(out[0]) if wrong else out[0], *out[1:])
+
+    trainer = trainer_of(tmp_path, compile_layers=True)
+    kind = type(trainer.model.model.layers[0].self_attn)
+    plain = kind.forward
+    monkeypatch.setattr(kind, "forward", attend)
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **options: compile_layer(layer, backend="eager", **options)
+    )
+    text = error_of(trainer)
+    if compiled_only:
+        assert "Micro-batch 1 of 2, run again, is not finite in the code of torch.compile, and finite without" in text
+        assert text.endswith("The compiled code is at fault: set train.compile=false.")
+    else:
+        assert "first in model.layers.1.self_attn (WrongBackwardBackward)" in text
+    assert all(layer._compiled_call_impl is None for layer in compiling.decoder_layers(trainer.model))

@@ -1,6 +1,7 @@
 """Rows end to end with their boundaries (`varlen`): the same losses and gradients as padded rows."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from deftune.artifacts.config import RunConfig
 from deftune.data.examples import Encoded
 from deftune.data.packing import Collator, pack
 from deftune.training import attention
-from deftune.training.assembly import Batches, chosen_attention, make_dataset
+from deftune.training.assembly import Batches, chosen_attention, compiles_layers, make_dataset
 from deftune.training.attention import attention_kernels, why_not_varlen
+from deftune.training.machine import weights_of
 
 FLOAT32 = 2e-5  # of a step's largest gradient: two orders of float32 sums over a few hundred tokens
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
@@ -221,3 +223,61 @@ def test_a_model_that_does_not_name_its_layers_is_refused(tmp_path):
     trainer, _ = make_trainer(model, make_arguments(tmp_path), make_rows(4), compile_layers=True)
     with pytest.raises(ValueError, match="does not name its decoder layers"):
         trainer.train()
+
+
+def test_layers_that_torch_cannot_compile_are_an_error_with_the_remedy(tmp_path, monkeypatch):
+    def broken(graph, inputs):
+        raise RuntimeError("no code for this graph")
+
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **options: compile_layer(layer, backend=broken, **options)
+    )
+    trainer, _ = make_trainer(make_model(torch.float32), make_arguments(tmp_path), make_rows(4), compile_layers=True)
+    with pytest.raises(ValueError, match=r"cannot compile LlamaDecoderLayer \(.*\); set train.compile=false"):
+        trainer.train()
+
+
+def prepared_run(tmp_path, steps: int = 50, **train) -> Any:
+    from types import SimpleNamespace
+
+    config = run_config(tmp_path, batch_size=8, micro_batch_size=4, **train)
+    return SimpleNamespace(config=config, steps=steps, checkpointing=SimpleNamespace(on=train.get("recompute", False)))
+
+
+def test_auto_compiles_layers_in_long_runs_on_a_gpu(tmp_path, monkeypatch):
+    """50 steps of two micro-batches earn it, 49 do not."""
+    model = make_model(torch.float32)
+    assert not compiles_layers(prepared_run(tmp_path), model, "auto")  # no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert compiles_layers(prepared_run(tmp_path), model, "varlen")
+    assert not compiles_layers(prepared_run(tmp_path, steps=49), model, "varlen")
+    assert not compiles_layers(prepared_run(tmp_path), model, "auto")
+    assert not compiles_layers(prepared_run(tmp_path, compile=False), model, "varlen")
+    assert not compiles_layers(prepared_run(tmp_path, weights="float32"), model, "varlen")
+    assert not compiles_layers(prepared_run(tmp_path, liger=True), model, "varlen")
+    assert compiles_layers(prepared_run(tmp_path, steps=1, compile="layers"), model, "flash")
+    model._no_split_modules = None
+    assert not compiles_layers(prepared_run(tmp_path), model, "varlen")
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        ({}, "bfloat16_with_masters"),
+        ({"train": {"weights": "float32"}}, "float32"),
+        ({"train": {"precision": "fp32"}}, "float32"),
+        ({"train": {"optimizer": "adafactor"}}, "float32"),
+        ({"train": {"fsdp": True}}, "float32"),
+        ({"model": {"name": "m", "lora": {"r": 4}}}, "float32"),
+    ],
+)
+def test_auto_weights_are_bfloat16_where_masters_were_measured(tmp_path, monkeypatch, more, expected):
+    config = RunConfig.model_validate({**run_config(tmp_path).model_dump(), **more})
+    assert weights_of(config) == ("float32" if more.get("train", {}).get("weights", "auto") == "auto" else expected)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert weights_of(config) == expected
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert weights_of(config) == "float32"

@@ -217,7 +217,7 @@ def trainer_arguments(job: Job) -> dict[str, Any]:
         "max_grad_norm": take("train.clip"),
         "seed": take("train.seed"),
         "data_seed": train.seed,
-        "torch_compile": bool(take("train.compile")),  # these stacks compile the whole model
+        "torch_compile": take("train.compile") not in (False, "auto"),  # these stacks compile the whole model
         "dataloader_num_workers": take("train.workers"),
         "logging_steps": 1,
         "save_strategy": "steps",

@@ -69,7 +69,7 @@ class RunConfig(Section):
             raise ValueError("train.shard_size: 1 shards nothing; leave out train.fsdp and train.shard_size for DDP")
         if self.train.tensor_parallel > 1:
             check_tensor_parallel(self)
-        if self.train.weights != "float32":
+        if self.train.weights == "bfloat16_with_masters":
             check_masters(self)
         implementation = self.model.attention_implementation
         if self.train.attention != "auto" and implementation not in ("auto", "sdpa"):
@@ -81,7 +81,7 @@ class RunConfig(Section):
             if self.model.lora is None:
                 raise ValueError("model.quantization: 4-bit weights cannot be trained; train adapters with model.lora")
             for name in ("fsdp", "compile"):
-                if getattr(self.train, name):
+                if getattr(self.train, name) not in (False, "auto"):
                     raise ValueError(f"model.quantization: was not tested with train.{name}; drop one")
         if self.model.dtype == "bfloat16" and self.model.lora is None:
             raise ValueError(
@@ -90,7 +90,7 @@ class RunConfig(Section):
             )
         if self.model.dtype == "bfloat16" and self.train.fsdp:
             raise ValueError("model.dtype: train.fsdp was tested with float32 weights only; drop one")
-        if self.train.fsdp and self.model.lora is not None and self.train.compile:
+        if self.train.fsdp and self.model.lora is not None and self.train.compile not in (False, "auto"):
             raise ValueError("train: fsdp, compile and lora together are not supported; drop one")
         return self
 
@@ -100,7 +100,7 @@ def check_tensor_parallel(config: RunConfig) -> None:
     reasons = {
         "train.fsdp": (config.train.fsdp, "both divide the weights"),
         "train.sparse": (config.train.sparse is not None, "a rank knows the mass of its own classes only"),
-        "train.compile": (config.train.compile, "it was not tried"),
+        "train.compile": (config.train.compile not in (False, "auto"), "it was not tried"),
         "model.lora": (config.model.lora is not None, "adapters are not divided"),
         "data.tasks": (bool(config.data.tasks), "one rank alone would answer the questions, with its part of a model"),
         "objective": (

@@ -188,10 +188,10 @@ class Train(Section):
         "auto",
         description="bf16 computes in bfloat16 over float32 weights; auto is bf16 on a GPU that has it, else fp32",
     )
-    weights: Literal["float32", "bfloat16_with_masters"] = Field(
-        "float32",
+    weights: Literal["auto", "float32", "bfloat16_with_masters"] = Field(
+        "auto",
         description="bfloat16_with_masters: the layers' matrices are bfloat16, and AdamW updates float32 copies of "
-        "them; the saved model is float32",
+        "them; the saved model is float32. auto: for full fine-tuning with adamw in bf16 on one GPU, else float32",
     )
     gradient_checkpointing: Literal[True, False, "auto"] = Field(
         "auto", description="compute activations again in the backward pass, for less memory; auto: if a GPU needs it"
@@ -200,9 +200,10 @@ class Train(Section):
         None, gt=0, description="NEFTune: uniform noise on the embeddings, at most alpha / sqrt(length x width)"
     )
     liger: bool = Field(False, description="use Liger's kernels in the layers, never its cross-entropy; needs a GPU")
-    compile: Literal[True, False, "layers"] = Field(
-        False,
-        description="torch.compile the whole model (true) or each decoder layer, which compiles faster (layers)",
+    compile: Literal["auto", True, False, "layers"] = Field(
+        "auto",
+        description="torch.compile the whole model (true) or each decoder layer, which compiles faster (layers); auto "
+        "is layers for full fine-tuning on one GPU with varlen attention, in runs of 100 micro-batches or more",
     )
     attention: Literal["auto", "varlen", "flash", "efficient", "math", "cudnn"] = Field(
         "auto",

@@ -98,6 +98,11 @@ def _joined(examples: Sequence[Encoded | Pack]) -> Pack:
     return joined
 
 
+def tensor_of(values: list[int]) -> Tensor:
+    """The numbers as a tensor: torch.tensor, which asks each number for its type, takes five times as long."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
+
+
 def row_boundaries(lengths: Sequence[int]) -> dict[str, Tensor | int]:
     """Where rows that lie end to end begin and end, as transformers passes it to attention kernels.
 
@@ -135,16 +140,17 @@ class Collator:
             batch["input_ids"].append(example.input_ids + [self.pad_token_id] * pad)
             batch["attention_mask"].append([1] * size + [0] * pad)
             batch["labels"].append([IGNORE_INDEX, *example.labels[1:]] + [IGNORE_INDEX] * pad)
-        return {name: torch.tensor(values) for name, values in batch.items()}
+        return {name: torch.stack([tensor_of(row) for row in rows]) for name, rows in batch.items()}
 
     def _packed(self, rows: Sequence[Pack]) -> dict[str, Tensor]:
         width = max(len(row.input_ids) for row in rows)
         pads = [width - len(row.input_ids) for row in rows]
-        return {
-            "input_ids": torch.tensor([row.input_ids + [self.pad_token_id] * pad for row, pad in zip(rows, pads)]),
-            "labels": torch.tensor([row.labels + [IGNORE_INDEX] * pad for row, pad in zip(rows, pads)]),
-            "position_ids": torch.tensor([[*row.position_ids, *range(pad)] for row, pad in zip(rows, pads)]),
+        columns = {
+            "input_ids": [row.input_ids + [self.pad_token_id] * pad for row, pad in zip(rows, pads)],
+            "labels": [row.labels + [IGNORE_INDEX] * pad for row, pad in zip(rows, pads)],
+            "position_ids": [[*row.position_ids, *range(pad)] for row, pad in zip(rows, pads)],
         }
+        return {name: torch.stack([tensor_of(row) for row in rows]) for name, rows in columns.items()}
 
 
 def fill_step(batches: list[Any], number: int) -> list[Any]:

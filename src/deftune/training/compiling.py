@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,21 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return layers
 
 
+def why_not_compiled(model: Any) -> str | None:
+    """Why the layers of a model are not compiled unless a user asks for it; None where they are.
+
+    Args:
+        model: the causal LM, before adapters.
+    """
+    if not type(model).__module__.startswith("transformers."):
+        return "the model's code is not that of transformers"
+    if not getattr(model, "_no_split_modules", None):
+        return "the model's class does not name its decoder layers"
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        return "torch.compile needs a C compiler, and none is on the path"
+    return None
+
+
 @contextmanager
 def compiled_layers(model: Any, *, dynamic: bool | None = None) -> Generator[None]:
     """Inside, every decoder layer runs as torch.compile's code; the layers share the code, which is compiled once.
@@ -36,6 +52,14 @@ def compiled_layers(model: Any, *, dynamic: bool | None = None) -> Generator[Non
         layer.compile(dynamic=dynamic)
     try:
         yield
+    except Exception as error:
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            kind = type(layers[0]).__name__
+            line = next(iter(str(error).strip().splitlines()), "")[:300]
+            raise ValueError(
+                f"torch.compile cannot compile {kind} ({type(error).__name__}: {line}); set train.compile=false"
+            ) from error
+        raise
     finally:
         for layer in layers:
             layer._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]

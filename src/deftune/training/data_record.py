@@ -18,7 +18,7 @@ from deftune.artifacts.runs import Run
 from deftune.data.examples import Examples
 from deftune.data.packing import Packs
 from deftune.objectives import objective as parse_objective
-from deftune.training.machine import base_name, data_ranks, has_ranks, tensor_ranks
+from deftune.training.machine import base_name, data_ranks, has_ranks, tensor_ranks, weights_of
 from deftune.training.preparation import Prepared, model_options, text_config
 
 
@@ -45,7 +45,7 @@ def facts(prepared: Prepared) -> list[str]:
         )
     lines += (
         ["the layers' matrices are bfloat16, with float32 masters in the optimizer"]
-        if train.weights != "float32"
+        if weights_of(config) != "float32"
         else []
     )
     lines += [prepared.checkpointing.why] if prepared.checkpointing.why else []

@@ -85,6 +85,17 @@ def base_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
     return "bfloat16" if frozen and torch.cuda.is_available() and precision_of(config) == "bf16" else "float32"
 
 
+def weights_of(config: RunConfig) -> str:
+    """auto: bfloat16 with float32 masters for full fine-tuning with AdamW in bfloat16 on one GPU, else float32."""
+    train, model = config.train, config.model
+    if train.weights != "auto":
+        return train.weights
+    whole = model.lora is None and model.quantization is None and base_dtype(config) == "float32"
+    alone = world_size() == 1 and not train.fsdp and train.tensor_parallel == 1
+    on_gpu = torch.cuda.is_available() and precision_of(config) == "bf16"
+    return "bfloat16_with_masters" if whole and alone and on_gpu and train.optimizer == "adamw" else "float32"
+
+
 def base_name(config: RunConfig) -> str:
     """The frozen weights in words: float32, bfloat16, or 4-bit and bfloat16."""
     return ("4-bit and " if config.model.quantization else "") + base_dtype(config)
@@ -134,9 +145,9 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"train.optimizer: torch {torch.__version__} has no Muon; take torch 2.9 or newer, or adamw")
     if config.model.quantization is not None:
         check_bitsandbytes("model.quantization")
-    if train.weights != "float32" and ranks > 1:
+    if train.weights == "bfloat16_with_masters" and ranks > 1:
         raise ConfigError(f"train.weights: {train.weights} was not tested with several ranks; leave it out")
-    if train.weights != "float32" and precision_of(config) != "bf16":
+    if train.weights == "bfloat16_with_masters" and precision_of(config) != "bf16":
         raise ConfigError(f"train.weights: {train.weights} computes in bfloat16; set train.precision=bf16")
     if train.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise ConfigError("train.precision: this GPU has no bfloat16; use fp32")

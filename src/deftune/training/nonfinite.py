@@ -16,7 +16,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,15 @@ class GuardedTrainer(CheckpointingTrainer):
     """Stops before a gradient that is not finite changes the weights; the error says what reruns of the step show."""
 
     attention: str = "auto"  # the kernels that the reruns use, too
+    compile_layers: bool = False
     _inputs: StepInputs | None = None  # of the step that is computed
     _inputs_before: StepInputs | None = None
     _unseen: UnseenNorm | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile's code computes the step."""
+        return self.compile_layers or self.args.torch_compile
 
     def _before_clipping(self, model: Any) -> None:
         """For a subclass: change the gradients of a step, which are complete now."""
@@ -193,15 +199,25 @@ class GuardedTrainer(CheckpointingTrainer):
         self._unseen = None
 
         def loss_of(batch: Any, autocast: bool) -> Tensor:
-            # bfloat16 weights take no float32 states: without autocast they could not be run at all
-            with self.accelerator.autocast() if autocast or self.masters else contextlib.nullcontext():
+            with self.accelerator.autocast() if autocast else contextlib.nullcontext():
                 loss = self._loss_again(model, batch, inputs)
             raise_pending()
             return loss
 
-        lower = self.accelerator.mixed_precision != "no" and self.masters is None
-        with self.masters.paused() if self.masters else contextlib.nullcontext():
-            return diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
+        lower = self.accelerator.mixed_precision != "no"
+        with contextlib.ExitStack() as stack:
+            if self.masters:  # autocast rounds them to the weights of the run, and float32 can be tried, too
+                stack.enter_context(self.masters.paused())
+                stack.enter_context(self.masters.in_model())
+            with torch.compiler.set_stance("force_eager"):  # compiled layers would hide their modules
+                found = diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
+            if found.micro_batch is None and found.weights is None and self.compiles:
+                with attention_kernels(self.attention, model):
+                    wrong = (n for n, batch in enumerate(inputs.batches)
+                             if not backward(model, partial(loss_of, batch, lower)))  # fmt: skip
+                    found = replace(found, compiled=next(wrong, None))
+                model.zero_grad(set_to_none=True)
+            return found
 
 
 def save_batches(folder: Path, batches: list[Any]) -> Path:
@@ -230,6 +246,7 @@ class Diagnosis:
     gradient: str | None = None  # the module nearest to the loss with a gradient that is not finite
     operation: str | None = None  # the autograd function that returned the first NaN
     float32: str | None = None  # the same micro-batch without autocast
+    compiled: int | None = None  # the first micro-batch that is not finite in compiled code alone
     attention: str = "auto"  # the choice of kernels that the run had
     kernels: dict[str, str] = field(default_factory=dict)  # attention kernel -> finite, not finite, unavailable
 
@@ -239,6 +256,11 @@ class Diagnosis:
     def findings(self) -> str:
         if self.weights is not None:
             return f"The weight {self.weights} is not finite."
+        if self.compiled is not None:
+            return (
+                f"Micro-batch {self.compiled + 1} of {self.micro_batches}, run again, is not finite in the code of "
+                f"torch.compile, and finite without."
+            )
         if self.micro_batch is None:
             return f"Run again, each of the step's {self.micro_batches} micro-batches has finite gradients."
         place = f"Micro-batch {self.micro_batch + 1} of {self.micro_batches}, run again"
@@ -260,6 +282,8 @@ class Diagnosis:
         wrong = [name for name, result in self.kernels.items() if result == NOT_FINITE]
         if self.weights is not None:
             return "The model was damaged before this step; start from whole weights, or from an earlier checkpoint."
+        if self.compiled is not None:
+            return "The compiled code is at fault: set train.compile=false."
         if self.micro_batch is None:
             return (
                 "The failure did not repeat: suspect a kernel that is not deterministic, or the hardware. The same "

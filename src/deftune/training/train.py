@@ -152,6 +152,8 @@ class Job:
             untrained = None if save else Untrained.of(base)
             trainer = make_trainer(prepared, run, self.score_tasks, base)
             resumed = from_main(resumed)  # torch.distributed runs since the trainer is made
+            if trainer.compile_layers:
+                self.say("the decoder layers are compiled, which takes some seconds of the first steps")
             compare_ranks(prepared)
             start_step = checkpoints.step_of(resumed) or 0 if resumed else 0
             profiler = self.make_profiler(trainer, prepared.steps - start_step) if self.profile else nullcontext()
