@@ -3,7 +3,7 @@
     python benchmarks/fast_path.py MODEL rows.jsonl.gz --json out.json --markdown out.md     # on a GPU
     python benchmarks/fast_path.py MODEL rows.jsonl.gz --steps 3 --rows 8 --length 64        # a try on a CPU, in float32
 
-Plain: padded rows with torch's flash attention, no compiled code, float32 weights under autocast. Fast: rows end to
+Plain: padded rows with torch's memory-efficient attention, no compiled code, float32 weights under autocast. Fast: rows end to
 end (`train.attention: varlen`), compiled layers, bfloat16 weights with float32 masters; on a CPU the two differ by
 compiled layers and rows end to end only. Both begin with the same weights and see the same rows. The exit code is 1
 if a step's loss differs by more than --tolerance, relative. Needs deftune[train].
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-PLAIN = {"attention": "flash", "compile": False, "weights": "float32"}
+PLAIN = {"attention": "efficient", "compile": False, "weights": "float32"}
 FAST = {"attention": "varlen", "compile": "layers", "weights": "bfloat16_with_masters"}
 
 
