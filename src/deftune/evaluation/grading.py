@@ -39,11 +39,11 @@ from deftune.evaluation.answers import (
     Verdict,
     decide_by_text,
     for_math_verify,
-    is_balanced,
     normalize_answer,
     prepare_pair,
 )
 from deftune.evaluation.grading_worker import REFUSED
+from deftune.evaluation.notation import is_balanced
 
 _Asked = tuple[str, str | None, Rule]
 _Task = list[str | float]  # a line for a worker: gold, answer, relative, absolute, percentage
