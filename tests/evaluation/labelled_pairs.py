@@ -383,7 +383,8 @@ DIFFERENT = [
     *[(r"3.2 \times 10^{-5}", answer, EXACT) for answer in ("3.2e-6", "-3.2e-5", "3.2*10^5")],
     ("2000", "2 x 10^2", EXACT),
     ("2000", "2x", EXACT),
-    *[(r"\emptyset", answer, EXACT) for answer in (r"\{0\}", "0", "x")],
+    *[(r"\emptyset", answer, EXACT) for answer in (r"\{0\}", "0", r"\{\varnothing\}", "x")],
+    (r"\{\emptyset\}", r"\emptyset", EXACT),
     *[("(2,3)", answer, EXACT) for answer in (r"\langle 3,2\rangle", r"\langle 2,-3\rangle", r"\langle 2,3,0\rangle")],
     *[(gold, r"\langle 2,3\rangle", EXACT) for gold in (r"\{2,3\}", "[2,3]", "5")],
     ("-5", r"\phantom{-}5", EXACT),
@@ -404,6 +405,8 @@ DIFFERENT = [
     (r"m_{\max}=n^2-n", r"m_{\max}=n^2+n", EXACT),
     (r"\infty", "-∞", EXACT),
     (r"90^\circ, 60^\circ", r"90\text{ degrees}, 61\text{ degrees}", EXACT),
+    *[("(1,2),(3,4)", rf"\{{{pairs}\}}", EXACT) for pairs in ("(1,2),(4,3)", "(1,2)", "1,2,3,4")],
+    ("[0,1)", r"\{0,1\}", EXACT),
 ]
 
 SAME = [
@@ -605,6 +608,7 @@ SAME = [
     (r"m_{\max}=n^2-n", r"m_{\max}=n(n-1)", EXACT),
     (r"90^\circ, 60^\circ", r"90\text{ degrees}, 60\text{ degrees}", EXACT),
     (r"11,\! 111,\! 100", r"x = 11,\! 111,\! 100", EXACT),
+    ("(1,2),(3,4)", r"\{(3,4),(1,2)\}", EXACT),
 ]
 
 

@@ -208,7 +208,7 @@ class Comparison:
 
 def _items(expression: Any) -> list[Any] | None:
     """The answers of a list as they were written, with repetitions; of x = {1, 2} the equations x = 1 and x = 2."""
-    if isinstance(expression, sympy.FiniteSet):
+    if isinstance(expression, sympy.FiniteSet) and expression.args != (sympy.S.EmptySet,):
         written = getattr(expression, "_unsorted_args", None) or expression.args
         nested = [_items(item) or [item] for item in written]
         return [item for items in nested for item in items]
