@@ -407,6 +407,30 @@ DIFFERENT = [
     (r"90^\circ, 60^\circ", r"90\text{ degrees}, 61\text{ degrees}", EXACT),
     *[("(1,2),(3,4)", rf"\{{{pairs}\}}", EXACT) for pairs in ("(1,2),(4,3)", "(1,2)", "1,2,3,4")],
     ("[0,1)", r"\{0,1\}", EXACT),
+    # inequalities that a word joins
+    *[
+        (r"(-\infty,2)\cup(3,\infty)", answer, EXACT)
+        for answer in (
+            r"x<2 \text{ and } x>3",
+            r"x<3 \text{ or } x>2",
+            r"x \le 2 \text{ or } x>3",
+            r"x<2 \text{ or } y>3",
+            r"x<2 \text{ or } x=3",
+            "x<2, x>3",
+            "x<2",
+            "2<x<3",
+            r"x \ne 2",
+        )
+    ],
+    *[(r"(-\infty,2)\cup(2,\infty)", answer, EXACT) for answer in (r"x \ne 3", "x=2", r"x<2 \text{ and } x>2")],
+    (r"(-\infty,2)\cup(2,3)\cup(3,\infty)", r"x \ne 2 \text{ or } x \ne 3", EXACT),
+    *[("x<2 or x>3", answer, EXACT) for answer in ("x<2 and x>3", "x<2", "y<2 or y>3", "(2,3)")],
+    (r"(2,3]", r"x>2 \text{ or } x \le 3", EXACT),
+    *[
+        (r"(-\infty,2)", rf"\{{x {condition}\}}", EXACT)
+        for condition in (r"\mid x>2", r"\mid y<2", r"\in \mathbb{Z} \mid x<2", ": x=2")
+    ],
+    ("5", "x>5", EXACT),
 ]
 
 SAME = [
@@ -609,6 +633,27 @@ SAME = [
     (r"90^\circ, 60^\circ", r"90\text{ degrees}, 60\text{ degrees}", EXACT),
     (r"11,\! 111,\! 100", r"x = 11,\! 111,\! 100", EXACT),
     ("(1,2),(3,4)", r"\{(3,4),(1,2)\}", EXACT),
+    # inequalities that a word joins
+    *[
+        (r"(-\infty,2)\cup(3,\infty)", answer, EXACT)
+        for answer in (
+            r"x<2 \text{ or } x>3",
+            "x > 3 or x < 2",
+            r"x<2 \lor x>3",
+            r"x<2 \quad\text{or}\quad 3<x",
+            r"\{x \mid x<2 \text{ or } x>3\}",
+        )
+    ],
+    (r"(-\infty,2)\cup(3,5]", r"x<2 \text{ or } 3 < x \le 5", EXACT),
+    (r"(-\infty,2)\cup(2,\infty)", r"x \ne 2", EXACT),
+    (r"(-\infty,2)\cup(2,3)\cup(3,\infty)", r"x \ne 2 \text{ and } x \ne 3", EXACT),
+    *[("x<2 or x>3", answer, EXACT) for answer in (r"(-\infty,2)\cup(3,\infty)", "x>3 or x<2", "x>3, x<2")],
+    (r"\sin x<\frac12 or \sin x>\frac34", r"\sin x>\frac34 or \sin x<\frac12", EXACT),
+    *[("(2,3]", rf"x>2 {word} x \le 3", EXACT) for word in (r"\text{ and }", r"\land")],
+    *[
+        (r"(-\infty,\frac12)", rf"\{{x {condition} x < \frac{{1}}{{2}}\}}", EXACT)
+        for condition in (r"\mid", ":", r"\in \mathbb{R} \mid")
+    ],
 ]
 
 

@@ -86,6 +86,11 @@ _NOTATIONS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}", r"\1"),
         (r"(?<=[0-9])\s*(?:\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)|\\text\s*\{\s*degrees?\s*\})",
          r"^{\\circ}"),
+        # {x | x < 2}: what a condition says of a real number
+        (r"\A(?:\\left)?\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\mid(?![A-Za-z])|[:|])"
+         r"((?=.*\1)(?=.*(?:[<>≤≥]|\\[gl]e|\\ne)).*?)(?:\\right)?\\\}\Z", r"\2"),
+        (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
+        (r"\\(?:land|wedge)(?![A-Za-z])", r"\\text{ and }"),
     )
 ]  # fmt: skip
 _SET_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\!\s?|\\,)(?=[0-9]{3}(?![0-9]))")
@@ -105,3 +110,18 @@ def tidy_answer(answer: str) -> str:
     for pattern, new in _NOTATIONS:
         answer = pattern.sub(new, answer)
     return trimmed(answer)
+
+
+_WORD_BETWEEN = re.compile(r"(?:\\text\s*+\{\s*+,?\s*+|(?<![A-Za-z\\]))(and|or)(?![A-Za-z])")
+
+
+def joining_words(gold: str, answer: str) -> tuple[str, str]:
+    """The word between the parts of each answer: "and", "or", or "" for none or both.
+
+    Where only one answer has a word, a comma in the other means it.
+
+    >>> joining_words("x<2 or x>3", r"x>3 \\text{ and } x<2"), joining_words("x<2 or x>3", "x<2, x>3")
+    (('or', 'and'), ('or', 'or'))
+    """
+    ours, theirs = (words.pop() if len(words := set(_WORD_BETWEEN.findall(one))) == 1 else "" for one in (gold, answer))
+    return ours or theirs, theirs or ours
