@@ -104,7 +104,7 @@ class Comparison:
         distance, size = _size(apart), _size(gold)
         if decimal and distance <= DECIMAL_DISTANCE[0] and distance <= DECIMAL_DISTANCE[1] * size:
             return EQUAL
-        if distance <= size * sympy.Rational(1, 10**_SAME_DIGITS):
+        if not apart.is_Rational and distance <= size * sympy.Rational(1, 10**_SAME_DIGITS):
             if abs(apart.evalf(15, maxn=_MANY_DIGITS)) <= abs(gold.evalf(15)) * sympy.Float(10) ** (-_MANY_DIGITS // 2):
                 return EQUAL
         return CLOSE if distance <= max(self.relative * size, self.absolute) else DIFFERENT
