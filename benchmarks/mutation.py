@@ -64,8 +64,8 @@ GROUPS = {
         processes="tests/objectives/test_step_ranks.py",
     ),
     "grading": Group(
-        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/answers.py", "evaluation/grading.py",
-         "evaluation/grading_worker.py"),
+        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/notation.py", "evaluation/answers.py",
+         "evaluation/grading.py", "evaluation/grading_worker.py"),
         ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
         workers=("evaluation/grading_worker.py",),
     ),

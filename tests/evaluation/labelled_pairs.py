@@ -66,6 +66,7 @@ def positives(gold: str) -> Iterator[tuple[str, str]]:
         yield "period", gold + "."
     yield "dollars", f"${gold}$"
     yield "displaystyle", f"\\displaystyle {gold}"
+    yield "markdown", f"**{gold}**"
     number = value(gold)
     if number is not None:
         yield "bold", f"\\mathbf{{{gold}}}"
@@ -134,6 +135,7 @@ def positives(gold: str) -> Iterator[tuple[str, str]]:
         yield "loose", re.sub(r"\s*([+-])\s*", r" \1 ", gold)
         yield "tight", gold.replace(" ", "")
         yield "braced powers", re.sub(r"\^(\d)", r"^{\1}", gold)
+        yield "starred powers", re.sub(r"\^(\d)", r"**\1", gold)
 
 
 def negatives(gold: str, others: list[str], draw: random.Random) -> Iterator[tuple[str, str]]:
@@ -234,6 +236,8 @@ DIFFERENT = [
     ("100 = 1", "x", EXACT),
     (r"\{1,2\}", "(1,2)", EXACT),
     ("10^{60}", "10^{60}+1", EXACT),
+    ("2^{2008}-2", "2^{2008}-3", EXACT),
+    (r"\frac{1}{3^{2007}}", r"\frac{1}{3^{2007}+1}", EXACT),
     (r"\pi^{100}", r"\pi^{100}+10^{-5}", EXACT),
     ("ABC", "CBA", EXACT),
     ("2000, 3000", "2,000 and 4,000", EXACT),
@@ -362,6 +366,72 @@ DIFFERENT = [
     ("221,8", "x = 221,800", SEVERAL),
     # an equation between two numbers must hold
     ("3", "2=3", EXACT),
+    # other notations, another answer
+    *[("5", answer, EXACT) for answer in ("**6**", "**-5**", "**Answer**", r"\phantom{5}", r"\phantom 5")],
+    *[("12", answer, EXACT) for answer in ("**1** **2**", "**1****2**", "**1**2")],
+    ("Tuesday", "**Monday**", EXACT),
+    (r"10\%", "**11%**", EXACT),
+    ("16", "2**3", EXACT),
+    ("8", "2**4", EXACT),
+    ("24", "2**3**4", EXACT),
+    ("x^2", "x**3", EXACT),
+    ("x^2", "x³", EXACT),
+    ("x^2", "x*2", EXACT),
+    ("2^{-3}", "2^-4", EXACT),
+    *[
+        ("3.2e-5", f"3.2{power}", NEAR)
+        for power in ("*10^5", "*10^-4", r"\times 10^{-6}", " x 10^-6", " \u00d7 10⁵", "*10-5")
+    ],
+    *[(r"3.2 \times 10^{-5}", answer, EXACT) for answer in ("3.2e-6", "-3.2e-5", "3.2*10^5")],
+    ("2000", "2 x 10^2", EXACT),
+    ("2000", "2x", EXACT),
+    *[(r"\emptyset", answer, EXACT) for answer in (r"\{0\}", "0", r"\{\varnothing\}", "x")],
+    (r"\{\emptyset\}", r"\emptyset", EXACT),
+    *[("(2,3)", answer, EXACT) for answer in (r"\langle 3,2\rangle", r"\langle 2,-3\rangle", r"\langle 2,3,0\rangle")],
+    *[(gold, r"\langle 2,3\rangle", EXACT) for gold in (r"\{2,3\}", "[2,3]", "5")],
+    ("-5", r"\phantom{-}5", EXACT),
+    ("51", r"5\phantom{1}", EXACT),
+    (r"\begin{pmatrix} 1 & \phantom -1 \end{pmatrix}", r"\begin{pmatrix} 1 & -1 \end{pmatrix}", EXACT),
+    ("30", r"\textcolor{red}{31}", EXACT),
+    ("30", r"\underline{3}", EXACT),
+    (r"\sqrt{2}+1", "sqrt(2+1)", EXACT),
+    (r"\ln 2", "ln 3", EXACT),
+    (r"\sin x", "cos x", EXACT),
+    (r"\sin x", "sin y", EXACT),
+    ("5 sec", "5 min", EXACT),
+    *[
+        (r"\frac13", answer, EXACT)
+        for answer in (r"0.\overline{34}", r"-0.\overline{3}", r"0.0\overline{3}", r"1,000.\bar{3}")
+    ],
+    (r"m_{\max}=n^2-n", r"m_{\min}=n^2-n", EXACT),
+    (r"m_{\max}=n^2-n", r"m_{\max}=n^2+n", EXACT),
+    (r"\infty", "-∞", EXACT),
+    (r"90^\circ, 60^\circ", r"90\text{ degrees}, 61\text{ degrees}", EXACT),
+    *[("(1,2),(3,4)", rf"\{{{pairs}\}}", EXACT) for pairs in ("(1,2),(4,3)", "(1,2)", "1,2,3,4")],
+    ("[0,1)", r"\{0,1\}", EXACT),
+    # inequalities that a word joins
+    *[
+        (r"(-\infty,2)\cup(3,\infty)", answer, EXACT)
+        for answer in (
+            r"x<2 \text{ and } x>3",
+            r"x<3 \text{ or } x>2",
+            r"x \le 2 \text{ or } x>3",
+            r"x<2 \text{ or } y>3",
+            r"x<2 \text{ or } x=3",
+            "x<2, x>3",
+            "x<2",
+            "2<x<3",
+            r"x \ne 2",
+        )
+    ],
+    *[(r"(-\infty,2)\cup(2,\infty)", answer, EXACT) for answer in (r"x \ne 3", "x=2", r"x<2 \text{ and } x>2")],
+    (r"(-\infty,2)\cup(2,3)\cup(3,\infty)", r"x \ne 2 \text{ or } x \ne 3", EXACT),
+    *[("x<2 or x>3", answer, EXACT) for answer in ("x<2 and x>3", "x<2", "y<2 or y>3", "(2,3)")],
+    (r"(2,3]", r"x>2 \text{ or } x \le 3", EXACT),
+    *[
+        (r"(-\infty,2)", rf"\{{x {condition}\}}", EXACT)
+        for condition in (r"\mid x>2", r"\mid y<2", r"\in \mathbb{Z} \mid x<2", ": x=2")
+    ],
     ("5", "x>5", EXACT),
 ]
 
@@ -444,6 +514,7 @@ SAME = [
     (r"\frac{1}{2^{99}}", "2^{-99}", EXACT),
     ("4.5e33", r"4.5003\times 10^{33}", NEAR),
     ("2.88e-19", r"288 \cdot 10^{-21}", NEAR),
+    ("2^{2008}-2", r"2(4^{1003} \cdot 2-1)", EXACT),
     ("x=5", "5", EXACT),
     ("5", "x=5", EXACT),
     ("3", "1+2=3", EXACT),
@@ -514,6 +585,78 @@ SAME = [
     ("np.arcsin(10/13)", r"\arcsin(10/13)", NEAR),
     ("np.arcsin(10/13)", "0.87758", NEAR),
     ("-1./3", "-0.33333", NEAR),
+    # markdown
+    *[
+        ("5", answer, EXACT)
+        for answer in ("**5**", "**5.**", "**5**.", "**$5$**", r"**\(5\)**", "x = **5**", "**5** cm")
+    ],
+    (r"\frac12", "**0.5**", EXACT),
+    (r"\text{even}", "**even**", EXACT),
+    ("1,2", "**1** and **2**", EXACT),
+    (r"10\%", "**10%**", EXACT),
+    # powers, and numbers in scientific notation
+    ("x^2", "x**2", EXACT),
+    ("x^2+1", "x²+1", EXACT),
+    ("2^{-3}", "2^-3", EXACT),
+    ("2^{-3}", "2**-3", EXACT),
+    ("5 cm^2", r"5\text{ cm²}", EXACT),
+    *[
+        (gold, answer, EXACT)
+        for gold in ("3.2e-5", r"3.2 \times 10^{-5}")
+        for answer in ("3.2*10^-5", r"3.2 \times 10^-5", "3.2 \u00d7 10⁻⁵", "3.2 x 10^{-5}", "3.2*10**-5", "3.2e-05")
+    ],
+    ("2000", "2x10^3", EXACT),
+    # characters, commands and functions
+    *[(r"\emptyset", answer, EXACT) for answer in (r"\varnothing", "∅", r"\{\}")],
+    *[("(2,3)", answer, EXACT) for answer in (r"\langle 2,3\rangle", r"\left\langle 2, 3\right\rangle", "⟨2, 3⟩")],
+    ("9", r"\phantom{-}9", EXACT),
+    (r"\begin{pmatrix} 1 & \phantom -1 \end{pmatrix}", r"\begin{bmatrix} 1 & 1 \end{bmatrix}", EXACT),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}", EXACT),
+    *[
+        ("30", answer, EXACT)
+        for answer in (r"30 \\", r"30\hspace{2pt}", r"\textcolor{red}{30}", r"\color{red}{30}", r"\underline{30}")
+    ],
+    (r"\frac12", r"\[0.5\]", EXACT),
+    ("2x-1", "2x\u20131", EXACT),
+    (r"(2,\infty)", "(2,∞)", EXACT),
+    ("6", "2·3", EXACT),
+    (r"x \ge 5", "x ⩾ 5", EXACT),
+    (r"\{1,2\}", r"\lbrace 1, 2 \rbrace", EXACT),
+    (r"70\sqrt{2}", "70 sqrt(2)", EXACT),
+    (r"\sqrt{2}", r"\sqrt(2)", EXACT),
+    (r"2\sqrt{2}\pi", "2*np.sqrt(2)*np.pi", EXACT),
+    (r"\ln 2", "ln(2)", EXACT),
+    (r"\sin x", r"\operatorname{sin}(x)", EXACT),
+    (r"e^{2x}", "exp(2x)", EXACT),
+    ("5 sec", "5 seconds", EXACT),
+    ("2+3i", r"2+3\text{i}", EXACT),
+    (r"\frac13", r"0.\overline{3}", EXACT),
+    (r"2.1\bar{6}", r"\frac{13}{6}", EXACT),
+    (r"m_{\max}=n^2-n", r"m_{\max}=n(n-1)", EXACT),
+    (r"90^\circ, 60^\circ", r"90\text{ degrees}, 60\text{ degrees}", EXACT),
+    (r"11,\! 111,\! 100", r"x = 11,\! 111,\! 100", EXACT),
+    ("(1,2),(3,4)", r"\{(3,4),(1,2)\}", EXACT),
+    # inequalities that a word joins
+    *[
+        (r"(-\infty,2)\cup(3,\infty)", answer, EXACT)
+        for answer in (
+            r"x<2 \text{ or } x>3",
+            "x > 3 or x < 2",
+            r"x<2 \lor x>3",
+            r"x<2 \quad\text{or}\quad 3<x",
+            r"\{x \mid x<2 \text{ or } x>3\}",
+        )
+    ],
+    (r"(-\infty,2)\cup(3,5]", r"x<2 \text{ or } 3 < x \le 5", EXACT),
+    (r"(-\infty,2)\cup(2,\infty)", r"x \ne 2", EXACT),
+    (r"(-\infty,2)\cup(2,3)\cup(3,\infty)", r"x \ne 2 \text{ and } x \ne 3", EXACT),
+    *[("x<2 or x>3", answer, EXACT) for answer in (r"(-\infty,2)\cup(3,\infty)", "x>3 or x<2", "x>3, x<2")],
+    (r"\sin x<\frac12 or \sin x>\frac34", r"\sin x>\frac34 or \sin x<\frac12", EXACT),
+    *[("(2,3]", rf"x>2 {word} x \le 3", EXACT) for word in (r"\text{ and }", r"\land")],
+    *[
+        (r"(-\infty,\frac12)", rf"\{{x {condition} x < \frac{{1}}{{2}}\}}", EXACT)
+        for condition in (r"\mid", ":", r"\in \mathbb{R} \mid")
+    ],
 ]
 
 

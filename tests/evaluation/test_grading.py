@@ -731,8 +731,10 @@ def test_normalising_is_linear(piece):
 
 
 @pytest.mark.parametrize(
-    "piece", ["{", "\\text{", " ", "1,", "1,000", "$", "\\", "%", "AB=", ",AB", "\\!", "percent", "5 m"]
-)
+    "piece",
+    ["{", "\\text{", " ", "1,", "1,000", "$", "\\", "%", "AB=", ",AB", "\\!", "percent", "5 m", "**", "** ",
+     "\\phantom{", "\\langle", "\\langle 1,", "⟨", "x^", "1x", "sqrt(", "\\{x|<", "\\hspace{", "0.1"],
+)  # fmt: skip
 def test_preparing_a_pair_is_linear(piece):
     assert_linear(lambda size: prepare_pair("5", "x" + piece * size + "x", Rule()), 5_000)
 

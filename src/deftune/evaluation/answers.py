@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deftune.evaluation.extraction import count_answers
+from deftune.evaluation.notation import tidy_answer, trimmed
 from deftune.evaluation.units import parse_unit, split_unit, units_differ
 
 How = Literal["exact", "math_verify", "tolerance", "timeout", "crash", "unparsed"]
@@ -60,28 +61,8 @@ _SPACES = re.compile(r"\s+")
 _SPACE_TO_DROP = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+")
 _DEGREES = re.compile(r"\^\s*\\circ(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}|°")
-_BIG = re.compile(r"\\(?:(?:big|Big|bigg|Bigg)[lrm]?|displaystyle|textstyle)(?![A-Za-z])")
-_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{(.*)\}", re.DOTALL)
-_RADICAL = re.compile(r"\N{SQUARE ROOT}\s*+(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]++|[A-Za-z]))")
-_BARE_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
-_LETTER_O = re.compile(r"(?<=[0-9])\s*\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)")
-_UPRIGHT = re.compile(r"\\mathrm\s*\{\s*([ei])\s*\}")
-_SET_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\!|\\,)(?=[0-9]{3}(?![0-9]))")
 _GROUPED_NUMBER = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})++(?!,?[0-9])")
 _STATED_THOUSANDS = re.compile(r"(=\s*(?:\\?\$)?-?)([0-9]{1,3}(?:,[0-9]{3})++)(?![0-9,])")
-
-
-def tidy_answer(answer: str) -> str:
-    r"""An answer in the commands that the later rules and math-verify know.
-
-    >>> tidy_answer(r"\displaystyle \big(3√13, 2*pi\big)"), tidy_answer(r"\mathbf{90^{o}}")
-    ('(3\\sqrt{13}, 2*\\pi )', '90^{\\circ}')
-    """
-    answer = _BIG.sub("", _SET_THOUSANDS.sub("", answer.replace("\N{MINUS SIGN}", "-"))).strip()
-    while (bold := _BOLD.fullmatch(answer)) and is_balanced(bold[1]):
-        answer = bold[1].strip()
-    answer = _RADICAL.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", answer)
-    return _LETTER_O.sub(r"^{\\circ}", _BARE_PI.sub(r"\\pi ", _UPRIGHT.sub(r"\1", answer)))
 
 
 def normalize_answer(answer: str) -> str:
@@ -96,7 +77,7 @@ def normalize_answer(answer: str) -> str:
     >>> normalize_answer(r"12,\!345"), normalize_answer("1 1/2")
     ('12345', '1 1/2')
     """
-    answer = _trimmed(answer)
+    answer = trimmed(answer)
     for pattern in _FORMULAS:
         if formula := pattern.fullmatch(answer):
             answer = formula[1].strip().removesuffix(".")
@@ -109,12 +90,6 @@ def normalize_answer(answer: str) -> str:
     if _THOUSANDS.fullmatch(answer.lstrip("+-")) and not listed:
         answer = answer.replace(",", "").replace(" ", "")
     return answer
-
-
-def _trimmed(answer: str) -> str:
-    """Without spaces, period and single backslash at its end."""
-    answer = answer.strip().removesuffix(".").rstrip()
-    return answer[:-1].rstrip() if answer.endswith("\\") and not answer.endswith("\\\\") else answer
 
 
 def join_thousands(answer: str, other: str) -> str:
@@ -145,18 +120,6 @@ def drop_unit(answer: str, unit: str) -> str:
     return bare.removesuffix(ending).strip() if ending and bare.endswith(ending) else answer
 
 
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-
-
-def is_balanced(text: str) -> bool:
-    depth = 0
-    for token in _BRACES.finditer(text):
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)
-        if depth < 0:
-            return False
-    return depth == 0
-
-
 _IN_BASE = re.compile(r"\(?(-?[0-9A-Za-z.]++)\)?\s?(?:_\{?\(?(?:base\s?)?|\(?base\s?)([0-9]+)\)?\}?")
 _INTEGER = re.compile(r"-?[0-9]+")
 _CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
@@ -177,7 +140,8 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
     ours, theirs = _BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer)
     if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer:
-        return Verdict(False, "exact", "a set, and a pair or an interval")
+        if count_answers(gold if theirs[1] == r"\{" else answer, parted=True) == 1:  # not (1,2),(3,4)
+            return Verdict(False, "exact", "a set, and a pair or an interval")
     return None
 
 
@@ -185,7 +149,6 @@ _MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
 _AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
 _EXPONENT = re.compile(r"(?<![\w\\.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![\w.])")
 _LONE_POINT = re.compile(r"(?<=[0-9])\.(?=[/)\s]|$)")
-_NUMPY = re.compile(r"\bnp\.(arcsin|arccos|arctan|sin|cos|tan|sqrt|exp|log|pi)\b")
 _NAME = r"([A-Za-z]|\\(?:alpha|beta|gamma|theta|phi|psi|omega|rho|sigma|tau|xi|eta|mu)\b)\s*+((?:_\{\w+\}|_\w)?)"
 _BY_TIME = re.compile(rf"\\frac\s*\{{\s*d\s*{_NAME}\s*\}}\s*\{{\s*d\s*t\s*\}}")
 _TWICE_BY_TIME = re.compile(
@@ -207,9 +170,9 @@ def for_math_verify(answer: str, gold: str) -> str:
     product. It gives up on a \text{ and } between two answers, on >=, on E_1, on 1./3 and on
     np.arcsin.
     """
-    answer = _trimmed(answer)
+    answer = trimmed(answer)
     answer = _EXPONENT.sub(r"\1 \\times 10^{\2}", _AND.sub(", ", answer))
-    answer = _NUMPY.sub(r"\\\1", _LONE_POINT.sub("", answer)).replace(r"\odot", "sun")
+    answer = _LONE_POINT.sub("", answer).replace(r"\odot", "sun")
     answer = answer.replace(">=", r"\geq ").replace("<=", r"\leq ").replace("!=", r"\neq ")
     answer = _TWICE_BY_TIME.sub(r"\\ddot{\1}\2", _BY_TIME.sub(r"\\dot{\1}\2", answer))
     answer = _PRIMES.sub(lambda m: rf"\{'d' * (len(m[3] or '') or m[4].count('prime'))}ot{{{m[1]}}}{m[2]}", answer)
@@ -260,7 +223,7 @@ class Pair:
 
 
 def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
-    gold, answer = (tidy_answer(_trimmed(_IN_DOLLARS.sub(r"\1", text))) for text in (gold, answer))
+    gold, answer = (tidy_answer(_IN_DOLLARS.sub(r"\1", text)) for text in (gold, answer))
     if about := _ABOUT.match(answer):
         answer = answer[about.end() :].strip()
     if "=" not in answer:

@@ -54,7 +54,7 @@ class Comparison:
             if len(given) == 1 and _is_equation(given[0]) and isinstance(given[0].rhs, sympy.Set):  # x in (3, 4)
                 if not all(_is_equation(relation) for relation in stated):
                     return self._by_math_verify(gold, given[0].rhs)
-            if len(stated) == 1 and _is_equation(stated[0]) and isinstance(stated[0].rhs, sympy.Interval):
+            if len(stated) == 1 and _is_equation(stated[0]) and isinstance(stated[0].rhs, sympy.Interval | sympy.Union):
                 if not any(_is_equation(relation) for relation in given):
                     return self._by_inequalities(stated[0].rhs, given)
             return self._all_relations(stated, given)
@@ -87,15 +87,9 @@ class Comparison:
         return self._by_math_verify(gold, answer)
 
     def _by_inequalities(self, gold: Any, given: list[Any]) -> int:
-        """An interval, and the inequalities of one unknown that an answer states instead: 3 < x <= 4."""
-        unknowns = {symbol for relation in given for symbol in relation.free_symbols}
-        if len(unknowns) != 1 or any(isinstance(relation, sympy.Ne) for relation in given):
-            return DIFFERENT
-        (name,) = unknowns
-        unknown = sympy.Symbol(name.name, real=True)
-        held = [relation.xreplace({name: unknown}).as_set() for relation in given]
-        found = sympy.Intersection(*held)
-        return self._values(gold, found) if isinstance(found, sympy.Interval) else DIFFERENT
+        """An interval or a union, and the inequalities of one unknown that an answer states instead: 3 < x <= 4."""
+        _, found = _held(given)
+        return self._values(gold, found) if isinstance(found, sympy.Interval | sympy.Union) else DIFFERENT
 
     def _each(self, golds: Sequence[Any], answers: Sequence[Any]) -> int:
         """Compare in order, without tolerance, which is for numbers and lists of numbers, not for coordinates."""
@@ -110,7 +104,7 @@ class Comparison:
         distance, size = _size(apart), _size(gold)
         if decimal and distance <= DECIMAL_DISTANCE[0] and distance <= DECIMAL_DISTANCE[1] * size:
             return EQUAL
-        if distance <= size * sympy.Rational(1, 10**_SAME_DIGITS):
+        if not apart.is_Rational and distance <= size * sympy.Rational(1, 10**_SAME_DIGITS):
             if abs(apart.evalf(15, maxn=_MANY_DIGITS)) <= abs(gold.evalf(15)) * sympy.Float(10) ** (-_MANY_DIGITS // 2):
                 return EQUAL
         return CLOSE if distance <= max(self.relative * size, self.absolute) else DIFFERENT
@@ -208,13 +202,36 @@ class Comparison:
 
 def _items(expression: Any) -> list[Any] | None:
     """The answers of a list as they were written, with repetitions; of x = {1, 2} the equations x = 1 and x = 2."""
-    if isinstance(expression, sympy.FiniteSet):
+    if isinstance(expression, sympy.FiniteSet) and expression.args != (sympy.S.EmptySet,):
         written = getattr(expression, "_unsorted_args", None) or expression.args
         nested = [_items(item) or [item] for item in written]
         return [item for items in nested for item in items]
     if _is_equation(expression) and isinstance(expression.rhs, sympy.FiniteSet):
         return [sympy.Eq(expression.lhs, item, evaluate=False) for item in _items(expression.rhs) or []]
     return None
+
+
+def joined(expression: Any, word: str) -> Any:
+    """Of inequalities of one unknown between which "and" or "or" stands, the set: x in (-oo, 2) or (3, oo)."""
+    parts = [_relations(item) or [] for item in _items(expression) or []] if word else []
+    held = [_held(part) for part in parts if part and not any(_is_equation(relation) for relation in part)]
+    if len(held) < 2 or len(held) < len(parts) or None in (names := {name for name, _ in held}) or len(names) > 1:
+        return expression
+    found = (sympy.Union if word == "or" else sympy.Intersection)(*(values for _, values in held))
+    return sympy.Eq(names.pop(), found, evaluate=False)
+
+
+def _held(relations: list[Any]) -> tuple[Any, Any]:
+    """(the one unknown of some inequalities, the real numbers for which all hold); (None, None) where unknown."""
+    unknowns = {symbol for relation in relations for symbol in relation.free_symbols}
+    if len(unknowns) != 1:
+        return None, None
+    (name,) = unknowns
+    unknown = sympy.Symbol(name.name, real=True)
+    try:
+        return name, sympy.Intersection(*(relation.xreplace({name: unknown}).as_set() for relation in relations))
+    except NotImplementedError:  # sin x < 1/2
+        return None, None
 
 
 def _relations(expression: Any) -> list[Any] | None:
@@ -286,9 +303,9 @@ def _ordered(expression: Any) -> tuple[Any, ...] | None:
 
 
 def _is_surely_interval(expression: Any) -> bool:
-    """Whether an interval cannot be a point: (1, 2) may be one, (1, 2] and (1, oo) may not."""
+    """Whether a set of numbers cannot be a point: (1, 2) may be one, (1, 2] and (1, oo) may not."""
     if not isinstance(expression, sympy.Interval):
-        return False
+        return isinstance(expression, sympy.Union)
     return _ordered(expression) is None or not (expression.start.is_finite and expression.end.is_finite)
 
 

@@ -39,14 +39,14 @@ from deftune.evaluation.answers import (
     Verdict,
     decide_by_text,
     for_math_verify,
-    is_balanced,
     normalize_answer,
     prepare_pair,
 )
 from deftune.evaluation.grading_worker import REFUSED
+from deftune.evaluation.notation import is_balanced, joining_words
 
 _Asked = tuple[str, str | None, Rule]
-_Task = list[str | float]  # a line for a worker: gold, answer, relative, absolute, percentage
+_Task = list[str | float | tuple[str, str]]  # a line for a worker; `grading_worker` says of what
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Grader:
             return verdict
         return [
             for_math_verify(pair.gold, pair.gold), for_math_verify(pair.answer, pair.gold),
-            rule.relative, rule.absolute, pair.percentage,
+            rule.relative, rule.absolute, pair.percentage, joining_words(pair.gold, pair.answer),
         ]  # fmt: skip
 
     def _in_workers(self, pairs: Sequence[_Task]) -> list[Verdict]:

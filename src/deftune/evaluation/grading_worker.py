@@ -1,8 +1,9 @@
 """The worker process of a `Grader`: this file runs as a program and imports nothing of deftune.
 
-It reads a line of JSON per pair, [gold, answer, relative, absolute, which of the two is a percentage], and answers
-["equal" | "close" | "different", what math-verify could read]. Its limits and its audit hook are described in
-`deftune.evaluation.grading`, what is equal in `equality`, the only other file of deftune's that is loaded here.
+It reads a line of JSON per pair, [gold, answer, relative, absolute, which of the two is a percentage, the words between
+the parts of each], and answers ["equal" | "close" | "different", what math-verify could read]. Its limits and its audit
+hook are described in `deftune.evaluation.grading`, what is equal in `equality`, the only other file of deftune's that
+is loaded here.
 """
 
 from __future__ import annotations
@@ -131,12 +132,16 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
         def same(gold: Any, answer: Any) -> bool:
             return verify(gold, answer, timeout_seconds=None)
 
-        def judge(gold: list[Any], answer: list[Any], relative: float, absolute: float, percentage: str) -> str:
+        def judge(
+            gold: list[Any], answer: list[Any], relative: float, absolute: float, percentage: str,
+            words: tuple[str, str] = ("", ""),
+        ) -> str:  # fmt: skip
             comparison = equality.Comparison(same, relative, absolute)
             one, other = _expression(gold), _expression(answer)
             if one is None or other is None:  # equal text is equal, whatever it means
                 return "equal" if not percentage and same(gold, answer) else "different"
             try:
+                one, other = equality.joined(one, words[0]), equality.joined(other, words[1])
                 found = comparison.compare(one, other)
                 if percentage and found == equality.DIFFERENT:  # 50% is 50, and 1/2
                     one, other = (one / 100, other) if percentage == "gold" else (one, other / 100)
@@ -159,10 +164,10 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
     sys.addaudithook(_refuse(libraries))
     say("ready")
     for line in tasks:
-        gold_text, answer_text, relative, absolute, percentage = json.loads(line)
+        gold_text, answer_text, *rest = json.loads(line)
         at_most(seconds)
         gold, answer = read(gold_text), read(answer_text)
-        found = judge(gold, answer, relative, absolute, percentage)
+        found = judge(gold, answer, *rest)
         at_most(0)
         unread = [name for name, parsed in (("gold", gold), ("answer", answer)) if _expression(parsed) is None]
         say([found, " and the ".join(unread) or "both"])
