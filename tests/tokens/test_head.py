@@ -8,6 +8,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import deftune
 from deftune.objectives import IGNORE_INDEX, Context
@@ -268,3 +269,35 @@ def test_a_large_batch_has_large_chunks_in_what_the_final_norm_will_take(monkeyp
     if not graphs:
         taken = 2 * (rows * 49152 + hidden.numel() + weight.numel())
         assert 0.9 <= taken / (3 * 4 * hidden.numel()) <= 1
+
+
+class Leaking(transformers.LlamaForCausalLM):
+    """A token of the first row of a pack changes the logits of the second one by a little."""
+
+    def forward(self, input_ids=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        if input_ids.shape[1] == 9:
+            output.logits[:, 5:] *= 1 + 2e-2 * input_ids[:, :1, None]
+        return output
+
+
+def test_a_small_leak_between_rows_is_seen_in_16_bits():
+    """The rows' own logits are within the bound for bfloat16; they change with the other row."""
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="sees across the rows of a pack"):
+        check_packing(Leaking(transformers.LlamaConfig(**SIZES)).bfloat16())
+
+
+def test_rows_of_a_pack_are_not_refused_for_the_roundings_of_a_deep_model():
+    """Sixty-four layers of random weights: two kernels of torch differ by 0.14 in bfloat16."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes | {"num_hidden_layers": 64, "initializer_range": 0.3})
+    model = transformers.LlamaForCausalLM(config)
+    for dtype, bound in [(torch.float32, 1e-4), (torch.bfloat16, 0.05)]:
+        ids = torch.arange(5)[None]
+        plain = model.to(dtype)(input_ids=ids).logits.float()
+        with sdpa_kernel(SDPBackend.MATH):
+            other = model(input_ids=ids).logits.float()
+        assert (float((plain - other).abs().max() / plain.abs().max()) > bound) == (dtype == torch.bfloat16)
+        check_packing(model, attention=lambda: sdpa_kernel(SDPBackend.MATH))

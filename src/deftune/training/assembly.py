@@ -195,7 +195,7 @@ def chosen_attention(config: RunConfig, model: Any) -> str:
     if config.train.tensor_parallel > 1:  # not tried
         return "auto"
     try:
-        check_packing(model, attention=attention_kernels(VARLEN, model))
+        check_packing(model, attention=lambda: attention_kernels(VARLEN, model))
     except ValueError:  # the model adds something to its attention that the kernel would leave out
         return "auto"
     return VARLEN
