@@ -282,6 +282,9 @@ def collect(
 def shared_config(comparison: Comparison) -> Record:
     """The config without the folder and without the lists that the cells repeat."""
     content: Record = json.loads(comparison.model_dump_json())
+    for regime in content["regimes"].values():
+        if len(regime["tokens"]) == 1:  # one source has all rows, whatever its weight; 1.0 was the default once
+            regime["tokens"][0]["weight"] = None
     return {key: value for key, value in content.items() if key == "regimes" or key not in (*GROWS, "folder")}
 
 

@@ -137,6 +137,18 @@ def test_another_result_of_a_cell_is_refused_unless_it_is_a_rerun(tiny_grid, tmp
     assert len(cells["weak/nll/lr0.001-s0"]["reruns"]) == 1 and "reruns" not in cells["weak/deft/lr0.001-s0"]
 
 
+def test_the_former_default_weight_of_a_single_source_is_no_other_comparison(tiny_grid, tmp_path):
+    """Results of before 0.3.0 have 1.0 there; new cells were refused for it after their hours of training."""
+    out = tmp_path / "tiny.json"
+    study, _ = collect([Path(tiny_grid.folder)], out)
+    content = json.loads(out.read_text())
+    for regime in content["config"]["regimes"].values():
+        regime["tokens"][0]["weight"] = 1.0
+    out.write_text(json.dumps(content))
+    again, messages = collect([Path(tiny_grid.folder)], out)
+    assert again.cells == study.cells and messages == []
+
+
 def test_another_comparison_and_other_items_are_refused(tiny_grid, tmp_path):
     out, other = tmp_path / "tiny.json", tmp_path / "other"
     collect([Path(tiny_grid.folder)], out)
