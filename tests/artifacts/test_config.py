@@ -65,7 +65,7 @@ EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
             ["train.attention=fast"],
             "train.attention: Input should be 'auto', 'varlen', 'flash'",
         ),
-        (BASE, ["train.compile=layer"], "train.compile: Input should be True, False or 'layers' (got 'layer')"),
+        (BASE, ["train.compile=layer"], "train.compile: Input should be 'auto', True, False or 'layers' (got 'layer')"),
         (
             BASE,
             ["train.gradient_checkpointing=maybe"],
