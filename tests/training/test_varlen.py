@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from safetensors.torch import load_file
 from small import PAD, Gradients, deviation, make_arguments, make_model, make_rows, make_trainer
 
@@ -236,6 +237,31 @@ def test_layers_that_torch_cannot_compile_are_an_error_with_the_remedy(tmp_path,
     trainer, _ = make_trainer(make_model(torch.float32), make_arguments(tmp_path), make_rows(4), compile_layers=True)
     with pytest.raises(ValueError, match=r"cannot compile LlamaDecoderLayer \(.*\); set train.compile=false"):
         trainer.train()
+
+
+def test_evaluations_run_plain_layers(tmp_path, monkeypatch):
+    """Compiled anew for a forward without gradients, a layer would take seconds at the first evaluation."""
+    with_gradients = []
+
+    def backend(graph, inputs):
+        with_gradients.append(torch.is_grad_enabled())
+        return graph
+
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **options: compile_layer(layer, backend=backend, **options)
+    )
+    asked = []
+    arguments = make_arguments(tmp_path, eval_strategy="steps", eval_steps=1)
+    trainer, _ = make_trainer(
+        make_model(torch.float32), arguments, make_rows(8), compile_layers=True,
+        eval_dataset=Dataset.from_list(make_rows(4)),
+        score_tasks=lambda model: asked.append(model(torch.tensor([[1, 2, 3]]))) or {"task": 0.5},
+    )  # fmt: skip
+    trainer.train()
+    evaluations = [record for record in trainer.state.log_history if "eval_loss" in record]
+    assert len(evaluations) == len(asked) == 2 and evaluations[0]["eval_task"] == 0.5
+    assert with_gradients and all(with_gradients)
 
 
 def prepared_run(tmp_path, steps: int = 50, **train) -> Any:

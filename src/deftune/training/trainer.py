@@ -10,6 +10,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,7 +373,9 @@ class DeftSFTTrainer(GuardedTrainer):
         """The means over tokens, not over batches: ``eval_loss`` is the objective's, ``eval_nll`` is plain."""
         self.records["eval"].sums, self._held["eval"] = None, []
         clock = time.perf_counter()
-        output = super().evaluation_loop(*args, **kwargs)
+        # plain layers: the graphs of training do not fit a forward without gradients, nor the sampler of the tasks
+        with torch.compiler.set_stance("force_eager") if self.compiles else nullcontext():
+            output = super().evaluation_loop(*args, **kwargs)
         self._clock += time.perf_counter() - clock  # not the next training step's
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         self._record_held("eval")
@@ -393,7 +396,8 @@ class DeftSFTTrainer(GuardedTrainer):
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         clock = time.perf_counter()
         if self.accelerator.is_main_process:
-            with torch.random.fork_rng(devices), torch.no_grad(), self.whole_weights():
+            plain = torch.compiler.set_stance("force_eager") if self.compiles else nullcontext()
+            with torch.random.fork_rng(devices), torch.no_grad(), self.whole_weights(), plain:
                 found[0] = self.score_tasks(self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False))
         if self.accelerator.num_processes > 1:
             dist.broadcast_object_list(found)
