@@ -22,6 +22,9 @@ minutes left is passed over, so that a shorter one after it may run. The exit co
 links to DATA and MODELS where they do not exist. The cells are merged into OUT/study, which begins as a copy of the
 committed results: copy its files back to benchmarks/study/results.
 
+lora-memory writes a model of 16 GB to the temporary folder: TMPDIR=/dev/shm where the disk is small. Do not change the
+checkout while jobs run: a process that starts later imports other code, or half of it.
+
 --rehearse runs the same commands with smaller sizes and SmolLM2 in place of the larger models, in OUT/rehearsal, and
 asks for no GPU. What needs one says so in the job's log.
 """
@@ -73,25 +76,27 @@ class Job:
 
 
 JOBS = (
-    Job("shards", 80, "benchmarks/linear_loss.py --shards 8 --json OUT/shards.json --markdown OUT/shards.md",
+    Job("shards", 65, "benchmarks/linear_loss.py --shards 8 --json OUT/shards.json --markdown OUT/shards.md",
         "--shapes 256,64,4096 --repeats 2"),
-    Job("generation-qwen-128", 130, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 128 --kinds "
+    Job("generation-qwen-128", 45, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 128 --kinds "
         "fixed --rounds 1 --contenders deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz "
         "--json OUT/generation_qwen_128.json --markdown OUT/generation_qwen_128.md", SMALL_GENERATION),
     Job("generation-qwen-1024", 90, "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens 1024 --kinds "
         "fixed --rounds 1 --contenders deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz "
         "--json OUT/generation_qwen_1024.json --markdown OUT/generation_qwen_1024.md", SMALL_GENERATION),
-    Job("training-qwen", 280, "benchmarks/training.py " + QWEN_SHAPE + " DATA/gsm8k/train.jsonl.gz --tokenizer "
+    Job("training-qwen", 150, "benchmarks/training.py " + QWEN_SHAPE + " DATA/gsm8k/train.jsonl.gz --tokenizer "
         + SMOLLM2 + " --micro 4 --steps 15 --warmup 4 --timeout 120 --only '"
         + MAIN + "' --json OUT/training_qwen.jsonl --markdown OUT/training_qwen.md", SMALL_TRAINING),
-    Job("training-smollm2", 280, "benchmarks/training.py " + SMOLLM2 + " DATA/gsm8k/train.jsonl.gz --micro 16 --steps "
+    Job("training-smollm2", 130, "benchmarks/training.py " + SMOLLM2 + " DATA/gsm8k/train.jsonl.gz --micro 16 --steps "
         "15 --warmup 4 --timeout 120 --only '" + MAIN + "' --json OUT/training_smollm2.jsonl "
         "--markdown OUT/training_smollm2.md", SMALL_TRAINING),
-    Job("lora-memory", 200, "benchmarks/lora_memory.py DATA/gsm8k/train.jsonl.gz --format gsm8k --tokenizer " + SMOLLM2
+    Job("fast-path", 110, "benchmarks/fast_path.py " + SMOLLM2 + " DATA/gsm8k/train.jsonl.gz --json OUT/fast_path.json "
+        "--markdown OUT/fast_path.md", "--steps 2 --rows 1 --length 64 --objectives nll"),
+    Job("lora-memory", 180, "benchmarks/lora_memory.py DATA/gsm8k/train.jsonl.gz --format gsm8k --tokenizer " + SMOLLM2
         + " --only recomputed --steps 6 --out OUT/lora_memory.json",
         "--layers 1 --width 256 --vocabulary 49152 --rows 20 --length 128 --micro 1 --steps 3"),
     Job("tests", 240, "-m pytest -n 4 -m gpu GPU_TESTS -q", "-n 1", timed=False),
-    Job("real-runs-qwen", 330, "benchmarks/real_runs.py 'Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)=" + QWEN
+    Job("real-runs-qwen", 280, "benchmarks/real_runs.py 'Qwen2.5-Coder-1.5B-Instruct (Q4_K_M)=" + QWEN
         + "' --compare 5 --datasets medquad --layouts packed --data DATA --results OUT/real_runs_qwen.jsonl",
         SMALL_RUNS, timed=False),
     Job("real-runs-gemma", 420, "benchmarks/real_runs.py 'Gemma-3-270M (Q4_K_M)=" + GEMMA
