@@ -39,6 +39,8 @@ def test_it_prints_the_machine_and_what_a_run_takes(capsys: pytest.CaptureFixtur
     assert "not available for this device" in kernels["cudnn"]
     assert "compute dtype          fp32" in printed
     assert "train.attention: auto  sdpa with flash, math (no varlen: the kernel needs a GPU" in printed
+    assert "train.weights: auto    float32\n" in printed
+    assert "train.compile: auto    false (no varlen attention)" in printed
     assert f"{tmp_path / 'not' / 'made'}, " in printed and "GiB free" in printed
     assert printed.endswith("a run can start here\n")
 

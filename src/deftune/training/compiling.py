@@ -24,6 +24,13 @@ def decoder_layers(model: Any) -> list[nn.Module]:
     return layers
 
 
+def why_no_compiler() -> str | None:
+    """Why torch.compile cannot run on this machine, or None where it can."""
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        return "torch.compile needs a C compiler, and none is on the path"
+    return None
+
+
 def why_not_compiled(model: Any) -> str | None:
     """Why the layers of a model are not compiled unless a user asks for it; None where they are.
 
@@ -34,9 +41,7 @@ def why_not_compiled(model: Any) -> str | None:
         return "the model's code is not that of transformers"
     if not getattr(model, "_no_split_modules", None):
         return "the model's class does not name its decoder layers"
-    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
-        return "torch.compile needs a C compiler, and none is on the path"
-    return None
+    return why_no_compiler()
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from deftune.training.attention import (
     auto_precision,
     why_no_varlen_kernel,
 )
+from deftune.training.compiling import why_no_compiler
 from deftune.training.host_memory import memory_limit
 
 PACKAGES = ("torch", "triton", "numpy", "matplotlib", "transformers", "trl", "peft", "accelerate", "datasets",
@@ -97,6 +98,7 @@ def checkup() -> Checkup:
     ]
     if not usable:
         found.broken.append("attention: no kernel of train.attention=auto works on a padded batch")
+    without = why_no_compiler() if lacks is None else f"no {VARLEN} attention"
     found.run = {
         "compute dtype": f"{precision}: " + (
             "the GPU has bfloat16" if precision == "bf16" else
@@ -105,6 +107,13 @@ def checkup() -> Checkup:
         "train.attention: auto": (
             f"{VARLEN}, if the model allows it; else {', '.join(usable)}" if lacks is None
             else f"sdpa with {', '.join(usable) or 'nothing'} (no {VARLEN}: {lacks})"
+        ),
+        "train.weights: auto": (
+            "bfloat16_with_masters for full fine-tuning with adamw, else float32" if precision == "bf16" else "float32"
+        ),
+        "train.compile: auto": (
+            "layers for full fine-tuning from 100 micro-batches on, else false" if without is None
+            else f"false ({without})"
         ),
     }  # fmt: skip
     if missing := [name for name in EXTRA if find_spec(name) is None]:
