@@ -180,6 +180,16 @@ KEYS = [f"{name}.{key}" for name, cls in (("model", Model), ("train", Train)) fo
 
 
 @pytest.mark.parametrize("stack", [*STACKS])
+def test_the_former_defaults_are_exported_as_the_new_ones(stack, prepared, exported, tmp_path):
+    """Runs of 0.3.0 have them written out."""
+    train = prepared.config.train.model_copy(update={"weights": "float32", "compile": False})
+    config = prepared.config.model_copy(update={"train": train})
+    export_prepared(dataclasses.replace(prepared, config=config), stack, tmp_path / "other")
+    own = json.dumps(read(tmp_path / "other", stack)).replace(str(tmp_path / "other"), str(exported(stack)[1]))
+    assert json.loads(own) == read(exported(stack)[1], stack)
+
+
+@pytest.mark.parametrize("stack", [*STACKS])
 @pytest.mark.parametrize("key", [key for key in KEYS if key != "model.name"])
 def test_no_key_is_dropped(stack, key, prepared, exported, tmp_path):
     """A changed value changes the file, adds a note, or is an error that names the key."""

@@ -301,3 +301,13 @@ def test_rows_of_a_pack_are_not_refused_for_the_roundings_of_a_deep_model():
             other = model(input_ids=ids).logits.float()
         assert (float((plain - other).abs().max() / plain.abs().max()) > bound) == (dtype == torch.bfloat16)
         check_packing(model, attention=lambda: sdpa_kernel(SDPBackend.MATH))
+
+
+def test_experts_that_get_other_tokens_are_no_leak_between_rows():
+    """With another first row each expert's products have other shapes, and bfloat16 rounds the second row otherwise."""
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes | {"num_hidden_layers": 6}))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            check_packing(model)

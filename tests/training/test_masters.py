@@ -102,6 +102,21 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, make_config, objective):
     assert json.loads((tmp_path / "whole" / "model" / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.parametrize("first, then", [("float32", WITH_MASTERS), (WITH_MASTERS, "float32")])
+def test_a_run_resumes_with_other_weights(tmp_path, make_config, first, then):
+    """As a run does that began on another machine, or with an older version; the losses differ by rounding."""
+    plan = {**WEIGHTS, "train.max_steps": 6, "train.save_steps": 3, "train.weights": first}
+    whole = train_run(make_config(tmp_path / "run", plan)).run
+    expected = [record["loss"] for record in whole.read_metrics() if "loss" in record]
+    for gone in ("model", "checkpoints/checkpoint-6"):
+        shutil.rmtree(tmp_path / "run" / gone)
+    (tmp_path / "run" / "status.json").unlink()
+    outcome = train_run(make_config(tmp_path / "run", plan | {"train.weights": then}))
+    assert outcome.start_step == 3 and outcome.step == 6
+    found = [record["loss"] for record in outcome.run.read_metrics() if "loss" in record]
+    assert found[:3] == expected[:3] and found == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_best_step_is_the_masters_of_that_step(tmp_path, make_config):
     plan = {
         **WEIGHTS, "train.max_steps": 8, "train.eval_steps": 1, "train.best": "eval_nll", "train.stop_after": 2,

@@ -141,17 +141,26 @@ def test_with_masters_float32_and_the_layer_are_tried_too(tmp_path, monkeypatch)
     arguments = make_arguments(tmp_path / "out", per_device_train_batch_size=2, bf16=True)
     trainer = make_trainer(make_model(torch.float32), arguments, ROWS, weights="bfloat16_with_masters")[0]
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    break_flash(monkeypatch, call=0)
+    kind = type(trainer.model.model.layers[1].mlp)
+    plain = kind.forward
+
+    def overflow(self, hidden):
+        out = plain(self, hidden)
+        return out * torch.inf if torch.is_autocast_enabled("cpu") else out
+
+    monkeypatch.setattr(kind, "forward", overflow)
     text = error_of(trainer)
-    assert "first in model.layers.1.self_attn (WrongBackwardBackward); in float32 it is not finite" in text
-    assert text.endswith("The attention kernel is at fault: set train.attention=math.")
+    assert "the forward pass is not finite, first in model.layers.0.mlp; in float32 it is finite" in text
+    assert "bfloat16 overflows there: set train.precision=fp32" in text
     after = list(trainer.model.parameters())
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("weights", ["float32", "bfloat16_with_masters"])
+@pytest.mark.parametrize("compiled", ["layers", "whole"])
 @pytest.mark.parametrize("compiled_only", [True, False])
-def test_compiled_code_is_told_from_the_layers_own_fault(tmp_path, monkeypatch, compiled_only):
-    """The compiler here runs a layer's graph as it is; a layer is wrong while it is compiled, or always."""
+def test_compiled_code_is_told_from_the_layers_own_fault(tmp_path, monkeypatch, compiled_only, compiled, weights):
+    """The compiler here runs a graph as it is; a layer is wrong while it is compiled, or always."""
     from deftune.training import compiling
 
     def attend(self, *args, **kwargs):
@@ -159,7 +168,15 @@ def test_compiled_code_is_told_from_the_layers_own_fault(tmp_path, monkeypatch, 
         wrong = self.layer_idx == 1 and (torch.compiler.is_compiling() or not compiled_only)
         return (WrongBackward.apply(out[0]) if wrong else out[0], *out[1:])
 
-    trainer = trainer_of(tmp_path, compile_layers=True)
+    whole = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled == "whole" else {}
+    arguments = make_arguments(
+        tmp_path / "out",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        bf16=weights != "float32",
+        **whole,
+    )
+    trainer = make_trainer(make_model(torch.float32), arguments, ROWS, weights=weights, compile_layers=not whole)[0]
     kind = type(trainer.model.model.layers[0].self_attn)
     plain = kind.forward
     monkeypatch.setattr(kind, "forward", attend)

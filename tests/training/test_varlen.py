@@ -1,6 +1,7 @@
 """Rows end to end with their boundaries (`varlen`): the same losses and gradients as padded rows."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from small import PAD, Gradients, deviation, make_arguments, make_model, make_ro
 from deftune.artifacts.config import RunConfig
 from deftune.data.examples import Encoded
 from deftune.data.packing import Collator, pack
-from deftune.training import attention
+from deftune.training import assembly, attention
+from deftune.training import trainer as trainer_module
 from deftune.training.assembly import Batches, chosen_attention, compiles_layers, make_dataset
 from deftune.training.attention import attention_kernels, why_not_varlen
+from deftune.training.compiling import why_not_compiled
 from deftune.training.machine import weights_of
+from deftune.training.train import train_run
 
 FLOAT32 = 2e-5  # of a step's largest gradient: two orders of float32 sums over a few hundred tokens
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
@@ -264,28 +268,57 @@ def test_evaluations_run_plain_layers(tmp_path, monkeypatch):
     assert with_gradients and all(with_gradients)
 
 
-def prepared_run(tmp_path, steps: int = 50, **train) -> Any:
-    from types import SimpleNamespace
-
+def prepared_run(tmp_path, steps: int = 150, recompute: bool = False, **train) -> Any:
     config = run_config(tmp_path, batch_size=8, micro_batch_size=4, **train)
-    return SimpleNamespace(config=config, steps=steps, checkpointing=SimpleNamespace(on=train.get("recompute", False)))
+    return SimpleNamespace(config=config, steps=steps, checkpointing=SimpleNamespace(on=recompute))
 
 
 def test_auto_compiles_layers_in_long_runs_on_a_gpu(tmp_path, monkeypatch):
-    """50 steps of two micro-batches earn it, 49 do not."""
+    """150 steps of two micro-batches earn it, 149 do not."""
     model = make_model(torch.float32)
-    assert not compiles_layers(prepared_run(tmp_path), model, "auto")  # no GPU
+    assert not compiles_layers(prepared_run(tmp_path), model, "varlen")  # no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     assert compiles_layers(prepared_run(tmp_path), model, "varlen")
-    assert not compiles_layers(prepared_run(tmp_path, steps=49), model, "varlen")
+    assert not compiles_layers(prepared_run(tmp_path, steps=149), model, "varlen")
+    assert not compiles_layers(prepared_run(tmp_path, recompute=True), model, "varlen")
     assert not compiles_layers(prepared_run(tmp_path), model, "auto")
     assert not compiles_layers(prepared_run(tmp_path, compile=False), model, "varlen")
     assert not compiles_layers(prepared_run(tmp_path, weights="float32"), model, "varlen")
     assert not compiles_layers(prepared_run(tmp_path, liger=True), model, "varlen")
     assert compiles_layers(prepared_run(tmp_path, steps=1, compile="layers"), model, "flash")
-    model._no_split_modules = None
-    assert not compiles_layers(prepared_run(tmp_path), model, "varlen")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda model, patch: setattr(model, "_no_split_modules", None), "does not name its decoder layers"),
+        (lambda model, patch: setattr(model.config, "model_type", "mixtral"), "layers of mixtral have not been tried"),
+        (lambda model, patch: patch.setattr(type(model), "__module__", "their_code"), "not that of transformers"),
+        (lambda model, patch: patch.setenv("PATH", ""), "needs a C compiler"),
+    ],
+)
+def test_auto_compiles_no_layers_that_were_not_tried(tmp_path, monkeypatch, change, reason):
+    model = make_model(torch.float32)
+    assert why_not_compiled(model) is None
+    with monkeypatch.context() as patch:
+        change(model, patch)
+        assert reason in str(why_not_compiled(model))
+
+
+def test_the_choices_of_auto_reach_the_trainer(tmp_path, make_config, monkeypatch):
+    class Made(Exception):
+        pass
+
+    def make(*args, **kwargs):
+        raise Made({name: kwargs[name] for name in ("weights", "compile_layers")})
+
+    monkeypatch.setattr(trainer_module, "DeftSFTTrainer", make)
+    monkeypatch.setattr(assembly, "weights_of", lambda config: "bfloat16_with_masters")
+    monkeypatch.setattr(assembly, "compiles_layers", lambda *_: True)
+    with pytest.raises(Made) as made:
+        train_run(make_config(tmp_path / "run", {}))
+    assert made.value.args[0] == {"weights": "bfloat16_with_masters", "compile_layers": True}
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def check_common(job: Job) -> None:
     keys.refuse("data.packing", f"{keys.stack} packs rows in another way, so that steps would hold other rows; "
                 "--set data.packing=false")  # fmt: skip
     keys.refuse("train.sparse", f"{keys.stack} has no sparse head gradients; leave it out")
+    if keys.take("train.weights") not in ("auto", "float32"):
+        keys.problems.append(f"train.weights: {keys.stack} has no masters; leave it out")
     keys.refuse("train.best", f"{keys.stack} ends with the last step; --set train.best=none")
     keys.note("train.save_at", f"not exported; {keys.stack} saves every train.save_steps steps")
     keys.note("train.push_to_hub", "not exported; upload the result yourself")

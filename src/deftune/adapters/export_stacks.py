@@ -240,7 +240,8 @@ def export_verl(job: Job) -> str:
     if config.train.clip == 0:
         keys.problems.append("train.clip: verl clips always; give a largest norm")
     keys.refuse("model.revision", "verl loads the newest revision; download this one, and name its folder")
-    keys.refuse("train.compile", "verl does not compile the model; leave it out")
+    if take("train.compile") not in (False, "auto"):
+        keys.problems.append("train.compile: verl does not compile the model; leave it out")
     take("train.fsdp")  # verl always shards
     take("train.epochs")
     take("train.max_steps")

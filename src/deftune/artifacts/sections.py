@@ -203,7 +203,7 @@ class Train(Section):
     compile: Literal["auto", True, False, "layers"] = Field(
         "auto",
         description="torch.compile the whole model (true) or each decoder layer, which compiles faster (layers); auto "
-        "is layers for full fine-tuning on one GPU with varlen attention, in runs of 100 micro-batches or more",
+        "is layers for full fine-tuning on one GPU with varlen attention, in runs of 300 micro-batches or more",
     )
     attention: Literal["auto", "varlen", "flash", "efficient", "math", "cudnn"] = Field(
         "auto",

@@ -231,6 +231,7 @@ def check_head(model: Any, tolerance: float = 1e-2) -> None:
 
 
 SAME = 1e-3  # the relative difference of two results of one kernel for one shape, where its sums are in any order
+MOST_NOISE = 0.3  # a relative difference that is no rounding any more
 
 
 def check_packing(
@@ -239,8 +240,8 @@ def check_packing(
     """Refuse attention that crosses the boundary of two rows in a pack, tried on two short rows.
 
     The second row's logits must not change with the first row, and both rows must have the logits that they have alone,
-    up to a relative difference of 1e-2. In 16 bits the roundings of a deep model add up: there the bound is 5e-2, or
-    four times the difference between two kernels of torch for single rows, if that is more.
+    up to a relative difference of 1e-2. In 16 bits the roundings of a deep model add up, and experts may get other
+    tokens: there both bounds grow with the noise, the difference between two kernels of torch for single rows.
 
     Args:
         model: the causal LM, or PEFT's wrapper of one.
@@ -267,13 +268,14 @@ def check_packing(
             other = model(**places | {"input_ids": other_ids}, use_cache=False).logits.float()
         alone = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
         expected = torch.cat(alone, 1).float()
-        tolerance = 1e-2
+        tolerance, same = 1e-2, SAME
         if narrow:
             with sdpa_kernel(SDPBackend.MATH):
                 again = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
-            tolerance = max(5e-2, 4 * _relative_error(torch.cat(again, 1).float(), expected))
+            noise = _relative_error(torch.cat(again, 1).float(), expected)
+            tolerance, same = min(max(5e-2, 4 * noise), MOST_NOISE), min(max(1e-2, noise), MOST_NOISE)
     error, crossing = _relative_error(joined, expected), _relative_error(other[:, 5:], joined[:, 5:])
-    if not (error <= tolerance and crossing <= SAME) and bool(expected.isfinite().all()):
+    if not (error <= tolerance and crossing <= same) and bool(expected.isfinite().all()):
         name, how = type(base_of(model)).__name__, getattr(model.config, "_attn_implementation", None)
         raise ValueError(
             f"packing: with attn_implementation={how!r} {name} sees across the rows of a pack (relative difference "

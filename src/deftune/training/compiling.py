@@ -11,6 +11,8 @@ from torch import nn
 
 from deftune.tokens.head import base_of
 
+TRIED = ("llama", "qwen2", "gemma3_text")  # model types whose compiled layers were trained on a GPU and compared
+
 
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The repeated blocks of a causal LM of transformers: the modules that its class says must not be split."""
@@ -37,8 +39,11 @@ def why_not_compiled(model: Any) -> str | None:
     Args:
         model: the causal LM, before adapters.
     """
+    kind = str(getattr(model.config, "model_type", None))
     if not type(model).__module__.startswith("transformers."):
         return "the model's code is not that of transformers"
+    if kind not in TRIED:
+        return f"layers of {kind} have not been tried"
     if not getattr(model, "_no_split_modules", None):
         return "the model's class does not name its decoder layers"
     return why_no_compiler()

@@ -112,7 +112,7 @@ def checkup() -> Checkup:
             "bfloat16_with_masters for full fine-tuning with adamw, else float32" if precision == "bf16" else "float32"
         ),
         "train.compile: auto": (
-            "layers for full fine-tuning from 100 micro-batches on, else false" if without is None
+            "layers for full fine-tuning from 300 micro-batches on, else false" if without is None
             else f"false ({without})"
         ),
     }  # fmt: skip

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -199,25 +199,38 @@ class GuardedTrainer(CheckpointingTrainer):
         self._unseen = None
 
         def loss_of(batch: Any, autocast: bool) -> Tensor:
-            with self.accelerator.autocast() if autocast else contextlib.nullcontext():
+            with self.accelerator.autocast() if autocast else own_forward(model):
                 loss = self._loss_again(model, batch, inputs)
             raise_pending()
             return loss
 
         lower = self.accelerator.mixed_precision != "no"
-        with contextlib.ExitStack() as stack:
-            if self.masters:  # autocast rounds them to the weights of the run, and float32 can be tried, too
-                stack.enter_context(self.masters.paused())
-                stack.enter_context(self.masters.in_model())
-            with torch.compiler.set_stance("force_eager"):  # compiled layers would hide their modules
+        with self.masters.paused() if self.masters else contextlib.nullcontext():
+            # autocast rounds the masters to the weights of the run, and float32 can be tried, too
+            with self.whole_weights(), torch.compiler.set_stance("force_eager"):  # compiled code would hide its modules
                 found = diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
             if found.micro_batch is None and found.weights is None and self.compiles:
-                with attention_kernels(self.attention, model):
+                model = self.model_wrapped  # compiled as a whole, if it is
+                with attention_kernels(self.attention, self.model):
                     wrong = (n for n, batch in enumerate(inputs.batches)
                              if not backward(model, partial(loss_of, batch, lower)))  # fmt: skip
                     found = replace(found, compiled=next(wrong, None))
                 model.zero_grad(set_to_none=True)
             return found
+
+
+@contextlib.contextmanager
+def own_forward(model: Any) -> Generator[None]:
+    """Inside, the model's forward is its own, without the autocast that accelerate wraps around it."""
+    wrapped = model.__dict__.get("forward")
+    if wrapped is None or "_original_forward" not in model.__dict__:
+        yield
+        return
+    model.forward = model._original_forward
+    try:
+        yield
+    finally:
+        model.forward = wrapped
 
 
 def save_batches(folder: Path, batches: list[Any]) -> Path:

@@ -305,20 +305,21 @@ def sustained_tflops(device: torch.device, dtype: torch.dtype, seconds: float | 
     return 2 * size**3 * number / repeat(number) / 1e12
 
 
-def what_limits(gpu_busy: float | None, products: float, data: float) -> str:
+def what_limits(gpu_busy: float | None, products: float, data: float, *, compiled: bool = False) -> str:
     """What limits the speed of a step, in words.
 
     Args:
         gpu_busy: the share of a step in which the GPU computes; None on a CPU.
         products: the share of the computation that is matrix products and attention.
         data: the share of a step in which the host makes the data.
+        compiled: whether the layers, or the whole model, are compiled.
     """
     if data > MANY and (gpu_busy is None or gpu_busy < BUSY):
         return f"making the batches ({data:.0%} of a step); use data workers (train.workers)"
     if gpu_busy is not None and gpu_busy < BUSY:
         return (
             f"the host launches kernels slower than the GPU runs them (the GPU is busy for {gpu_busy:.0%} of a step); "
-            f"larger micro-batches, train.compile=layers and train.liger=true make fewer launches"
+            f"larger micro-batches{'' if compiled else ' and train.compile=layers'} make fewer launches"
         )
     busy = "" if gpu_busy is None else f"the GPU is busy for {gpu_busy:.0%} of a step; "
     where = "its time" if gpu_busy is not None else "a step"
@@ -461,5 +462,5 @@ def summarize(trainer: Any, events: Iterable[Any], timed: list[dict[str, float]]
         machine, torch.__version__, str(dtype).removeprefix("torch."), RECORDED, step_ms, recorded_ms, tokens,
         supervised, 1e3 * tokens / step_ms, rate,
         needed_flops(trainer.model, tokens, supervised) / (step_ms / 1e3) / (rate * 1e12), products, busy, parts,
-        what_limits(busy, products, host[DATA] / recorded_ms),
+        what_limits(busy, products, host[DATA] / recorded_ms, compiled=trainer.compiles),
     )  # fmt: skip
