@@ -196,10 +196,8 @@ def chosen_attention(config: RunConfig, model: Any) -> str:
         return config.train.attention
     if config.train.tensor_parallel > 1:  # not tried
         return "auto"
-    for context in (
-        nullcontext,
-        partial(torch.autocast, model.device.type, torch.bfloat16),
-    ):  # the second one is that of the run
+    autocast = partial(torch.autocast, model.device.type, torch.bfloat16)  # as in the run
+    for context in (nullcontext, autocast):
         try:
             with context():
                 check_packing(model, attention=lambda: attention_kernels(VARLEN, model))
