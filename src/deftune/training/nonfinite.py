@@ -194,7 +194,7 @@ class GuardedTrainer(CheckpointingTrainer):
 
     def _diagnose(self, inputs: StepInputs) -> Diagnosis:
         """Run the micro-batches of a step again, on this rank alone."""
-        model = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
+        model: Any = self.accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)
         model.train()
         self._unseen = None
 
@@ -210,7 +210,7 @@ class GuardedTrainer(CheckpointingTrainer):
             with self.whole_weights(), torch.compiler.set_stance("force_eager"):  # compiled code would hide its modules
                 found = diagnose(model, inputs.batches, loss_of, attention=self.attention, autocast=lower)
             if found.micro_batch is None and found.weights is None and self.compiles:
-                model = self.model_wrapped  # compiled as a whole, if it is
+                model = self.model_wrapped  # compiled as a whole, if it is; loss_of takes this model now
                 with attention_kernels(self.attention, self.model):
                     wrong = (n for n, batch in enumerate(inputs.batches)
                              if not backward(model, partial(loss_of, batch, lower)))  # fmt: skip
