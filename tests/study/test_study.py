@@ -472,3 +472,18 @@ def test_a_page_without_its_marks_is_refused(root):
 def test_the_pages_and_the_evidence_agree_with_the_committed_results():
     """README.md, docs/study/results.md and evidence.json: `python -m benchmarks.study report` writes them."""
     assert report(REPOSITORY, check=True) == []
+
+
+def test_the_probability_of_end_tokens_in_choosing_an_objective():
+    """The study's held-out end tokens, which docs/choosing.md quotes."""
+    cells = read_study(REPOSITORY / "benchmarks/study/results/strong.json").cells
+
+    def mean_of(name: str) -> str:
+        found = [cell["held_out"]["end_p"] for key, cell in cells.items() if key.startswith(f"strong/{name}")]
+        return f"{sum(found) / len(found):.3f}"
+
+    page = " ".join((REPOSITORY / "docs/choosing.md").read_text(encoding="utf-8").split())
+    assert (
+        f"from {mean_of('base')} before training to {mean_of('deft/')} with `deft`, {mean_of('nll/')} with `nll`"
+        in page
+    )
