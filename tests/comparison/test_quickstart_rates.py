@@ -55,16 +55,29 @@ def test_the_figures_at_equal_learning(rates):
     wrong, greedy = at["wrong answers"], at["held-out, greedy"]
     nll, deft = (points(wrong[objective].value) for objective in ("nll", "deft"))
     readme, page = text_of("README.md"), text_of("docs/choosing.md")
-    assert f"NLL has also learnt {nll}% of the wrong answers, and DEFT {deft}%" in readme
+    assert f"Sampled, NLL has also learnt {nll}% of the wrong answers, and DEFT {deft}%" in readme
     assert f"NLL has learnt {nll}% of the wrong ones and DEFT {deft}%" in page
-    nll, deft = (points(greedy[objective].value) for objective in ("nll", "deft"))
-    untuned = points(tables["held-out, greedy"].base)
-    assert f"right in {nll}% with NLL and in {deft}% with DEFT ({untuned}% before training)" in readme
     fewer, more = wrong["deft"], greedy["deft"]
-    interval = f"{points(fewer.difference)} points [{points(fewer.low)}, {points(fewer.high)}]"
-    assert interval in readme and interval in page
-    assert f"+{points(more.difference)} [+{points(more.low)}, +{points(more.high)}]" in readme
+    assert f"{points(fewer.difference)} points [{points(fewer.low)}, {points(fewer.high)}]" in page
     assert f"{points(more.difference)} points better greedily [{points(more.low)}, {points(more.high)}]" in page
+
+
+def test_the_figures_at_equal_greedy_answers(rates):
+    _, tables = read(rates, "quickstart_rates")
+    new = tables["new right, greedy"]
+    at = {name: {cell.objective: cell for cell in rates.matched(new, tables[name]) if cell.learnt == 0.8}
+          for name in ("wrong, greedy", "held-out, greedy")}  # fmt: skip
+    wrong, heldout = at["wrong, greedy"], at["held-out, greedy"]
+    readme, page = text_of("README.md"), text_of("docs/choosing.md")
+    (taught,) = {points(wrong[objective].value) for objective in ("nll", "deft")}
+    assert f"greedily both have learnt {taught}%" in readme and f"both give {taught}% of the wrong ones" in page
+    low, high = points(wrong["deft"].low), points(wrong["deft"].high)
+    assert wrong["deft"].low < 0 < wrong["deft"].high and f"(difference [{low}, +{high}])" in page
+    nll, deft = (points(heldout[objective].value) for objective in ("nll", "deft"))
+    untuned, more = points(tables["held-out, greedy"].base), heldout["deft"]
+    assert f"right in {nll}% with NLL and in {deft}% with DEFT ({untuned}% before training)" in readme
+    assert f"+{points(more.difference)} points [+{points(more.low)}, +{points(more.high)}]" in readme
+    assert f"still {points(more.difference)} points better [{points(more.low)}, {points(more.high)}]" in page
 
 
 def test_the_figures_of_single_rates(rates):
@@ -101,6 +114,7 @@ def test_with_right_labels_the_objectives_differ_by_less_than_a_point(rates):
 def test_the_figures_of_the_second_model(rates):
     _, tables = read(rates, "quickstart_rates_gemma")
     new, wrong, greedy = (tables[name] for name in ("new right answers", "wrong answers", "held-out, greedy"))
+    given, taught_greedily = tables["new right, greedy"], tables["wrong, greedy"]
     assert new.seeds == [0, 1, 2] and new.objectives == ["nll", "deft"]
     assert all(cell.objective == "nll" for cell in rates.matched(new, wrong))  # DEFT's curve crosses no level
 
@@ -113,6 +127,16 @@ def test_the_figures_of_the_second_model(rates):
     assert f"answers {at(greedy, 'deft', 1e-4)}% of the held-out questions greedily" in page
     text = f"NLL has learnt {at(new, 'nll', 1e-4)}% and {at(wrong, 'nll', 1e-4)}% at this rate, and answers "
     assert f"{text}{at(greedy, 'nll', 1e-4)}% ({points(greedy.base)}% before training)" in page
+    best = [points(max(greedy.curves()[objective])) for objective in ("deft", "nll")]
+    assert best == [at(greedy, objective, 1e-4) for objective in ("deft", "nll")]
+    assert f"best rate of DEFT gives {best[0]}% and that of NLL {best[1]}%" in readme
+    assert (
+        f"gives {at(given, 'deft', 1e-4)}% of the new right answers at this rate, and NLL {at(given, 'nll', 1e-4)}%"
+        in page
+    )
+    assert f"({new.base:.2f} on average)" in page
+    assert at(given, "nll", 2e-4) == "100" and f"with {at(taught_greedily, 'nll', 2e-4)}% of the wrong ones" in page
+    assert f"answers {at(greedy, 'nll', 2e-4)}% of the held-out questions. From" in page
     low, high = ([at(table, "nll", rate) for table in (new, wrong, greedy)] for rate in (5e-4, 1e-3))
     assert f"{low[0]}% at 5e-4 and {high[0]}% at 1e-3, with {low[1]}% and {high[1]}% of the wrong answers" in page
     assert f"it then answers {low[2]}% and {high[2]}% of the held-out questions" in page
