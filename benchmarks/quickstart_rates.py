@@ -33,9 +33,9 @@ What came of the plan: NLL with seed 0 has learnt 0.45 and 0.92 at the smallest 
 were kept. At all of them but the largest DEFT has learnt more than 0.9, so its curve does not cross 0.8 and the primary
 comparison cannot be made. `linear` and `deft | floor(0.2)` lack runs of some seeds.
 
-Added after these results were seen, and before any run at the new rates: NLL and DEFT are also trained at 5e-5 and 2.5e-5,
-all seeds, so that the planned comparison at the level 0.8 can be made. If DEFT has learnt more than 0.8 at both, 1.25e-5
-follows. Everything else stays as planned.
+Added after these results were seen, and before any run at the new rates: NLL and DEFT are also trained at 5e-5 and
+2.5e-5, all seeds, so that the planned comparison at the level 0.8 can be made. If DEFT has learnt more than 0.8 at
+both, 1.25e-5 follows. Everything else stays as planned.
 
 A command that was stopped continues. Needs deftune[train].
 """

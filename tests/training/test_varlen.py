@@ -12,15 +12,19 @@ from safetensors.torch import load_file
 from small import PAD, Gradients, deviation, make_arguments, make_model, make_rows, make_trainer
 
 from deftune.artifacts.config import RunConfig
+from deftune.artifacts.runs import Run
 from deftune.data.examples import Encoded
 from deftune.data.packing import Collator, pack
-from deftune.training import assembly, attention
+from deftune.training import assembly, attention, compiling
+from deftune.training import train as train_module
 from deftune.training import trainer as trainer_module
 from deftune.training.assembly import Batches, chosen_attention, compiles_layers, make_dataset
 from deftune.training.attention import attention_kernels, why_not_varlen
-from deftune.training.compiling import why_not_compiled
+from deftune.training.compiling import expects_compiled, why_not_compiled
 from deftune.training.machine import weights_of
-from deftune.training.train import train_run
+from deftune.training.plan import Checkpointing
+from deftune.training.preparation import prepare
+from deftune.training.train import dry_run, train_run
 
 FLOAT32 = 2e-5  # of a step's largest gradient: two orders of float32 sums over a few hundred tokens
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
@@ -270,7 +274,10 @@ def test_evaluations_run_plain_layers(tmp_path, monkeypatch):
 
 def prepared_run(tmp_path, steps: int = 150, recompute: bool = False, **train) -> Any:
     config = run_config(tmp_path, batch_size=8, micro_batch_size=4, **train)
-    return SimpleNamespace(config=config, steps=steps, checkpointing=SimpleNamespace(on=recompute))
+    micro_batches = steps * 2
+    return SimpleNamespace(
+        config=config, steps=steps, micro_batches=micro_batches, checkpointing=SimpleNamespace(on=recompute)
+    )
 
 
 def test_auto_compiles_layers_in_long_runs_on_a_gpu(tmp_path, monkeypatch):
@@ -319,6 +326,51 @@ def test_the_choices_of_auto_reach_the_trainer(tmp_path, make_config, monkeypatc
     with pytest.raises(Made) as made:
         train_run(make_config(tmp_path / "run", {}))
     assert made.value.args[0] == {"weights": "bfloat16_with_masters", "compile_layers": True}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_activations_are_recomputed_if_the_layers_are_not_compiled_after_all(
+    tmp_path, make_config, monkeypatch, compiled
+):
+    """Memory was counted for compiled layers, and the model turns out to have other ones."""
+    prepared = prepare(make_config(tmp_path / "run", {"train": {"max_steps": 1}}), print)
+    prepared.checkpointing = Checkpointing(False, needs_compiled=True)
+    monkeypatch.setattr(assembly, "compiles_layers", lambda *_: compiled)
+    monkeypatch.setattr(assembly, "chosen_attention", lambda *_: "varlen")
+    (name,) = assembly.checkpointing_argument(True)
+    trainer = assembly.make_trainer(prepared, Run(tmp_path / "run"))
+    assert bool(getattr(trainer.args, name)) is not compiled
+    trainer.compile_layers = False
+    trainer.train()
+    assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules()) is not compiled
+
+
+def test_a_dry_run_computes_as_the_run(tmp_path, make_config, monkeypatch):
+    """Rows end to end go through the attention that takes their boundaries, and not through a mask."""
+    calls = []
+    attend = attention.attend_rows
+    monkeypatch.setattr(attention, "attend_rows", lambda *given: calls.append(1) or attend(*given))
+    config = make_config(tmp_path / "run", {"train": {"attention": "varlen"}})
+    trained = train_module.make_trainer
+
+    def made(*given):
+        trainer = trained(*given)
+        calls.clear()  # of the checks
+        return trainer
+
+    monkeypatch.setattr(train_module, "make_trainer", made)
+    dry_run(config, print)
+    assert calls
+
+
+@pytest.mark.parametrize("kind, expected", [("long", True), ("no kernel", False), ("short", False), ("padded", False)])
+def test_a_run_expects_compiled_layers_before_its_model_is_loaded(tmp_path, monkeypatch, kind, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    lacks = "the kernel needs a GPU" if kind == "no kernel" else None
+    monkeypatch.setattr(compiling, "why_no_varlen_kernel", lambda: lacks)
+    config = run_config(tmp_path, **({"attention": "flash"} if kind == "padded" else {}))
+    assert expects_compiled(config, 299 if kind == "short" else 300) is expected
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,13 @@ from deftune.losses import Sparse
 from deftune.objectives.suggest import did_you_mean
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
-from deftune.training.compiling import why_not_compiled
+from deftune.training.compiling import earns_compiling, why_not_compiled
 from deftune.training.machine import base_dtype, data_ranks, precision_of, tensor_ranks, weights_of, world_size
 from deftune.training.optimizers import NAMES, muon_factory
 from deftune.training.preparation import Prepared
 from deftune.training.trackers import tracker_name
 
 NO_LIGER_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-EARNS_COMPILING = 300  # micro-batches: compiling takes 10 to 15 s, and saves 0.06 to 0.1 s of each (8k to 32k tokens)
 ScoreTasks = Callable[[Any, Any], dict[str, float]]  # (model, tokenizer) -> {task: score}
 
 
@@ -215,10 +214,8 @@ def compiles_layers(prepared: Prepared, model: Any, attention: str) -> bool:
     config, train = prepared.config, prepared.config.train
     if train.compile != "auto":
         return train.compile == "layers"
-    micro_batches = prepared.steps * train.batch_size // (train.micro_batch_size * data_ranks(config))
-    measured = attention == VARLEN and weights_of(config) != "float32" and not train.liger
-    long = micro_batches >= EARNS_COMPILING and not prepared.checkpointing.on
-    return measured and long and why_not_compiled(model) is None
+    suits = attention == VARLEN and not prepared.checkpointing.on and earns_compiling(config, prepared.micro_batches)
+    return suits and why_not_compiled(model) is None
 
 
 class Batches:
@@ -265,6 +262,10 @@ def make_trainer(prepared: Prepared, run: Run, score_tasks: ScoreTasks | None = 
     # end to end, packs would need a mask over all of them, unless the attention takes the boundaries without one
     flat = attention == VARLEN or (config.data.packing and "flash" in str(model.config._attn_implementation))
     collator = Collator(prepared.tokenizer.pad_token_id, padding_free=flat)
+    compiled = compiles_layers(prepared, model, attention)
+    if prepared.checkpointing.needs_compiled and not (compiled and attention == VARLEN):
+        for name, value in checkpointing_argument(True).items():
+            setattr(arguments, name, value)
     train = config.train
     muon = muon_factory(train.learning_rate, train.betas, train.weight_decay) if train.optimizer == "muon" else None
     trainer = DeftSFTTrainer(
@@ -279,7 +280,7 @@ def make_trainer(prepared: Prepared, run: Run, score_tasks: ScoreTasks | None = 
         optimizer_cls_and_kwargs=muon,
         special_ids=tuple(sorted(end_tokens_of(prepared.tokenizer, declared=config.data.end_tokens).values())),
         attention=attention,
-        compile_layers=compiles_layers(prepared, model, attention),
+        compile_layers=compiled,
         weights=weights_of(config),
         sparse=None if config.train.sparse is None else Sparse(config.train.sparse),
         score_tasks=score_tasks and (lambda model: score_tasks(model, prepared.tokenizer)),

@@ -36,8 +36,9 @@ from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
 from deftune.data.spool import Spool
+from deftune.training.compiling import expects_compiled
 from deftune.training.display import RowProgress
-from deftune.training.machine import base_dtype, check_config, is_main, world_size
+from deftune.training.machine import base_dtype, check_config, data_ranks, is_main, world_size
 from deftune.training.plan import NO_CHECKPOINTING, Checkpointing, choose_checkpointing
 
 
@@ -62,6 +63,12 @@ class Prepared:
         per_epoch = -(-len(self.sequences) // train.batch_size)
         steps = max(1, round(per_epoch * train.epochs))
         return steps if train.max_steps is None else min(steps, train.max_steps)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in the run."""
+        train = self.config.train
+        return self.steps * train.batch_size // (train.micro_batch_size * data_ranks(self.config))
 
 
 def read_mixture(
@@ -267,7 +274,8 @@ def plan_run(read: Prepared, config: RunConfig, *, here: bool = True) -> Prepare
         source = prepared.source
         gpu = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
         base = config.model.quantization or base_dtype(config)
-        prepared.checkpointing = choose_checkpointing(config, source, base, world_size(), gpu)
+        compiles = expects_compiled(config, prepared.micro_batches)
+        prepared.checkpointing = choose_checkpointing(config, source, base, world_size(), gpu, compiles)
     late = [step for step in config.train.save_at if step > prepared.steps]
     if late and prepared.sequences:
         raise ConfigError(f"train.save_at: step {late[0]} never comes, the run has {prepared.steps}; leave it out")

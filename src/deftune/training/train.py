@@ -154,6 +154,8 @@ class Job:
             resumed = from_main(resumed)  # torch.distributed runs since the trainer is made
             if trainer.compile_layers:
                 self.say("the decoder layers are compiled, which takes some seconds of the first steps")
+            elif prepared.checkpointing.needs_compiled:
+                self.say("gradient checkpointing is on: this model's layers are not compiled, and need more memory")
             compare_ranks(prepared)
             start_step = checkpoints.step_of(resumed) or 0 if resumed else 0
             profiler = self.make_profiler(trainer, prepared.steps - start_step) if self.profile else nullcontext()
@@ -292,6 +294,7 @@ def failures_recorded(run: Run, trainer: Any) -> Generator[None]:
 
 def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
     """One micro-batch forward and backward: what a run would take, without a run's folder."""
+    from deftune.training.attention import attention_kernels
     from deftune.training.nonfinite import StepInputs
     from deftune.training.trainer import peak_gib
 
@@ -307,16 +310,17 @@ def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
         first, seconds = next(batches), 0.0
         supervised = int((first["labels"] != -100).sum())
         say(f"first micro-batch: {tuple(first['input_ids'].shape)} tokens, {supervised:,} of them supervised")
-        for _ in range(2):  # the first time warms up
-            trainer._inputs = StepInputs(1, [first], max(1, supervised))
-            start = time.perf_counter()
-            with trainer.accelerator.autocast():
-                loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
-            loss.backward()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            model.zero_grad(set_to_none=False)
+        with attention_kernels(trainer.attention, model), trainer.layers_compiled():
+            for _ in range(2):  # the first time warms up
+                trainer._inputs = StepInputs(1, [first], max(1, supervised))
+                start = time.perf_counter()
+                with trainer.accelerator.autocast():
+                    loss = trainer.compute_loss(model.train(), trainer._prepare_inputs(dict(first)))
+                loss.backward()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
+                model.zero_grad(set_to_none=False)
         state = MOMENT_BYTES[config.train.optimizer] * trainable / 2**30
         accumulation = config.train.batch_size // (config.train.micro_batch_size * data_ranks(config))
         say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)}")

@@ -10,7 +10,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,10 +333,14 @@ class DeftSFTTrainer(GuardedTrainer):
         assert output.loss is not None
         return output.loss
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def layers_compiled(self) -> AbstractContextManager[None]:
+        """Inside, the decoder layers are compiled, if they are to be."""
         if not self.compile_layers:
-            return super().train(*args, **kwargs)
-        with compiled_layers(self.model, dynamic=self.attention == VARLEN or None):
+            return nullcontext()
+        return compiled_layers(self.model, dynamic=self.attention == VARLEN or None)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.layers_compiled():
             return super().train(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
