@@ -218,7 +218,8 @@ def test_checkpointing_is_chosen_by_the_memory(tmp_path):
     "options, layers",
     [
         ({}, "compiled"), ({"compile": "layers"}, "compiled"), ({"compile": False}, "varlen"),
-        ({"liger": True}, "varlen"), ({"weights": "float32"}, "varlen"), ({"optimizer": "muon"}, "varlen"), ({"attention": "flash"}, "padded"),
+        ({"liger": True}, "varlen"),
+        ({"weights": "float32"}, "varlen"), ({"optimizer": "muon"}, "varlen"), ({"attention": "flash"}, "padded"),
         ({"precision": "fp32"}, "padded"),
     ],
 )  # fmt: skip
