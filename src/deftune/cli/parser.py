@@ -1,0 +1,41 @@
+"""The parser of every command: for a misspelt command, option or choice the error names the nearest known one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from deftune.objectives.suggest import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser with suggestions; the parsers of its commands are of this class, too."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        hint = did_you_mean(value, choices)
+        raise argparse.ArgumentError(
+            action, f"invalid choice: {value!r}{'.' if hint else ''}{hint} (choose from {', '.join(choices)})"
+        )
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's, but arguments that a command does not know are an error of that command.
+
+        argparse hands them up to the first parser, whose usage has none of the command's options.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            hint = did_you_mean(unknown[0].partition("=")[0], known)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{'.' if hint else ''}{hint}")
+        return found, unknown
+
+    def error(self, message: str) -> Any:
+        """As argparse's, but a missing command is named by its choices."""
+        if message == "the following arguments are required: ACTION":
+            actions = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+            message += f", one of {', '.join(actions.choices)}"
+        super().error(message)
