@@ -103,7 +103,7 @@ def test_an_options_former_name_leads_to_the_new_one(line, now, capsys):
 
 @pytest.mark.parametrize(("line", "usage", "text"), [
     ("trian run.yaml", "deftune [", "invalid choice: 'trian'. Did you mean 'train'? (choose from objectives, "),
-    ("eval shwo r", "deftune eval [", "argument ACTION: invalid choice: 'shwo'. Did you mean 'show'? (choose from run,"),
+    ("eval shwo r", "deftune eval [", "argument ACTION: invalid choice: 'shwo'. Did you mean 'show'? (choose from "),
     ("train a.yaml --dryrun", "deftune train [", "unrecognized arguments: --dryrun. Did you mean '--dry-run'?"),
     ("eval run m --taks=gsm8k", "deftune eval run [", "unrecognized arguments: --taks=gsm8k. Did you mean '--task'?"),
     ("doctor --verbose", "deftune doctor [", "deftune doctor: error: unrecognized arguments: --verbose\n"),
