@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deftune.objectives.suggest import did_you_mean
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """A suggestion after an error's text; `deftune.objectives.suggest` would import torch for it.
+
+    >>> hint("trian", ["train", "eval"]), hint("x", ["train", "eval"])
+    (". Did you mean 'train'?", '')
+    """
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,9 +25,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
-        hint = did_you_mean(value, choices)
         raise argparse.ArgumentError(
-            action, f"invalid choice: {value!r}{'.' if hint else ''}{hint} (choose from {', '.join(choices)})"
+            action, f"invalid choice: {value!r}{hint(str(value), choices)} (choose from {', '.join(choices)})"
         )
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -29,8 +37,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
-            hint = did_you_mean(unknown[0].partition("=")[0], known)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{'.' if hint else ''}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown[0].partition('=')[0], known)}")
         return found, unknown
 
     def error(self, message: str) -> Any:
