@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 
 def hint(word: str, known: Iterable[str]) -> str:
@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
             action, f"invalid choice: {value!r}{hint(str(value), choices)} (choose from {', '.join(choices)})"
         )
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # its overloads
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """As argparse's, but arguments that a command does not know are an error of that command.
 
         argparse hands them up to the first parser, whose usage has none of the command's options.
@@ -40,9 +42,9 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown[0].partition('=')[0], known)}")
         return found, unknown
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         """As argparse's, but a missing command is named by its choices."""
         if message == "the following arguments are required: ACTION":
-            actions = next(action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-            message += f", one of {', '.join(actions.choices)}"
+            choices = next(action.choices for action in self._actions if isinstance(action.choices, dict))
+            message += f", one of {', '.join(map(str, choices))}"
         super().error(message)

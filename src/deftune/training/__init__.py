@@ -1,3 +1,3 @@
 """Training: any objective on a causal LM, on TRL's trainer or on transformers' own."""
 
-import deftune.artifacts  # noqa: F401  # its filter of messages, before TRL and with it PEFT are imported
+from deftune import artifacts as artifacts  # its filter of messages comes before TRL's import of bitsandbytes
