@@ -1,14 +1,11 @@
 """`python -m deftune`, and the command `deftune`."""
 
 import io
-import logging
 import sys
 
 
 def main() -> int:
     """The command line; Ctrl-C while it is being imported is no traceback either."""
-    # where bitsandbytes is installed PEFT imports it, and it asks for kernels that deftune does not use
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or a locale without UTF-8: \u2588 in place of a block
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -24,7 +24,8 @@ from deftune.training.preparation import prepare
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("smollm", "unknown name 'smollm'; a hub id (org/name), a folder, a .gguf file, or smollm2"),
+        ("smolm2", "unknown name 'smolm2'. Did you mean 'smollm2'? Give a hub id (org/name), a folder, a .gguf file"),
+        ("mistral", "unknown name 'mistral'. Give a hub id (org/name), a folder, a .gguf file, or smollm2"),
         ("./missing", "is no folder with a model in it"),
         ("missing.gguf", "no such file"),
     ],

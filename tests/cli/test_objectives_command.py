@@ -64,6 +64,14 @@ def test_table_names_every_objective_and_modifier(capsys: pytest.CaptureFixture[
         assert name in printed
 
 
+def test_a_narrow_terminal_gets_a_table_that_fits(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["objectives"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80 and "deftune objectives show" in printed
+    assert all(name in printed for name in ABOUT)
+
+
 def test_show_prints_the_closed_form(capsys: pytest.CaptureFixture[str]):
     assert main(["objectives", "show", "linear"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()[:1].isdigit()]

@@ -139,6 +139,18 @@ def test_bitsandbytes_does_not_ask_for_kernels():
     assert done.returncode == 0 and "kernels" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("module", ["deftune.training.train", "deftune.training.trainer", "deftune.artifacts.results"])
+def test_bitsandbytes_does_not_ask_for_kernels_in_a_script(module):
+    """Another message of its logger is shown."""
+    pytest.importorskip("bitsandbytes")
+    code = (
+        f"import logging, {module}, peft, bitsandbytes; "
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('an important message')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "important" in done.stderr and "kernels" not in done.stderr, done.stderr
+
+
 def test_a_terminal_without_utf8_gets_other_characters_written_out(tmp_path):
     folder = tmp_path / "r\u00fcn"
     folder.mkdir()

@@ -101,6 +101,29 @@ def test_an_options_former_name_leads_to_the_new_one(line, now, capsys):
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith(now)
 
 
+@pytest.mark.parametrize(("line", "usage", "text"), [
+    ("trian run.yaml", "deftune [", "invalid choice: 'trian'. Did you mean 'train'? (choose from objectives, "),
+    ("eval shwo r", "deftune eval [", "argument ACTION: invalid choice: 'shwo'. Did you mean 'show'? (choose from "),
+    ("train a.yaml --dryrun", "deftune train [", "unrecognized arguments: --dryrun. Did you mean '--dry-run'?"),
+    ("eval run m --taks=gsm8k", "deftune eval run [", "unrecognized arguments: --taks=gsm8k. Did you mean '--task'?"),
+    ("doctor --verbose", "deftune doctor [", "deftune doctor: error: unrecognized arguments: --verbose\n"),
+    ("completion fish", "deftune completion [", "argument shell: invalid choice: 'fish' (choose from bash, zsh)\n"),
+    ("compare", "deftune compare [", "the following arguments are required: ACTION, one of init, run, show\n"),
+])  # fmt: skip
+def test_a_misspelt_command_or_option_is_named_by_its_own_command(line, usage, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(line.split())
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and err.startswith(f"usage: {usage}") and text in err, err
+
+
+def test_a_data_file_in_place_of_a_config_is_named(capsys, tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("Question,Answer\n1,2\n")
+    assert main(["train", str(rows)]) == 2
+    assert f"{rows}: is data, not a config; `deftune init run.yaml` writes a config" in capsys.readouterr().err
+
+
 def test_an_option_means_the_same_in_every_command():
     """--rows reads the first rows, --show says how many are shown, --limit samples a task's items."""
     found: dict[str, set[str]] = {}

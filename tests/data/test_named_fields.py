@@ -71,6 +71,16 @@ def test_names_of_columns_are_trimmed_and_empty_ones_left_out(tmp_path):
         read_rows(path)
 
 
+def test_a_name_of_a_column_may_have_a_comma(tmp_path, tiny_model, capsys):
+    path = tmp_path / "rows.csv"
+    path.write_text('"Asked (EN)","Our reply, final"\n1+1?,2\n')
+    with pytest.raises(RowError, match=r"unknown format \(its keys: Asked \(EN\), 'Our reply, final'\."):
+        read_rows(path)
+    fields = ["--fields", "prompt=Asked (EN), completion=Our reply, final"]
+    assert main(["data", "preview", str(path), "--model", str(tiny_model), *fields]) == 0
+    assert "1+1?" in capsys.readouterr().out
+
+
 def test_a_bad_line_of_a_csv_file_is_skipped_on_request(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("q,a\n1,2\nonly one\n3,4\n")

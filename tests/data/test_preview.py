@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 from small_tokenizer import small_tokenizer
 
@@ -14,7 +15,7 @@ from deftune.data.rows import Row
 HOSTILE = "Oslo é日 \x1b[31mred\x1b[0m [bold]not markup[/bold] \u202e\n\tend"
 
 
-def preview(answers: list[str], *, colour: bool, max_length: int = 99) -> str:
+def preview(answers: list[str], *, colour: bool, max_length: int = 99, width: int = 200) -> str:
     tokenizer = small_tokenizer()
     rows = [
         Row(({"role": "user", "content": "Where?"}, {"role": "assistant", "content": text}), None, f"a.jsonl:{i}", "a")
@@ -23,7 +24,7 @@ def preview(answers: list[str], *, colour: bool, max_length: int = 99) -> str:
     encoded = encode_rows(rows, Encoder(tokenizer, template="chatml", max_length=max_length))
     console = Console(
         file=io.StringIO(),
-        width=200,
+        width=width,
         force_terminal=colour,
         no_color=not colour,
         color_system="standard" if colour else None,
@@ -72,6 +73,13 @@ def test_truncation_and_lengths_are_shown():
     text = preview(["Oslo.", "Oslo. " * 9], colour=False, max_length=20)
     assert "a.jsonl:2: 20 tokens" in text and "tokens cut" in text
     assert "tokens per example: " in text
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_bars_of_lengths_fit_into_the_terminal(width):
+    text = preview(["Oslo. " * i for i in range(1, 30)], colour=False, max_length=600, width=width)
+    bars = [line for line in text.splitlines() if "█" in line]
+    assert len(bars) > 3 and all(line.rstrip()[-1].isdigit() for line in bars), bars
 
 
 def test_histogram_counts_every_example():

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from deftune.artifacts.runs import summary
 from deftune.cli import main
+from deftune.cli.train import table_of_runs
 from deftune.cli.watch import curve, render
 from deftune.training.display import StepDisplay, render_step
 from deftune.training.train import train_run
@@ -115,6 +116,30 @@ def test_curves_average_what_does_not_fit():
     records = [{"step": i, "loss": float(i)} for i in range(1, 101)] + [{"step": 100, "loss": 1e9, "final": True}]
     (_, line) = render(records, "running", [], 80).splitlines()
     assert len(line) <= 80 and line.endswith("(1 to 100)") and "█" in line
+
+
+@pytest.mark.parametrize(("width", "ranges"), [(40, False), (60, False), (80, True), (120, True)])
+def test_a_curve_is_no_wider_than_the_terminal(width, ranges):
+    values = [0.001234 + i * 1.7e-05 for i in range(50)]
+    records = [{"step": i, "loss": 5.6 + value, "learning_rate": value} for i, value in enumerate(values)]
+    _, *lines = render(records, "running", [], width).splitlines()
+    assert len(lines) == 2 and all(len(line) <= width and (" to " in line) == ranges for line in lines), lines
+
+
+def test_a_narrow_list_of_runs_keeps_the_evaluations():
+    """The list is there to compare runs by eval_nll; the last columns were cut at 80."""
+    run = {
+        "run": "support-nll", "state": "finished", "step": 12, "kept": 12, "objective": "deft | floor(0.2)",
+        "loss": 1.2345, "nll": 2.3456, "p": 0.3456, "eval_loss": 1.3456, "eval_nll": 2.4567, "checkpoints": 2,
+        "model": "SmolLM2-135M-Instruct (Q4_1, dequantised)",
+    }  # fmt: skip
+    header, line, note = table_of_runs([run], 80).splitlines()
+    assert {"run", "state", "step", "objective", "nll", "eval_loss", "eval_nll"} <= set(
+        header.split()
+    ) and line.endswith("2.457")
+    assert len(line) <= 80 and note == "left out: checkpoints, model, p, kept, loss (--json has all)"
+    assert table_of_runs([{**run, "objective": "deft"}], 40).splitlines()[0].split() == ["run", "objective", "eval_nll"]
+    assert "left out" not in table_of_runs([run], None) and "left out" not in table_of_runs([run], 200)
 
 
 def test_a_curve_leaves_out_what_is_no_number():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import warnings
 from dataclasses import make_dataclass
@@ -203,6 +204,17 @@ def test_a_second_start_takes_the_encoded_rows_from_the_cache(make_config, tmp_p
     assert "rows were encoded before" in capsys.readouterr().out
     assert main(["train", str(path), "--dry-run", "--no-cache"]) == 0
     assert "rows were encoded before" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("steps", "rest"), [(None, ""), (3, ", without its evaluations")])
+def test_a_dry_run_estimates_short_runs_too(make_config, tmp_path, capsys, steps, rest):
+    """A run of some seconds was "the run 0 min"."""
+    config = make_config(tmp_path / "run", {"data.holdout": 0.2, "train.eval_steps": steps})
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    assert main(["train", str(path), "--dry-run"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(rf"a step takes about [1-9]\S* m?s, the run [1-9]\d* (ms|s|min \d+ s){rest}", last), last
 
 
 def test_an_error_about_the_rows_to_evaluate_on_names_them(make_config, tmp_path, chat_file):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -147,6 +148,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), base: dict[str
         raise ConfigError("\n".join(f"{name}: {line}" for line in explain(error))) from None
 
 
+DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".gz", ".parquet")  # of files that are not YAML
 MOST_VALUES = 100_000  # of a config with its aliases written out
 
 
@@ -208,6 +210,10 @@ def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
 
 def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
     """The mapping in a YAML file; ``root`` has the keys that an error lists."""
+    if path.suffix.lower() in DATA_SUFFIXES and path.is_file():
+        raise ConfigError(
+            f"{path}: is data, not a config; `deftune init run.yaml` writes a config, whose data.train names the data"
+        )
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -280,15 +286,19 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
             if where == "objective" and message.startswith("unknown objective"):
                 message += "; if it is your own, name its file: deftune --import FILE COMMAND ..."
             given = "" if isinstance(problem["input"], dict | list) else f" (got {problem['input']!r})"
-            quotes = "; write it in quotes" if problem["type"] == "string_type" else ""
-            lines.append(f"{where}: {message}{given}{quotes}" if where else message)
+            if problem["type"] == "string_type":
+                given = "; it is empty" if problem["input"] is None else f"{given}; write it in quotes"
+            if problem["type"] == "list_type" and where in ("data.train", "data.eval"):
+                given += f"; write a list of sources: [{{path: {problem['input']}}}]"
+            lines.append(f"{where}: {message}{given}" if where else message)
     return lines
 
 
 def _elsewhere(name: str, root: type[BaseModel]) -> str:
     """ " Did you mean 'train.seed'?" for a key that another section has, else ""."""
-    found = [key.path for key in keys_of(root) if key.path.rpartition(".")[2] == name]
-    return f" Did you mean {found[0]!r}?" if found else ""
+    paths = {key.path.rpartition(".")[2]: key.path for key in reversed(keys_of(root))}
+    near = difflib.get_close_matches(name, paths, n=1, cutoff=0.8)
+    return f" Did you mean {paths[near[0]]!r}?" if near else ""
 
 
 def known_keys(path: Sequence[int | str], root: type[BaseModel] = RunConfig) -> list[str]:

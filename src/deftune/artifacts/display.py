@@ -8,6 +8,19 @@ from contextlib import contextmanager
 from typing import Protocol
 
 
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.42), duration(45.2), duration(200), duration(7384)
+    ('420 ms', '45 s', '3 min 20 s', '2 h 3 min')
+    """
+    whole = int(seconds)
+    if whole < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 class Display(Protocol):
     """Receives the progress of a long function; `deftune.cli.progress.Progress` is one."""
 

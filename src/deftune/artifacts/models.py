@@ -92,7 +92,10 @@ def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, 
         raise ValueError(f"model: {name}: is no folder with a model in it, no .gguf file")
     if "/" not in name:
         known = ", ".join(PACKAGED)
-        raise ValueError(f"model: unknown name {name!r}; a hub id (org/name), a folder, a .gguf file, or {known}")
+        hint = did_you_mean(name, [*PACKAGED, *_folders_here()])
+        raise ValueError(
+            f"model: unknown name {name!r}.{hint} Give a hub id (org/name), a folder, a .gguf file, or {known}"
+        )
     parent = path.parent
     if parent.is_dir():  # runs/frist: a folder here, not an organisation of the hub
         hint = did_you_mean(path.name, [entry.name for entry in parent.iterdir()])
@@ -100,6 +103,10 @@ def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, 
     if parent == Path("runs"):  # the folder that `deftune init` names, not an organisation of the hub
         raise ValueError(f"model: {name}: there is no folder runs here; go where the run was trained, or pass its path")
     return name
+
+
+def _folders_here() -> list[str]:
+    return [entry.name for entry in Path().iterdir() if entry.is_dir()]
 
 
 def _check_folder(path: Path) -> None:

@@ -30,6 +30,7 @@ from deftune.cli import (
     watch,
 )
 from deftune.cli.output import error_text, notice, say
+from deftune.cli.parser import Parser
 
 IMPORTS = "DEFTUNE_IMPORT"  # files of --import, for the processes of a comparison's cells
 
@@ -49,7 +50,7 @@ deftune --help lists all commands; deftune doctor checks this installation."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="deftune", description="Fine-tune language models with losses that scale each token's gradient.",
         epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -16,6 +16,7 @@ COLUMNS = {
     "use when": "use",
     "hurts when": "hurts",
 }
+NARROW = ("name", "gate", "use when", "hurts when")  # of them, in a terminal of less than 100 columns
 
 
 def add_to(commands: Any) -> None:
@@ -36,7 +37,7 @@ def add_to(commands: Any) -> None:
 def render_table(rows: list[list[str]], header: list[str], width: int) -> str:
     """Text columns that share ``width``, each in proportion to what it holds, wrapped."""
     longest = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    room = max(width, 100) - 2 * len(header)
+    room = max(width, 72) - 2 * (len(header) - 1)
     # the first column keeps its length; the others share the rest by the root of theirs
     first = min(longest[0], 24)
     weights = [length**0.5 for length in longest[1:]]
@@ -54,8 +55,12 @@ def render_table(rows: list[list[str]], header: list[str], width: int) -> str:
 def run_table(args: argparse.Namespace) -> int:
     from deftune.objectives.catalogue import ABOUT
 
-    rows = [[getattr(about, field) for field in COLUMNS.values()] for about in ABOUT.values()]
-    print(render_table(rows, list(COLUMNS), shutil.get_terminal_size((160, 24)).columns))
+    width = shutil.get_terminal_size((160, 24)).columns
+    columns = COLUMNS if width >= 100 else {title: COLUMNS[title] for title in NARROW}
+    rows = [[getattr(about, field) for field in columns.values()] for about in ABOUT.values()]
+    print(render_table(rows, list(columns), width))
+    if columns is not COLUMNS:
+        print("\nA wider terminal has value and source, too; so has: deftune objectives show deft")
     print("\nCompose with '|': deftune objectives show 'deft | eos(nll) | mean_one'")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -94,8 +95,10 @@ def parse_fields(text: str | None) -> dict[str, str]:
 
     >>> parse_fields("prompt=q,completion=a")
     {'prompt': 'q', 'completion': 'a'}
+    >>> parse_fields("prompt=Question, as asked,completion=a")  # a comma divides only where NAME= follows it
+    {'prompt': 'Question, as asked', 'completion': 'a'}
     """
-    pairs = [pair.partition("=") for pair in text.split(",")] if text else []
+    pairs = [pair.partition("=") for pair in re.split(r",(?=\s*\w+\s*=)|,\s*$", text)] if text else []
     if not all(name.strip() and own.strip() for name, _, own in pairs):
         raise ValueError(f"--fields: write NAME=NAME_IN_THE_DATA, with commas between; got {text!r}")
     return {name.strip(): own.strip() for name, _, own in pairs}

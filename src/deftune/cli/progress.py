@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+from deftune.artifacts.display import duration
 from deftune.artifacts.terminal import printable
 from deftune.cli.output import say
 
@@ -71,7 +72,7 @@ class Lines(Progress):
             now = self._clock()
             if now - self._wrote >= QUIET_SECONDS:
                 counted = "" if self._total is None else f": {self._done:,} of {self._total:,}"
-                self.say(f"{self._label}{counted} ({_duration(now - self._started)})")
+                self.say(f"{self._label}{counted} ({duration(now - self._started)})")
 
 
 class Bars(Progress):
@@ -99,17 +100,6 @@ class Bars(Progress):
             self._bars.remove_task(task)
         self._tasks.clear()
         self._bars.start()
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(45.2), _duration(200), _duration(7384)
-    ('45 s', '3 min 20 s', '2 h 3 min')
-    """
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 @contextmanager

@@ -233,14 +233,29 @@ def run_runs(args: argparse.Namespace) -> int:
     for run in found:
         run["run"] = str(Path(run["run"]).relative_to(args.folder))
         run["model"] = shown_model(run.pop("model") or "-")  # the longest text comes last
+    print(table_of_runs(found, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    return 0
+
+
+LEFT_OUT = ("checkpoints", "model", "p", "kept", "loss", "eval_loss", "nll", "step", "state")  # in this order
+
+
+def table_of_runs(found: list[dict[str, Any]], width: int | None) -> str:
+    """The runs in columns; of those in `LEFT_OUT` as many are left out as it takes to be no wider than ``width``."""
     from deftune.artifacts.terminal import align, one_line
 
-    cells = [
-        [f"{v:.4g}" if isinstance(v, float) else one_line(str(v if v is not None else "-")) for v in r.values()]
-        for r in found
-    ]
-    print(align([list(found[0]), *cells], shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-    return 0
+    columns = {
+        name: [name, *(f"{v:.4g}" if isinstance(v, float) else one_line(str("-" if v is None else v)) for v in values)]
+        for name, values in ((name, [run[name] for run in found]) for name in found[0])
+    }
+    left_out: list[str] = []
+    for name in LEFT_OUT:
+        if width is None or sum(max(map(len, cells)) + 2 for cells in columns.values()) - 2 <= width:
+            break
+        if columns.pop(name, None):
+            left_out.append(name)
+    text = align(list(zip(*columns.values())), width)
+    return f"{text}\nleft out: {', '.join(left_out)} (--json has all)" if left_out else text
 
 
 def preview_run(args: argparse.Namespace) -> int:

@@ -40,18 +40,25 @@ def curve(values: list[float], width: int) -> str:
 
 
 def render(records: list[dict[str, Any]], state: str, tasks: list[str], width: int) -> str:
-    """A line for each number that the run records: first value, curve, last value, and the range."""
-    room = max(8, width - 56)
-    lines = [f"{state}, step {max((record['step'] for record in records), default=0)}"]
+    """A line for each number that the run records: first value, curve, last value, and the range if there is room."""
+    curves: dict[str, list[float]] = {}
     for name in (*CURVES, *(f"eval_{task}" for task in tasks)):
         found = [r[name] for r in records if isinstance(r.get(name), int | float) and not r.get("final")]
         values = [float(value) for value in found if math.isfinite(value)]  # a skipped step may record NaN
         if values:
-            lines.append(
-                f"{name:<14}{values[0]:>10.4g} {curve(values, room):<{room}} {values[-1]:<10.4g}"
-                f"({min(values):.4g} to {max(values):.4g})"
-            )
-    return "\n".join(lines) if len(lines) > 1 else f"{lines[0]}: no records yet"
+            curves[name] = values
+    head = f"{state}, step {max((record['step'] for record in records), default=0)}"
+    if not curves:
+        return f"{head}: no records yet"
+    ranges = [f" ({min(values):.4g} to {max(values):.4g})" for values in curves.values()]
+    room = width - 37 - max(map(len, ranges))
+    if room < 8:
+        ranges, room = [""] * len(ranges), max(4, width - 37)
+    rows = zip(curves.items(), ranges)
+    return "\n".join([head, *(
+        f"{name:<14}{values[0]:>10.4g} {curve(values, room):<{room}} {values[-1]:<10.4g}{span}".rstrip()
+        for (name, values), span in rows
+    )])  # fmt: skip
 
 
 def run_watch(args: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ Fields = Mapping[str, Any]
 
 
 def name_keys(row: Fields) -> str:
-    """The names of a row's fields, a dozen at most."""
-    names = [str(key)[:40] for key in row]
+    """The names of a row's fields, a dozen at most, one with a comma in quotes."""
+    names = [repr(str(key)[:40]) if "," in str(key) else str(key)[:40] for key in row]
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "none"
 
 

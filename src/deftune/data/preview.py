@@ -24,7 +24,7 @@ def render_preview(encoded: EncodedRows, tokenizer: Any, console: Console, *, nu
     for line in encoded.facts():
         facts.add_row(Text(visible(line)))
     console.print(facts)
-    console.print(Text(render_histogram(encoded.examples.sizes)))
+    console.print(Text(render_histogram(encoded.examples.sizes, width=max(8, min(40, console.width - 28)))))
     marked = console.no_color or console.color_system is None
     legend = (
         f"supervised text is inside {MARKS[0]} {MARKS[1]}" if marked else "supervised text is bright, the rest is dim"

@@ -175,7 +175,12 @@ def linear_token_stats(
         weight: ``[V, D]``, of the head.
         targets: ``[...]`` token ids, already shifted; IGNORE_INDEX (-100) is skipped.
         top_k: how many of the largest log-probabilities to keep for `TokenStats.top_log_p`.
-        bias, softcap, logit_scale, backend, chunk_rows, shard: as for `linear_loss`.
+        bias: ``[V]``, of the head; this and the following as for `linear_loss`.
+        softcap: logits become softcap * tanh(logits / softcap).
+        logit_scale: the logits are multiplied by it.
+        backend: what computes the statistics.
+        chunk_rows: how many tokens are computed at a time.
+        shard: this rank's part of the vocabulary.
 
     Returns:
         One entry for each supervised token, in the order of the targets.

@@ -165,7 +165,8 @@ def _call(name: str, factory: Callable[..., Objective], term: _Term, first: list
     parameters = list(signature.parameters)[len(first) :]
     if len(term.positional) > len(parameters):
         takes = f"takes {', '.join(parameters)}" if parameters else "takes no values"
-        raise ValueError(f"{name}: {len(term.positional)} values given, it {takes}")
+        number = len(term.positional)
+        raise ValueError(f"{name}: {number} value{'s' if number > 1 else ''} given, it {takes}")
     given = dict(zip(parameters, term.positional))
     for key, value in term.named.items():
         if key not in parameters:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
-import logging
 import multiprocessing
 import os
 import resource
@@ -25,8 +24,6 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
     __name__, "deftune.cli", "deftune.training.train", "deftune.training.trainer", "peft", "deftune.comparison.cells",
 ])  # fmt: skip
-# as `deftune.__main__` does: the server imports PEFT, and with it bitsandbytes, without it
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 HANG_SECONDS = 900.0  # ends a wait that would never end, whatever the load
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from deftune.artifacts import checkpoints
 from deftune.artifacts.config import RunConfig
-from deftune.artifacts.display import quiet
+from deftune.artifacts.display import duration, quiet
 from deftune.artifacts.folders import locked
 from deftune.artifacts.models import first_line
 from deftune.artifacts.runs import Run, cut_metrics, find_run, open_run
@@ -326,4 +326,6 @@ def dry_run(config: RunConfig, say: Callable[[str], None]) -> None:
         say(f"{trainable:,} of {everything:,} parameters are trained, in {precision_of(config)}")
         say(f"memory about {peak_gib(trainer.accelerator.device) + state:.1f} GiB, {state:.1f} of it the optimizer's")
         step = seconds * accumulation
-        say(f"a step takes about {step:.1f} s, the run {step * prepared.steps / 60:.0f} min")
+        more = ", without its evaluations" if config.train.eval_steps else ""
+        shown = f"{step:.1f} s" if step >= 1 else duration(step)
+        say(f"a step takes about {shown}, the run {duration(step * prepared.steps)}{more}")
