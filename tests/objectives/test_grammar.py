@@ -37,7 +37,7 @@ leaves = st.one_of(
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.builds(Floor, inner, unit),
+        st.builds(Floor, inner, st.floats(0, 1e6)),
         st.builds(Eos, inner, inner),
         st.builds(Blend, inner, inner, unit),
         st.builds(Warmup, inner, st.floats(0, 0.5, exclude_min=True)),
@@ -142,9 +142,7 @@ def test_an_objective_is_its_own_spec():
         ("mile(1e999)", r"mile: gamma must be from -100 to 100, got inf"),
         ("mile(-2000)", r"mile: gamma must be from -100 to 100, got -2000\.0"),
         ("clip(0)", r"clip: k must be > 0, got 0\.0"),
-        ("deft | floor(-1)", r"floor: g must be from 0 to 1, the gate of NLL, got -1\.0; e\.g\. floor\(0\.1\)"),
-        ("deft | floor(2)", r"floor: g must be from 0 to 1, the gate of NLL, got 2\.0"),
-        ("mile | floor(1e999)", r"floor: g must be from 0 to 1, the gate of NLL, got inf"),
+        ("deft | floor(-1)", r"floor: g must be finite and >= 0, got -1\.0"),
         ("deft | blend(nll, 2)", r"blend: the share w.*got 2\.0"),
         ("deft | warmup(0.6)", r"warmup: f is in \(0, 1/2\].*got 0\.6"),
         ("deft | warmup(0)", r"warmup: f is in"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -46,8 +47,7 @@ class Floor(Modifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # above 1 the floor would pass NLL's gate: every token of `deft` would have the same gate, g
-        require(0 <= self.g <= 1, "floor", "g must be from 0 to 1, the gate of NLL", self.g, "e.g. floor(0.1)")
+        require(math.isfinite(self.g) and self.g >= 0, "floor", "g must be finite and >= 0", self.g, "e.g. floor(0.1)")
 
     def evaluate(self, stats: TokenStats, context: Context = NO_CONTEXT) -> Pair:
         gate, loss = self.inner.evaluate(stats, context)
