@@ -3,13 +3,14 @@
     python benchmarks/cell_overhead.py MODEL --data DATA --json out.json --markdown out.md      # on a GPU
     python benchmarks/cell_overhead.py MODEL --data DATA --rows 64 --micro 1 --questions 4      # a try on a CPU
 
-The cells are those of the study's strong regime (benchmarks/study/strong.yaml: GSM8K, 3,712 rows, 200 rows for the token
-table) with few steps and few questions, which do not count. They run one after the other through `deftune compare`, as
-the study's do: --repeats times a fresh process that takes --cells cells. So the first cell of a process also pays for
-its start, the data and the model, and the later ones do not. The seconds are those of cell.json: `start` is the wait
-for the process, `prepare` data, model and trainer, `around steps` the call of the trainer without its steps, `save` the
-weights taken from it (nothing is written), `load` moving the model, `other` what no part holds. `between` is the time
-from the end of the cell to the end that the scheduler saw, which is in no cell's clock. Needs deftune[train].
+The cells are those of the study's strong regime (benchmarks/study/strong.yaml: GSM8K, 3,712 rows, 200 rows for the
+token table) with few steps and few questions, which do not count. They run one after the other through `deftune
+compare`, as the study's do: --repeats times a fresh process that takes --cells cells. So the first cell of a process
+also pays for its start, the data and the model, and the later ones do not. The seconds are those of cell.json: `start`
+is the wait for the process, `prepare` data, model and trainer, `around steps` the call of the trainer without its
+steps, `save` the weights taken from it (nothing is written), `load` moving the model, `other` what no part holds.
+`between` is the time from the end of the cell to the end that the scheduler saw, which is in no cell's clock. Needs
+deftune[train] and deftune[eval].
 """
 
 from __future__ import annotations
