@@ -21,9 +21,9 @@ clock then run together. A job that has finished (OUT/NAME.done) is not run agai
 minutes left is passed over, so that a shorter one after it may run. So is a job whose result is in benchmarks/results,
 unless --again or --rehearse is given. The exit code is 1 if a job failed.
 
---study gives the minutes that are left to the study's cells. `data` and `models`, which the cells' configs name, become
-links to DATA and MODELS where they do not exist. The cells are merged into OUT/study, which begins as a copy of the
-committed results: copy its files back to benchmarks/study/results.
+--study gives the minutes that are left to the study's cells, --cells at a time. `data` and `models`, which the cells'
+configs name, become links to DATA and MODELS where they do not exist. The cells are merged into OUT/study, which begins
+as a copy of the committed results: copy its files back to benchmarks/study/results.
 
 lora-memory writes a model of 16 GB to the temporary folder: TMPDIR=/dev/shm where the disk is small. Do not change the
 checkout while jobs run: a process that starts later imports other code, or half of it.
@@ -224,8 +224,8 @@ def run_all(jobs: list[Job], folders: dict[str, str], out: Path, end: float, *, 
         return all([*pool.map(run_one, together), good])
 
 
-def run_study(out: Path, folders: dict[str, str], minutes: float) -> bool:
-    """Run missing cells of the study; they are merged into a copy of the committed results, OUT/study."""
+def run_study(out: Path, folders: dict[str, str], minutes: float, cells: int) -> bool:
+    """Run missing cells of the study, ``cells`` at a time, into a copy of the committed results, OUT/study."""
     for name in ("DATA", "MODELS"):
         if not (ROOT / name.lower()).exists():
             (ROOT / name.lower()).symlink_to(folders[name])
@@ -234,7 +234,7 @@ def run_study(out: Path, folders: dict[str, str], minutes: float) -> bool:
     for path in (ROOT / "benchmarks/study/results").glob("*.json"):
         if not (results / path.name).exists():
             shutil.copyfile(path, results / path.name)
-    command = [sys.executable, "-m", "benchmarks.study", "run", "--minutes", f"{minutes:.1f}", "--jobs", "2",
+    command = [sys.executable, "-m", "benchmarks.study", "run", "--minutes", f"{minutes:.1f}", "--jobs", str(cells),
                "--results", str(results)]  # fmt: skip
     return not subprocess.run(command, cwd=ROOT, env=environment()).returncode
 
@@ -268,6 +268,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=28, help="the budget (default: 28)")
     parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--study", action="store_true", help="give the minutes that are left to the study's cells")
+    parser.add_argument("--cells", type=int, default=2, help="cells of the study at a time (default: 2)")
     parser.add_argument("--rehearse", action="store_true", help="small sizes, no GPU: does every job get to its end?")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--list", action="store_true", help="print the jobs and stop")
@@ -315,7 +316,7 @@ def main() -> int:
         good = run_all(jobs, folders, args.out, end, small=args.rehearse)
         left = (end - time.monotonic()) / 60
         if args.study and not args.rehearse and left > 2:
-            good = run_study(args.out, folders, left) and good
+            good = run_study(args.out, folders, left, args.cells) and good
     finally:
         (args.out / "gpu.done").write_text("all finished\n" if good else "something failed\n")
     return int(not good)
