@@ -68,6 +68,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "deftune eaft; varlen; compiled layers; bf16 weights": {"objective": "eaft"} | VARLEN | LAYERS | BF16,
 }
 PEERS = {"unsloth nll": "unsloth", "axolotl nll + Liger": "axolotl"}
+QUIET = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}  # of a peer's process
 OURS = ("attention", "compile_layers", "weights")  # arguments of DeftSFTTrainer
 
 
@@ -240,7 +241,7 @@ def measure_peer(contender: str, args: argparse.Namespace, tokenizer: Any, packs
         path = [str(Path(packages[peer]).resolve()), str(root / "src"), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
             [sys.executable, root / "benchmarks/peer_training.py", peer, folder / "job.json"], cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **QUIET},
             capture_output=True, text=True, timeout=args.timeout,
         )  # fmt: skip
     if done.returncode:
