@@ -13,16 +13,19 @@ is cut off loses nothing. Contenders are forks of a process that has imported wh
 row that says why. MFU counts the products with the weights (`deftune.training.profiling.needed_flops`) against large
 matrix products in the same process.
 
-Needs deftune[train]; Liger's rows need liger-kernel, padding-free TRL needs flash-attn. Not here: unsloth (changes
-transformers and TRL when it is imported, and needs a GPU for that) and torchtitan (has its own models, data, launcher).
+Needs deftune[train]; Liger's rows need liger-kernel, padding-free TRL needs flash-attn. unsloth and axolotl change
+transformers or pin other versions of it: `--peer unsloth=FOLDER` names a folder of packages (unpacked wheels) that only
+its process sees; peer_training.py says how they train. Not here: torchtitan (has its own models, data, launcher).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import statistics
 import subprocess
@@ -64,6 +67,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "deftune nll; varlen; compiled layers; bf16 weights": {"objective": "nll"} | VARLEN | LAYERS | BF16,
     "deftune eaft; varlen; compiled layers; bf16 weights": {"objective": "eaft"} | VARLEN | LAYERS | BF16,
 }
+PEERS = {"unsloth nll": "unsloth", "axolotl nll + Liger": "axolotl"}
+QUIET = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}  # of a peer's process
 OURS = ("attention", "compile_layers", "weights")  # arguments of DeftSFTTrainer
 
 
@@ -178,7 +183,7 @@ def why(error: BaseException) -> str:
 
 def measure_into(out: Path, contender: str, *rest: Any) -> None:
     try:
-        result = measure(contender, *rest)
+        result = (measure_peer if contender in PEERS else measure)(contender, *rest)
     except Exception as error:  # a row of the table
         result = {"error": why(error)}
     out.write_text(json.dumps(result))
@@ -195,7 +200,7 @@ def in_process(contender: str, args: argparse.Namespace, tokenizer: Any, packs: 
         out, start = Path(folder, "result.json"), time.perf_counter()
         process = context.Process(target=measure_into, args=(out, contender, args, tokenizer, packs))
         process.start()
-        process.join(args.timeout)
+        process.join(args.timeout + 60 * (contender in PEERS))  # a peer's process has the time for itself
         result = {"error": f"took more than {args.timeout:g} s"}
         if process.is_alive():
             process.kill()
@@ -205,6 +210,46 @@ def in_process(contender: str, args: argparse.Namespace, tokenizer: Any, packs: 
         if out.exists():
             result = json.loads(out.read_text())
     return {"contender": contender, **result, "wall_seconds": time.perf_counter() - start}
+
+
+def measure_peer(contender: str, args: argparse.Namespace, tokenizer: Any, packs: list[Any]) -> dict[str, Any]:
+    """`measure` for a peer: write the model and the rows, and train them in a process that sees the peer's packages."""
+    from peer_training import Job
+
+    from deftune.training.profiling import needed_flops
+
+    peer, packages = PEERS[contender], dict(args.peer)
+    if peer not in packages:
+        raise ImportError(f"give the folder of its packages by --peer {peer}=FOLDER")
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        model = load(args, "auto")
+        model.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        operations = needed_flops(model, 1, 0), needed_flops(model, 0, 1)
+        del model
+        torch.cuda.empty_cache()
+        with (folder / "rows.jsonl").open("w") as file:
+            for pack in packs:
+                for end, size in zip(itertools.accumulate(pack.lengths), pack.lengths, strict=True):
+                    row = {name: getattr(pack, name)[end - size : end] for name in ("input_ids", "labels")}
+                    file.write(json.dumps(row) + "\n")
+        sizes = {name: getattr(args, name) for name in ("length", "micro", "accumulation", "warmup", "steps")}
+        job = Job(str(folder / "model"), str(folder / "rows.jsonl"), str(folder), **sizes)
+        (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)))
+        root = Path(__file__).resolve().parents[1]
+        path = [str(Path(packages[peer]).resolve()), str(root / "src"), os.environ.get("PYTHONPATH", "")]
+        done = subprocess.run(
+            [sys.executable, root / "benchmarks/peer_training.py", peer, folder / "job.json"], cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), **QUIET},
+            capture_output=True, text=True, timeout=args.timeout,
+        )  # fmt: skip
+    if done.returncode:
+        print(done.stderr[-6000:], file=sys.stderr, flush=True)
+        raise RuntimeError((done.stderr.strip() or "no output").splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
+    result["flops"] = result["tokens"] * operations[0] + result.pop("supervised") * operations[1]
+    return result
 
 
 def main() -> None:
@@ -222,22 +267,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="how often to run the list of contenders")
     parser.add_argument("--only", default="", help="contenders whose name this regular expression finds")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a contender (default: 300)")
+    parser.add_argument("--peer", type=lambda text: tuple(text.split("=", 1)), action="append", default=[],
+                        metavar="NAME=FOLDER", help="packages for the processes of unsloth or axolotl")  # fmt: skip
     parser.add_argument("--json", type=Path, help="append each result to this file of JSON lines")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--table", type=Path, help="print the table of a --json file, and do nothing else")
     parser.add_argument("--list", action="store_true", help="print the contenders, and do nothing else")
     args = parser.parse_args()
     if args.list:
-        print("\n".join(CONTENDERS))
+        print("\n".join([*CONTENDERS, *PEERS]))
         return
     if args.table:
         print(render([json.loads(line) for line in args.table.read_text().splitlines()]))
         return
     if args.model is None or args.data is None:
         parser.error("give a model and a data file")
-    chosen = [name for name in CONTENDERS if re.search(args.only, name)]
+    if wrong := [peer for peer in args.peer if peer[0] not in PEERS.values() or not Path(peer[-1], peer[0]).is_dir()]:
+        parser.error(f"--peer {'='.join(wrong[0])}: give unsloth=FOLDER or axolotl=FOLDER, a folder with that package")
+    chosen = [name for name in (*CONTENDERS, *PEERS) if re.search(args.only, name)]
     if not chosen:
-        parser.error(f"--only: {args.only!r} finds none of: {', '.join(CONTENDERS)}")
+        parser.error(f"--only: {args.only!r} finds none of: {', '.join([*CONTENDERS, *PEERS])}")
     shown = " ".join(a if a.isascii() and not re.search(r"[\s;|()]", a) else repr(a) for a in sys.argv)
     head = {"command": shown, "machine": f"{machine()}, torch {torch.__version__}",
             "what": f"Sequences of {args.length}, {args.micro} x {args.accumulation} a step; {args.steps} steps timed "
