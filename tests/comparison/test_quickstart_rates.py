@@ -36,7 +36,8 @@ def points(value):
 OPTIONS = {
     "quickstart_rates": "",
     "quickstart_rates_clean": " --clean",
-    "quickstart_rates_gemma": " --model models/gemma-3-270m.gguf --template plain",
+    "quickstart_rates_gemma": " --model models/gemma-3-270m.gguf --template plain"
+    " --rates 2.5e-5 5e-5 1e-4 2e-4 5e-4 1e-3 2e-3",
 }
 
 
@@ -54,8 +55,7 @@ def test_the_figures_at_equal_learning(rates):
           for name in ("wrong answers", "held-out, greedy")}  # fmt: skip
     wrong, greedy = at["wrong answers"], at["held-out, greedy"]
     nll, deft = (points(wrong[objective].value) for objective in ("nll", "deft"))
-    readme, page = text_of("README.md"), text_of("docs/choosing.md")
-    assert f"counted by sampled answers, NLL has learnt {nll}% of them, and DEFT {deft}%" in readme
+    page = text_of("docs/choosing.md")
     assert f"NLL has learnt {nll}% of the wrong ones and DEFT {deft}%" in page
     fewer, more = wrong["deft"], greedy["deft"]
     assert f"{points(fewer.difference)} points [{points(fewer.low)}, {points(fewer.high)}]" in page
@@ -68,18 +68,12 @@ def test_the_figures_at_equal_greedy_answers(rates):
     at = {name: {cell.objective: cell for cell in rates.matched(new, tables[name]) if cell.learnt == 0.8}
           for name in ("wrong, greedy", "held-out, greedy")}  # fmt: skip
     wrong, heldout = at["wrong, greedy"], at["held-out, greedy"]
-    readme, page = text_of("README.md"), text_of("docs/choosing.md")
+    page = text_of("docs/choosing.md")
     (taught,) = {points(wrong[objective].value) for objective in ("nll", "deft")}
-    assert (
-        f"Counted by greedy answers, both have learnt {taught}% of the wrong ones" in readme
-        and f"both give {taught}% of the wrong ones" in page
-    )
+    assert f"both give {taught}% of the wrong ones" in page
     low, high = points(wrong["deft"].low), points(wrong["deft"].high)
     assert wrong["deft"].low < 0 < wrong["deft"].high and f"(difference [{low}, +{high}])" in page
-    nll, deft = (points(heldout[objective].value) for objective in ("nll", "deft"))
-    untuned, more = points(tables["held-out, greedy"].base), heldout["deft"]
-    assert f"right in {nll}% with NLL and in {deft}% with DEFT ({untuned}% before training)" in readme
-    assert f"+{points(more.difference)} points [+{points(more.low)}, +{points(more.high)}]" in readme
+    more = heldout["deft"]
     assert f"still {points(more.difference)} points better [{points(more.low)}, {points(more.high)}]" in page
 
 
@@ -114,41 +108,70 @@ def test_with_right_labels_the_objectives_differ_by_less_than_a_point(rates):
         assert len(found) == 5 and all(abs(cell.difference) < 0.01 for cell in found)
 
 
+def at_equal_learning(rates, name):
+    """By measure and objective, where 80% of the new right answers are learnt."""
+    _, tables = read(rates, name)
+    new = tables["new right answers"]
+    return tables, {
+        measure: {cell.objective: cell for cell in rates.matched(new, tables[measure]) if cell.learnt == 0.8}
+        for measure in ("wrong answers", "held-out, greedy")
+    }
+
+
+def test_the_table_of_the_readme(rates):
+    readme = text_of("README.md")
+    wrong: dict[str, list[str]] = {"nll": [], "deft": []}
+    for model, name in (("SmolLM2-135M", "quickstart_rates"), ("Gemma-3-270M", "quickstart_rates_gemma")):
+        tables, at = at_equal_learning(rates, name)
+        cells, curves = at["held-out, greedy"], tables["held-out, greedy"].curves()
+        base, more = points(tables["held-out, greedy"].base), cells["deft"]
+        shares = " | ".join(f"{points(cells[objective].value)}%" for objective in ("nll", "deft"))
+        interval = f"+{points(more.difference)} [+{points(more.low)}, +{points(more.high)}]"
+        assert f"| {model}, equal learning | {base}% | {shares} | {interval} |" in readme
+        best = " | ".join(f"{points(max(curves[objective]))}%" for objective in ("nll", "deft"))
+        assert f"| {model}, best learning rate of each | {base}% | {best} | |" in readme
+        for objective, shown in wrong.items():
+            shown.append(points(at["wrong answers"][objective].value))
+    nll, deft = wrong["nll"], wrong["deft"]
+    assert f"NLL has then learnt {nll[0]}% and {nll[1]}% of the wrong ones, DEFT {deft[0]}% and {deft[1]}%" in readme
+
+
 def test_the_figures_of_the_second_model(rates):
-    _, tables = read(rates, "quickstart_rates_gemma")
+    results, at_80 = read(rates, "quickstart_rates_gemma")[0], at_equal_learning(rates, "quickstart_rates_gemma")
+    tables, cells = at_80
     new, wrong, greedy = (tables[name] for name in ("new right answers", "wrong answers", "held-out, greedy"))
     given, taught_greedily = tables["new right, greedy"], tables["wrong, greedy"]
     assert new.seeds == [0, 1, 2] and new.objectives == ["nll", "deft"]
-    assert all(cell.objective == "nll" for cell in rates.matched(new, wrong))  # DEFT's curve crosses no level
+    readme, page = text_of("README.md"), text_of("docs/choosing.md")
+    nll, deft = (cells["wrong answers"][objective] for objective in ("nll", "deft"))
+    assert f"NLL has learnt {points(nll.value)}% of the wrong ones and DEFT {points(deft.value)}%" in page
+    assert f"(difference {points(deft.difference)} points [{points(deft.low)}, {points(deft.high)}])" in page
+    more = cells["held-out, greedy"]["deft"]
+    assert f"{points(more.difference)} points better greedily [{points(more.low)}, {points(more.high)}]" in page
 
     def at(table, objective, rate):
-        return points(table.curves()[objective][rates.RATES.index(rate)])
+        return points(table.curves()[objective][results["rates"].index(rate)])
 
-    readme, page = text_of("README.md"), text_of("docs/choosing.md")
-    learnt, taught = at(new, "deft", 1e-4), at(wrong, "deft", 1e-4)
-    assert f"At 1e-4 DEFT has learnt {learnt}% of the new right answers and {taught}% of the wrong ones" in page
-    assert f"answers {at(greedy, 'deft', 1e-4)}% of the held-out questions greedily" in page
-    text = f"NLL has learnt {at(new, 'nll', 1e-4)}% and {at(wrong, 'nll', 1e-4)}% at this rate, and answers "
-    assert f"{text}{at(greedy, 'nll', 1e-4)}% ({points(greedy.base)}% before training)" in page
-    best = [points(max(greedy.curves()[objective])) for objective in ("deft", "nll")]
-    assert best == [at(greedy, objective, 1e-4) for objective in ("deft", "nll")]
-    assert f"best rate of DEFT gives {best[0]}% and that of NLL {best[1]}%" in readme
-    assert (
-        f"gives {at(given, 'deft', 1e-4)}% of the new right answers at this rate, and NLL {at(given, 'nll', 1e-4)}%"
-        in page
-    )
-    assert f"({new.base:.2f} on average)" in page
-    assert at(given, "nll", 2e-4) == "100" and f"with {at(taught_greedily, 'nll', 2e-4)}% of the wrong ones" in page
-    assert f"answers {at(greedy, 'nll', 2e-4)}% of the held-out questions. From" in page
+    best = {objective: curve.max() for objective, curve in greedy.curves().items() if objective in ("nll", "deft")}
+    assert points(best["deft"]) == at(greedy, "deft", 5e-5) and points(best["nll"]) == at(greedy, "nll", 1e-4)
+    text = f"DEFT answers {points(best['deft'])}% of the held-out questions greedily (5e-5), NLL {points(best['nll'])}%"
+    assert f"{text} (1e-4), the untuned model {points(greedy.base)}%" in page
+    assert f"({points(best['deft'])}% at 5e-5, NLL {points(best['nll'])}% at 1e-4; no interval)" in page
+    for rate in (5e-5, 1e-4):
+        assert at(taught_greedily, "deft", rate) == at(taught_greedily, "nll", rate) == "0"
+    assert round(given.curves()["deft"][1], 1) == round(given.curves()["nll"][2], 1) == 0.9
+    text = f"at 1e-4 it gives {at(given, 'nll', 1e-4)}% of the new right answers greedily and has learnt"
+    assert f"{text} {at(new, 'nll', 1e-4)}% by probability" in page
+    assert f"DEFT gives {at(given, 'deft', 1e-4)}% and has learnt {at(new, 'deft', 1e-4)}%" in page
     low, high = ([at(table, "nll", rate) for table in (new, wrong, greedy)] for rate in (5e-4, 1e-3))
     assert f"{low[0]}% at 5e-4 and {high[0]}% at 1e-3, with {low[1]}% and {high[1]}% of the wrong answers" in page
     assert f"it then answers {low[2]}% and {high[2]}% of the held-out questions" in page
-    most = max(wrong.curves()["deft"][:4])
+    most = max(wrong.curves()["deft"][:6])
     assert f"DEFT learns at most {points(most)}% of the wrong answers" in page
     more = [f"{at(table, 'deft', 2e-4)}% against {at(table, 'nll', 2e-4)}%" for table in (wrong, new)]
     assert f"more of the wrong answers than NLL, {more[0]} (all" in page and f"new right ones, {more[1]}." in page
     nll, deft = ([at(table, objective, 2e-3) for table in (new, greedy)] for objective in ("nll", "deft"))
-    assert f"fewer right answers than NLL ({deft[0]}% against {nll[0]}%)" in readme
+    assert f"fewer right answers with DEFT than with NLL ({deft[0]}% against {nll[0]}%)" in readme
     assert f"it learns {deft[0]}% of the new right answers and NLL {nll[0]}%, and answers {deft[1]}%" in page
     assert f"of the held-out questions, NLL {nll[1]}%" in page
 
