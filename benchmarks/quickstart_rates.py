@@ -35,8 +35,8 @@ comparison cannot be made. `linear` and `deft | floor(0.2)` lack runs of some se
 
 Added after these results were seen, and before any run at the new rates: NLL and DEFT are also trained at 5e-5 and
 2.5e-5, all seeds, so that the planned comparison at the level 0.8 can be made. If DEFT has learnt more than 0.8 at
-both, 1.25e-5 follows. Everything else stays as planned. What came of it: DEFT has learnt 0.61 at 2.5e-5, and the primary
-comparison confirms SmolLM2's result in both measures (docs/choosing.md).
+both, 1.25e-5 follows. Everything else stays as planned. What came of it: DEFT has learnt 0.61 at 2.5e-5, and the
+primary comparison confirms SmolLM2's result in both measures (docs/choosing.md).
 
 A command that was stopped continues. Needs deftune[train].
 """
