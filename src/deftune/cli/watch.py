@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.terminal import printable
 from deftune.cli.options import need
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -51,7 +52,7 @@ def render(records: list[dict[str, Any]], state: str, tasks: list[str], width: i
                 f"{name:<14}{values[0]:>10.4g} {curve(values, room):<{room}} {values[-1]:<10.4g}"
                 f"({min(values):.4g} to {max(values):.4g})"
             )
-    return "\n".join(lines) if len(lines) > 1 else f"{lines[0]}: no records yet"
+    return printable("\n".join(lines) if len(lines) > 1 else f"{lines[0]}: no records yet")
 
 
 def run_watch(args: argparse.Namespace) -> int:
