@@ -267,11 +267,11 @@ class Result:
         path = self.folder / "settings.json"
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
                 f"{self.folder}: is no result (no settings.json); `deftune eval run MODEL` makes one"
             ) from error
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         wrong = misfit(content, SETTINGS)
         if wrong is None and content["suite"] != "heldout":
@@ -322,7 +322,7 @@ class Result:
             raise ValueError(f"{self.folder}: has no summary yet; run the same `deftune eval` again, it goes on")
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         wrong = misfit(content, {"settings": {"suite": str}})
         if wrong is None:
