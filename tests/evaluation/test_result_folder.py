@@ -320,7 +320,7 @@ def test_settings_that_cannot_be_read_are_not_missing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", refused)
     for read in (result.settings, lambda: result.check(SETTINGS, TASKS)):
-        with pytest.raises(PermissionError, match="settings.json"):
+        with pytest.raises(PermissionError, match=r"settings\.json"):
             read()
 
 
