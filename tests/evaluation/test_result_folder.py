@@ -308,6 +308,25 @@ def test_damaged_settings_are_named(content, tmp_path):
             read()
 
 
+def test_answers_of_other_weights_are_refused(tmp_path):
+    """A run that was trained again under the same name does not get the scores of the old weights."""
+    folder = tmp_path / "r"
+    with Result(folder).writing(SETTINGS, TASKS, weights="old"):
+        ask(Result(folder), SETTINGS, TASKS, Sampler())
+    for weights in ("old", None):  # None: the weights are gone, and the recorded answers can still be graded
+        assert Result(folder).check(SETTINGS, TASKS, weights=weights) == []
+    with pytest.raises(ValueError, match="its answers are of other weights than m has now; choose another folder"):
+        Result(folder).check(SETTINGS, TASKS, weights="new")
+
+
+def test_weights_of_an_older_result_are_not_known(tmp_path):
+    result = run(tmp_path / "r")
+    with result.writing(SETTINGS, TASKS, weights="now"):
+        pass
+    assert "weights" not in result.settings()
+    assert result.check(SETTINGS, TASKS, weights="later") == []
+
+
 def test_settings_that_cannot_be_read_are_not_missing(tmp_path, monkeypatch):
     """Another user's result is a result: it is neither begun again nor called damaged."""
     result = run(tmp_path / "r")
