@@ -314,11 +314,13 @@ def check_embedded(model: Any, tokenizer: Any, ids: Iterable[int], where: str) -
     """Refuse a token without a row in the model's embedding: an IndexError on a CPU and a device assert on a GPU.
 
     Args:
-        model: a causal LM.
+        model: a causal LM of transformers.
         tokenizer: names the token in the error.
         ids: the tokens that the model would get.
         where: what they are the tokens of.
     """
+    if not hasattr(model, "get_input_embeddings"):  # a wrapper of a model, which says nothing of its embedding
+        return
     size = int(model.get_input_embeddings().weight.shape[0])
     above = next((token for token in ids if token >= size), None)
     if above is not None:
