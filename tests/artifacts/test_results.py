@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from deftune.artifacts.checkpoints import checkpoints
 from deftune.artifacts.models import load_tokenizer
-from deftune.artifacts.results import encoding_of, load_result, prompt_options
+from deftune.artifacts.results import encoding_of, load_result, prompt_options, weights_digest
 from deftune.artifacts.runs import Run
 from deftune.artifacts.templates import TEMPLATES
 from deftune.cli import main
@@ -208,3 +209,21 @@ def test_a_run_keeps_the_template_it_was_trained_with(make_config, tmp_path):
     with open(os.devnull, "w") as nowhere:
         outcome = train_run(make_config(tmp_path / "run", {"data.template": "plain"}), Console(file=nowhere))
     assert load_tokenizer(str(outcome.run.model)).chat_template == TEMPLATES["plain"]
+
+
+def test_the_digest_tells_weights_apart(tiny_model, lora_run, tmp_path):
+    """Of the same name, of a copy, of an adapter over another base model; without loading anything."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model, copy)
+    before = weights_digest(str(copy))
+    assert before == weights_digest(str(tiny_model)) is not None
+    path = copy / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-2000] + bytes(byte ^ 1 for byte in content[-2000:]))
+    assert weights_digest(str(copy)) not in (None, before)
+    steps = [step.name.rpartition("-")[2] for step in checkpoints(lora_run.checkpoints)]
+    names = [str(lora_run.folder), f"{lora_run.folder}:0", *(f"{lora_run.folder}:{step}" for step in steps)]
+    digests = [weights_digest(name) for name in names]
+    assert digests[1] == before and all(digest.endswith(f"+{before}") for digest in [digests[0], *digests[2:]])
+    assert len(set(digests)) == len(digests) - 1  # the result is the last checkpoint
+    assert weights_digest("org/model") is weights_digest("smollm2") is weights_digest(str(tmp_path)) is None

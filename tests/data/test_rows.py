@@ -114,6 +114,7 @@ BAD_LINES = {
         "tool_calls outside an assistant turn (message 1 (user))",
     ),
     "tools not JSON": (chat(("user", "q"), ("assistant", "a"), tools="{"), "'tools' is not JSON ({)"),
+    "tools nested too deep": (chat(("user", "q"), ("assistant", "a"), tools="[" * 20_000), "'tools' is not JSON ([[["),
     "tools of texts": (
         chat(("user", "q"), ("assistant", "a"), tools=["f"]),
         "a tool is not an object (it is a string)",

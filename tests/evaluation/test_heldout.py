@@ -271,6 +271,10 @@ def test_a_run_is_measured_as_it_was_trained_and_its_base_like_it(folder, monkey
     assert "the 2 rows with the highest NLL" in capsys.readouterr().out
     assert main(["eval", "heldout", "runs/a", *heldout, "x", "--template", "chatml"]) == 2
     assert "was trained with its own" in capsys.readouterr().err
+    weights = folder / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4000] + bytes(4000))  # the same name, other weights
+    assert main(["eval", "heldout", "model", *heldout, "results/other/tokens"]) == 2
+    assert "its answers are of other weights than model has now" in capsys.readouterr().err
 
 
 def test_bad_rows_are_refused_or_set_aside(folder, monkeypatch, capsys):

@@ -1,8 +1,10 @@
 """A result's folder: which questions it is of, who writes it, and what is said of a file that is damaged."""
 
+import errno
 import json
 import multiprocessing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from result_holder import hold
@@ -278,6 +280,7 @@ def test_damaged_grades_are_named_and_made_again(damage, text, tmp_path):
     ("content", "text"),
     [
         ("", "it is not JSON or null"),
+        ("[" * 100_000, "it is not JSON or null"),
         ("[1, 2]", "it is a list"),
         ("{}", "no 'settings'"),
         ('{"settings": {"suite": ""}}', "no 'rows'"),
@@ -294,12 +297,49 @@ def test_a_summary_of_another_shape_is_named(content, text, tmp_path):
     assert f"summary.json: is damaged or of another version ({text}); run the same" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"suite": "", "tasks": []}', '{"suite": "", "tasks": {}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "[" * 100_000, '{"suite": "", "tasks": []}', '{"suite": "", "tasks": {}}']
+)
 def test_damaged_settings_are_named(content, tmp_path):
     result = run(tmp_path / "r")
     (result.folder / "settings.json").write_text(content)
     for read in (result.settings, result.read_graded, lambda: result.check(SETTINGS, TASKS)):
         with pytest.raises(ValueError, match=r"settings.json: is damaged \(.*\); evaluate again into another folder"):
+            read()
+
+
+def test_answers_of_other_weights_are_refused(tmp_path):
+    """A run that was trained again under the same name does not get the scores of the old weights."""
+    folder = tmp_path / "r"
+    with Result(folder).writing(SETTINGS, TASKS, weights="old"):
+        ask(Result(folder), SETTINGS, TASKS, Sampler())
+    for weights in ("old", None):  # None: the weights are gone, and the recorded answers can still be graded
+        assert Result(folder).check(SETTINGS, TASKS, weights=weights) == []
+    with pytest.raises(ValueError, match="its answers are of other weights than m has now; choose another folder"):
+        Result(folder).check(SETTINGS, TASKS, weights="new")
+
+
+def test_weights_of_an_older_result_are_not_known(tmp_path):
+    result = run(tmp_path / "r")
+    with result.writing(SETTINGS, TASKS, weights="now"):
+        pass
+    assert "weights" not in result.settings()
+    assert result.check(SETTINGS, TASKS, weights="later") == []
+
+
+def test_settings_that_cannot_be_read_are_not_missing(tmp_path, monkeypatch):
+    """Another user's result is a result: it is neither begun again nor called damaged."""
+    result = run(tmp_path / "r")
+    read_text = Path.read_text
+
+    def refused(path, *args, **kwargs):
+        if path.name == "settings.json":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    for read in (result.settings, lambda: result.check(SETTINGS, TASKS)):
+        with pytest.raises(PermissionError, match=r"settings\.json"):
             read()
 
 

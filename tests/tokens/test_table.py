@@ -21,6 +21,7 @@ from deftune.tokens import table as tokens
 from deftune.tokens.head import shifted
 from deftune.tokens.passes import Measurement, batches_of, token_passes
 from deftune.tokens.table import (
+    METADATA_KEY,
     ROW_SCHEMA,
     TOKEN_COLUMNS,
     read_rows_table,
@@ -339,6 +340,9 @@ def test_files_that_are_no_token_tables_are_refused(tmp_path, table):
         read_token_table(tmp_path / "none.parquet")
     with pytest.raises(ValueError, match=r"text\.parquet: is no Parquet file"):
         read_token_table(tmp_path / "text.parquet")
+    for damaged in (b"", b"[" * 100_000, b"[1]"):
+        with pytest.raises(ValueError, match="the facts that the token table was written with are damaged"):
+            table_facts(pa.table({}).replace_schema_metadata({METADATA_KEY: damaged}))
     with pytest.raises(ValueError, match="is no token table of deftune \\(it has no column 'position'\\)"):
         read_token_table(tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="has no column 'gate:clip'; it has row, position"):

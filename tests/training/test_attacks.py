@@ -127,6 +127,12 @@ def commands(scene: Scene, model: str) -> dict[str, list[str]]:
         "train": ["train", model],
         "dry_run": ["train", model, "--dry-run"],
         "config_file": ["train", f"{model}/config.yaml"],
+        "advise": ["advise", model, data, "--rows", "4"],
+        "export": ["export", "axolotl", model, "--out", str(scene.folder / "exported")],
+        "export_gguf": ["export", "gguf", model, "--out", str(scene.folder / "exported.gguf")],
+        "plan": ["plan", model],
+        "plan_file": ["plan", f"{model}/config.yaml"],
+        "preview": ["data", "preview", f"{model}/config.yaml"],
     }
 
 
@@ -136,7 +142,11 @@ def asking_run(scene: Scene) -> Path:
     return edit_run(scene.copy(scene.lora), name=str(base), trust_remote_code=True)
 
 
-@attacks(**{name: name for name in ("chat", "inspect", "eval", "tokens", "merge")})
+@attacks(**{
+    name: name
+    for name in ("chat", "inspect", "eval", "tokens", "merge", "advise", "export", "export_gguf", "plan", "plan_file",
+                 "preview")
+})  # fmt: skip
 def a_run_that_asks_for_its_base_models_code(scene: Scene, command: str) -> list[str]:
     return commands(scene, str(asking_run(scene)))[command]
 
@@ -539,7 +549,10 @@ def test_attack(scene, name, capsys):
         assert len(errors) == 1 and "Traceback" not in output.err
 
 
-@pytest.mark.parametrize("command", ["chat", "inspect", "eval", "tokens", "merge", "train"])
+@pytest.mark.parametrize(
+    "command",
+    ["chat", "inspect", "eval", "tokens", "merge", "train", "advise", "export", "export_gguf", "plan", "preview"],
+)
 def test_the_code_runs_when_the_user_says_so(scene, command, capsys):
     """What the attacks above would have done: the same folder and command, with the flag."""
     run = asking_run(scene)
@@ -557,13 +570,13 @@ def test_a_config_of_ones_own_says_so(scene, capsys):
     assert scene.mark.exists()
 
 
-@pytest.mark.parametrize("command", ["chat", "train"])
+@pytest.mark.parametrize("command", ["chat", "train", "export", "plan", "preview"])
 def test_what_the_run_asks_for_is_said(scene, command, capsys):
     run = asking_run(scene)
     assert main(commands(scene, str(resumable(run) if command == "train" else run))[command]) == 2
     err = capsys.readouterr().err
     assert "read that code, and pass --trust-remote-code if you trust it" in err
-    assert f"{run}: the run {'asks to execute' if command == 'train' else 'was trained with'} the code of " in err
+    assert f"the run {'was trained with' if command == 'chat' else 'asks to execute'} the code of " in err
 
 
 def test_nothing_that_executes_is_in_the_package():

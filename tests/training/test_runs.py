@@ -85,11 +85,20 @@ def test_a_pipe_is_not_waited_for(run, capsys, name):
 
 @pytest.mark.parametrize("name", ["status.json", "metrics.jsonl"])
 @pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"state": {}, "step": []}', "\ud800".encode("utf-8", "surrogatepass")]
-)
+    "content",
+    [
+        "[" * 100_000, '{"state": {}, "step": []}', "\ud800".encode("utf-8", "surrogatepass"),
+        '{"state": "running", "step": Infinity}', f'{{"state": "running", "step": 1, "nll": {"9" * 400}}}\n',
+        '{"state": "\\u001b[2J", "step": 1, "nll": 1}\n',
+    ],
+    ids=["deep", "types", "bytes", "infinity", "huge", "escape"],
+)  # fmt: skip
 def test_absurd_records_are_listed(run, capsys, name, content):
     (run.folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert len(list_runs(run.folder.parent, capsys)) == 1
+    for command in ("runs", "watch"):
+        assert main([command, str(run.folder)]) == 0
+        assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_read_only_file_system_is_listed(tmp_path, make_config, capsys):

@@ -1,5 +1,6 @@
 """No weight is left at random: files that do not hold exactly the model's tensors are refused, with their names."""
 
+import io
 import json
 import os
 import shutil
@@ -319,6 +320,7 @@ def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path, tiny_model, cache, 
         ({"hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
         ({"model_type": ["llama"]}, "cannot load "),
         ({"model_type": "unknown"}, "has model type `unknown`"),
+        ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers: 1000000000 is no number of layers"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
             "is quantised (bitsandbytes)",
@@ -332,6 +334,22 @@ def test_a_wrong_config_json_is_one_line(copy, capsys, content, text):
     assert main(["chat", str(copy)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and text.format(model=copy) in lines[0], lines
+
+
+@pytest.mark.parametrize("command", ["chat", "inspect", "eval heldout", "advise", "analyze tokens"])
+def test_a_token_without_an_embedding_is_one_line(copy, chat_file, tmp_path, monkeypatch, capsys, command):
+    """An IndexError on a CPU, a device assert on a GPU."""
+    tokenizer = load_tokenizer(str(copy))
+    size = len(tokenizer)
+    assert tokenizer.add_tokens(["What is"]) == 1
+    tokenizer.save_pretrained(copy)
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 1 plus 2?\n"))
+    data = ["--data", str(chat_file)] if command == "eval heldout" else [str(chat_file)] if command != "chat" else []
+    out = [] if command in ("chat", "inspect", "advise") else ["--out", str(tmp_path / "out.parquet")]
+    rows = [] if command == "chat" else ["--rows", "4"]
+    assert main([*command.split(), str(copy), *data, *rows, *out]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("deftune: ")]
+    assert len(errors) == 1 and f"the model's embedding {size}: token {size} ('What is', " in errors[0], errors
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "{}", '{"model": {}, "added_tokens": 3}'])

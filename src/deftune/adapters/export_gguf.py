@@ -69,8 +69,9 @@ class ExportedGguf:
 
 
 def export_gguf(
-    name: str, out: Path, *, type: str = "f16", notice: Callable[[str], None] = lambda _: None
-) -> ExportedGguf:
+    name: str, out: Path, *, type: str = "f16", notice: Callable[[str], None] = lambda _: None,
+    trust_remote_code: bool = False,
+) -> ExportedGguf:  # fmt: skip
     """Write a run or a model as a GGUF file; the adapter of a LoRA run is merged into the weights first.
 
     Matrices have the type that is asked for; norms and biases are float32. The whole model is held in memory in
@@ -81,6 +82,7 @@ def export_gguf(
         out: the file to write; its name ends in .gguf.
         type: "f32", "f16", "bf16" or "q8_0" (8 bits, in blocks of 32 with a scale).
         notice: gets a line about anything that takes long.
+        trust_remote_code: run the code of the model's repository.
 
     Returns:
         The file, and notes on what differs from what was asked for.
@@ -98,7 +100,7 @@ def export_gguf(
     if out.exists():
         raise ValueError(f"export gguf: {out} exists; name another file")
     with quiet():
-        model, tokenizer = load_result(name, notice)
+        model, tokenizer = load_result(name, notice, trust_remote_code=trust_remote_code)
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload(safe_merge=True)
     return write_gguf(

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -64,6 +64,7 @@ PACKAGED = {
         "apache-2.0",
     )
 }
+MOST_LAYERS = 10_000
 # llama.cpp's names of ways to split text with which it takes a word that is a token as it is, whatever the merges say
 LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
 
@@ -139,7 +140,11 @@ def read_object(path: Path, before: str = "", after: str = "") -> dict[str, Any]
 
 def _check_model_config(path: Path) -> None:
     """Refuse a config.json for which transformers' own error would be misleading."""
-    quantized: Any = read_object(path, "model: ", "; download or convert the model again").get("quantization_config")
+    content = read_object(path, "model: ", "; download or convert the model again")
+    layers: Any = content.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build them before it reads the weights
+        raise ValueError(f"{path}: num_hidden_layers: {layers} is no number of layers; download the model again")
+    quantized: Any = content.get("quantization_config")
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise ValueError(
@@ -310,6 +315,31 @@ def load_tokenizer(source: str, *, revision: str | None = None, trust_remote_cod
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is never supervised
     return tokenizer
+
+
+def check_embedded(model: Any, tokenizer: Any, ids: Iterable[int], where: str) -> None:
+    """Refuse a token without a row in the model's embedding: an IndexError on a CPU and a device assert on a GPU.
+
+    Args:
+        model: a causal LM of transformers.
+        tokenizer: names the token in the error.
+        ids: the tokens that the model would get.
+        where: what they are the tokens of.
+    """
+    if not hasattr(model, "get_input_embeddings"):  # a wrapper of a model, which says nothing of its embedding
+        return
+    size = int(model.get_input_embeddings().weight.shape[0])
+    above = next((token for token in ids if token >= size), None)
+    if above is not None:
+        raise not_embedded(tokenizer, above, where, size)
+
+
+def not_embedded(tokenizer: Any, token: int, where: str, size: int, of: str = "") -> ValueError:
+    return ValueError(
+        f"model: the tokenizer{of} has {len(tokenizer):,} tokens and the model's embedding {size:,}: token {token} "
+        f"({tokenizer.convert_ids_to_tokens(token)!r}, {where}) has no embedding; use the tokenizer that the model was "
+        f"trained with, or enlarge the embedding with resize_token_embeddings({len(tokenizer)}) and save the model"
+    )
 
 
 def load_model(

@@ -5,6 +5,7 @@ The model's encoding, the arguments of an `Encoder`, is that of its training run
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from deftune.artifacts.checkpoints import PREFIX, checkpoints, step_of
 from deftune.artifacts.config import Data
-from deftune.artifacts.folders import MANIFEST, FolderError, verify
+from deftune.artifacts.folders import MANIFEST, FolderError, read_manifest, verify
 from deftune.artifacts.models import (
     cannot_load,
     check_loaded,
@@ -176,6 +177,54 @@ def result_folder(run: Run) -> Path:
         state = run.status()["state"]
         raise ValueError(f"{run.folder}: has no model yet (the run is {state}); `deftune train {run.folder}` goes on")
     return verified(run.model)
+
+
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights without a manifest: training changes nearly all of its bytes
+
+
+def weights_digest(model: str) -> str | None:
+    """What tells a model's weights from other ones under the same name, without loading them.
+
+    Of a sealed folder the sha256 of its manifest's entries for weights; of other folders and of .gguf files that of
+    their sizes and of `SAMPLES` pieces of each file. A LoRA adapter's digest contains that of its base model.
+
+    Returns:
+        The digest; None for a hub id, a packaged model, and for files that are not there or cannot be read.
+    """
+    try:
+        run, step = parse_result(model)
+        if run is None:
+            path = Path(model).expanduser()
+            return _digest(path) if path.is_dir() or path.suffix == ".gguf" else None
+        config = run.read_config()
+        if step == 0:
+            return weights_digest(config.model.name)
+        folder = run.model if step is None else run.checkpoints / f"{PREFIX}{step}"
+        digest = _digest(folder)
+        return f"{digest}+{weights_digest(config.model.name)}" if is_adapter(folder) else digest
+    except (OSError, ValueError):
+        return None
+
+
+def _digest(place: Path) -> str:
+    """`weights_digest` of a folder or a file."""
+    digest = hashlib.sha256()
+    if (place / MANIFEST).is_file():
+        for name, entry in sorted(read_manifest(place / MANIFEST)[1].items()):
+            if name.endswith(".safetensors"):
+                digest.update(f"{name} {entry}\n".encode())
+        return digest.hexdigest()[:16]
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files:
+        raise ValueError(f"{place}: no weights")
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for piece in range(SAMPLES):
+                file.seek(piece * max(size - SAMPLE_BYTES, 0) // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def verified(folder: Path) -> Path:

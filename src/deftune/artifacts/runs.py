@@ -58,7 +58,7 @@ class Run:
         try:
             status = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}  # a pipe would block
             return {**status, "state": str(status["state"]), "step": int(status["step"])}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # int(Infinity) overflows
             return {"state": "new", "step": 0}
 
     def has_result(self) -> bool:
@@ -89,12 +89,19 @@ class Run:
         records: list[dict[str, Any]] = []
         for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                record = json.loads(line)
+                record = json.loads(line, parse_int=_bounded)
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):  # pyright: ignore
                 records.append(record)  # pyright: ignore[reportUnknownArgumentType]
         return records
+
+
+def _bounded(digits: str) -> int:
+    """A whole number that a float can hold; a record with a larger one is damaged."""
+    if len(digits) > 300:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def find_run(config: RunConfig) -> Run:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from deftune.artifacts.options import check_counts
-from deftune.cli.options import add_set, need
-from deftune.cli.output import notice
-from deftune.cli.train import read_config
+from deftune.cli.options import add_set, add_trust, need
+from deftune.cli.output import notice, say
+from deftune.cli.train import read_typed_trust
 
 STACKS = ("verl", "axolotl", "llamafactory", "swift")
 TYPES = ("f16", "bf16", "f32", "q8_0")
@@ -29,13 +29,14 @@ def add_to(commands: Any) -> None:
     add_set(export)
     export.add_argument("--ranks", type=int, metavar="N", help="processes that will train (default: 1)")
     export.add_argument("--type", choices=TYPES, help="type of the matrices in a GGUF file (default: f16)")
+    add_trust(export)
     export.set_defaults(run=run_export)
 
 
-def read_run_or_recipe(name: str, overrides: list[str]) -> Any:
-    """The config of a YAML file, of a run's folder, or of a recipe."""
+def read_run_or_recipe(name: str, overrides: list[str], trust_remote_code: bool = False) -> Any:
+    """The config of a YAML file, of a run's folder, or of a recipe, for a command that loads something of its model."""
     if Path(name).exists() or name.endswith((".yaml", ".yml")):
-        return read_config(Path(name), overrides)
+        return read_typed_trust(Path(name), overrides, trust_remote_code)
     from deftune.artifacts.config import load_config
     from deftune.paper.recipes import recipe
 
@@ -43,6 +44,7 @@ def read_run_or_recipe(name: str, overrides: list[str]) -> Any:
         found = recipe(name)
     except ValueError as error:
         raise ValueError(f"{name}: no such file or run, and {error}") from None
+    overrides = [*overrides, *(["model.trust_remote_code=true"] if trust_remote_code else [])]
     return load_config(None, overrides, base=found.config())
 
 
@@ -56,14 +58,14 @@ def run_export(args: argparse.Namespace) -> int:
     from deftune.adapters.export import export_run
     from deftune.artifacts.display import quiet
 
-    config = read_run_or_recipe(args.config, args.set)
+    config = read_run_or_recipe(args.config, args.set, args.trust_remote_code)
     with quiet():
         done = export_run(config, args.stack, args.out, ranks=args.ranks or 1, notice=notice)
     for path in done.files:
-        print(path)
+        say(str(path))
     for line in done.notes:
-        print(f"note: {line}")
-    print(f"train with:\n  {done.command}")
+        say(f"note: {line}")
+    say(f"train with:\n  {done.command}")
     return 0
 
 
@@ -75,9 +77,11 @@ def run_gguf(args: argparse.Namespace) -> int:
     from deftune.artifacts.display import quiet
 
     with quiet():
-        done = export_gguf(args.config, args.out, type=args.type or "f16", notice=notice)
+        done = export_gguf(
+            args.config, args.out, type=args.type or "f16", notice=notice, trust_remote_code=args.trust_remote_code
+        )
     for line in done.notes:
-        print(f"note: {line}")
-    print(f"{done.path}: {done.architecture}, {done.num_tensors} tensors, {done.num_bytes / 1e6:,.1f} MB")
-    print(f"run with:\n  llama-cli -m {done.path}")
+        say(f"note: {line}")
+    say(f"{done.path}: {done.architecture}, {done.num_tensors} tensors, {done.num_bytes / 1e6:,.1f} MB")
+    say(f"run with:\n  llama-cli -m {done.path}")
     return 0

@@ -10,7 +10,8 @@ from typing import Any
 
 from deftune.artifacts.options import check_counts
 from deftune.cli.export import read_run_or_recipe
-from deftune.cli.options import Renamed, add_set, need
+from deftune.cli.options import Renamed, add_set, add_trust, need
+from deftune.cli.output import say
 
 
 def add_to(commands: Any) -> None:
@@ -34,6 +35,7 @@ def add_to(commands: Any) -> None:
         "--micro-batch-size", type=int, metavar="B", help="rows of a forward pass (default: the run's, or 4)"
     )
     parser.add_argument("--rows", action=Renamed, now="--micro-batch-size")
+    add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run_plan)
 
@@ -50,8 +52,10 @@ def run_plan(args: argparse.Namespace) -> int:
     asked = {"length": args.length, "rows": args.micro_batch_size}
     given = {name: value for name, value in asked.items() if value is not None}
     if args.backbones:
-        if args.run_or_model or args.set:
-            raise ValueError("plan: --backbones is a table of its own; leave out RUN|MODEL and --set")
+        if args.run_or_model or args.set or args.trust_remote_code:
+            raise ValueError(
+                "plan: --backbones is a table of its own; leave out RUN|MODEL, --set and --trust-remote-code"
+            )
         work = replace(Workload(2048, 4), **given)
         with quiet():
             chosen = [plan(find_shape(name), work, gpu=args.gpu, gpus=args.gpus)[0] for name in BACKBONES]
@@ -63,7 +67,7 @@ def run_plan(args: argparse.Namespace) -> int:
     name = args.run_or_model
     is_run = name.endswith((".yaml", ".yml")) or Path(name, "config.yaml").is_file() or is_recipe(name)
     if is_run:
-        config = read_run_or_recipe(name, args.set)
+        config = read_run_or_recipe(name, args.set, args.trust_remote_code)
         lora = config.model.lora.r if config.model.lora else 0
         work = replace(workload_of(config, args.gpus), **given)
     else:
@@ -74,7 +78,7 @@ def run_plan(args: argparse.Namespace) -> int:
         model = config.model if config is not None else None
         shape = find_shape(
             model.name if model else name, revision=model.revision if model else None,
-            trust_remote_code=bool(model and model.trust_remote_code),
+            trust_remote_code=model.trust_remote_code if model else args.trust_remote_code,
         )  # fmt: skip
     narrow = work.bf16 and (model is None or model.dtype != "float32")
     base = "4bit" if model and model.quantization else "bfloat16" if narrow else "float32"
@@ -83,12 +87,12 @@ def run_plan(args: argparse.Namespace) -> int:
         print(json.dumps({"parameters": shape.parameters, "work": asdict(work), "chosen": record(chosen),
                           "tried": [record(found) for found in tried], "notes": chosen.notes}, indent=1))  # fmt: skip
         return 0
-    print(
+    say(
         f"{shape.name}: {shape.parameters / 1e9:.2f}B parameters; {args.gpus} x {args.gpu} ({chosen.gpu.gib:g} GiB), "
         f"{work.rows} rows of {work.length} tokens a GPU x {work.accumulation}, "
         f"{'bf16 over fp32 weights' if work.bf16 else 'fp32'}"
     )
-    print(table(tried, chosen))
+    say(table(tried, chosen))
     if not chosen.fits:
         print("nothing fits: take more GPUs, shorter rows or a smaller micro-batch")
     elif chosen.strategy.options():

@@ -103,6 +103,20 @@ def read_config(path: Path, overrides: list[str]) -> Any:
     return load_config(path, overrides)
 
 
+def read_typed_trust(path: Path, overrides: list[str], trust_remote_code: bool) -> Any:
+    """The config of a file or a run, for a command that loads its model or tokenizer.
+
+    The code of the model's repository runs if the user typed it: as ``trust_remote_code``, among the overrides, or in a
+    file that no run recorded.
+    """
+    overrides = [*overrides, *(["model.trust_remote_code=true"] if trust_remote_code else [])]
+    config = read_config(path, overrides)
+    typed = any(text.partition("=")[0].strip() == "model.trust_remote_code" for text in overrides)
+    if config.model.trust_remote_code and not typed:
+        refuse_recorded_trust(path, "run", config.model.name)
+    return config
+
+
 def refuse_recorded_trust(path: Path, kind: str, model: str) -> None:
     """Refuse to run a model's code because a folder says so, which may be somebody else's; it must be typed.
 
@@ -124,11 +138,7 @@ def run_train(args: argparse.Namespace) -> int:
     if args.no_cache:
         os.environ["DEFTUNE_DATA_CACHE_GB"] = "0"
     overrides = [*args.set, *(["data.skip_bad_rows=true"] if args.skip_bad_rows else [])]
-    overrides += ["model.trust_remote_code=true"] if args.trust_remote_code else []
-    config = read_config(args.config, overrides)
-    typed = any(text.partition("=")[0].strip() == "model.trust_remote_code" for text in overrides)
-    if config.model.trust_remote_code and not typed:
-        refuse_recorded_trust(args.config, "run", config.model.name)
+    config = read_typed_trust(args.config, overrides, args.trust_remote_code)
     from deftune.training.machine import leave_ranks
     from deftune.training.stopping import StopSignal
     from deftune.training.train import dry_run, train_run
@@ -262,18 +272,18 @@ def preview_run(args: argparse.Namespace) -> int:
     """The rows of a config as its run encodes them; options that the config decides are refused."""
     from rich.console import Console
 
-    from deftune.artifacts.config import load_config
     from deftune.artifacts.display import quiet
     from deftune.data.preview import render_preview
     from deftune.training.preparation import prepare
 
-    given = [name for name in ("model", "skip_bad_rows") if getattr(args, name)] + list(data_options(args))
+    given = [name for name in ("model", "skip_bad_rows") if getattr(args, name)]
+    given += [name for name in data_options(args) if name != "trust_remote_code"]
     if given:
         raise ValueError(
             f"data preview: {', '.join(map(flag, given))}: {args.data} says how its rows are read; change it there"
         )
     with quiet():
-        prepared = prepare(load_config(Path(args.data)), notice, here=False)
+        prepared = prepare(read_typed_trust(Path(args.data), [], args.trust_remote_code), notice, here=False)
     render_preview(prepared.train, prepared.tokenizer, Console(), num_examples=args.show)
     if prepared.bad.rows:
         prepared.bad.write("bad_rows.jsonl")

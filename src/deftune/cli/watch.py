@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from deftune.artifacts.terminal import printable
 from deftune.cli.options import need
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -49,16 +50,16 @@ def render(records: list[dict[str, Any]], state: str, tasks: list[str], width: i
             curves[name] = values
     head = f"{state}, step {max((record['step'] for record in records), default=0)}"
     if not curves:
-        return f"{head}: no records yet"
+        return printable(f"{head}: no records yet")
     ranges = [f" ({min(values):.4g} to {max(values):.4g})" for values in curves.values()]
     room = width - 37 - max(map(len, ranges))
     if room < 8:
         ranges, room = [""] * len(ranges), max(4, width - 37)
     rows = zip(curves.items(), ranges)
-    return "\n".join([head, *(
+    return printable("\n".join([head, *(
         f"{name:<14}{values[0]:>10.4g} {curve(values, room):<{room}} {values[-1]:<10.4g}{span}".rstrip()
         for (name, values), span in rows
-    )])  # fmt: skip
+    )]))  # fmt: skip
 
 
 def run_watch(args: argparse.Namespace) -> int:

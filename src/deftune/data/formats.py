@@ -61,7 +61,7 @@ def _tools(row: Fields) -> list[dict[str, Any]] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Fault("'tools' is not JSON", tools[:60]) from None
     if not tools:
         return None

@@ -19,6 +19,7 @@ from typing import Any
 from deftune.artifacts.display import QUIET, Display
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.options import OptionError, check_counts
+from deftune.artifacts.results import weights_digest
 from deftune.evaluation.engines import Engine, Transformers
 from deftune.evaluation.grading import Grader
 from deftune.evaluation.items import Item
@@ -337,6 +338,7 @@ def evaluate(
         if given and not engine.local:
             raise OptionError(name, "an endpoint loads its own model and renders its own chat template; leave it out")
     encoding = engine.encoding(model, template, like)
+    weights = weights_digest(model) if engine.local else None
     jobs: list[tuple[Result, Settings, Questions]] = []
     for questions in load_questions(suites, tasks, task_files, data=data, limit=limit):
         suite = questions.suite
@@ -349,7 +351,7 @@ def evaluate(
             rule=rule or "strict", encoding=encoding, engine=described,
         )  # fmt: skip
         result = Result(result_folder(out, model, settings.suite or "tasks", among_others=len(suites) > 1))
-        result.check(settings, questions.tasks, change_endpoint=change_endpoint)
+        result.check(settings, questions.tasks, change_endpoint=change_endpoint, weights=weights)
         jobs.append((result, settings, questions))
     if all(temperature == 0 for _, settings, _ in jobs for temperature in settings.temperatures):
         for name, given in {"samples": samples, "top_p": top_p, "seed": seed}.items():
@@ -362,7 +364,9 @@ def evaluate(
     with ExitStack() as stack:
         # all folders are opened before a model is loaded: one may be locked, or not be writable
         for result, settings, questions in jobs:
-            opened = result.writing(settings, questions.tasks, change_endpoint=change_endpoint)
+            opened = result.writing(
+                settings, questions.tasks, change_endpoint=change_endpoint, weights=weights
+            )  # fmt: skip
             for note in stack.enter_context(opened):
                 display.say(note)
         sampler = None

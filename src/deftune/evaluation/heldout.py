@@ -33,7 +33,7 @@ from torch import Tensor
 from deftune.artifacts.display import QUIET, Display, quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.options import OptionError, check_counts
-from deftune.artifacts.results import encoding_for
+from deftune.artifacts.results import encoding_for, weights_digest
 from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
@@ -281,7 +281,7 @@ def evaluate_heldout(
     display.show("reading the rows")
     found = read_data(settings, bad)
     result = Result(result_folder(out, model, "heldout"))
-    with result.writing(settings):
+    with result.writing(settings, weights=weights_digest(model)):
         display.show(f"loading {model}")
         loaded, tokenizer = engines.load(model, trust_remote_code=trust_remote_code, display=display)
         display.show("encoding the rows")

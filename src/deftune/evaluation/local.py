@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from deftune.artifacts.models import check_embedded
 from deftune.artifacts.options import check_counts
 from deftune.data.end_tokens import stop_ids
 from deftune.evaluation.chance import derive_key, signed
@@ -82,6 +83,8 @@ class TransformersSampler(TokenSampler):
         from deftune.evaluation.decoding import Answer
 
         asked, refused = self.encode_all(prompts, settings)
+        for prompt, ids, _ in asked:
+            check_embedded(self.model, self.tokenizer, ids, prompt.id)
         yield from refused
         waiting: list[Answer] = []
         for prompt, ids, limit in asked:

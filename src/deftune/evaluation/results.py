@@ -124,13 +124,16 @@ class Result:
 
     # before anything is asked
 
-    def check(self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False) -> list[str]:
+    def check(
+        self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False, weights: str | None = None
+    ) -> list[str]:
         """Refuse a folder that holds another evaluation; nothing is written.
 
         Args:
             settings: of this call; they must match those of the folder.
             tasks: the questions of this call; they must be those that the folder's answers are of.
             change_endpoint: accept another server than before.
+            weights: the `weights_digest` of the model; None if it is not known.
 
         Returns:
             Lines that the user should read.
@@ -142,6 +145,7 @@ class Result:
         now = json.loads(json.dumps(dataclasses.asdict(settings)))
         recorded = before.pop("data", None) if "data" not in now else None  # `HeldoutSettings` has its own
         before.pop("deftune", None)
+        known = before.pop("weights", None)
         if "fields" in now:
             before.setdefault("fields", {})  # older results name none
         if "engine" in now:
@@ -154,6 +158,11 @@ class Result:
             self._check_url(before["engine"], now["engine"], change_endpoint)
         notes = self._graded_again(before["tasks"], now["tasks"], recorded, tasks)
         EVALUATION.refuse_changes(self.folder, before, now)
+        if known is not None and weights is not None and known != weights:
+            raise ValueError(
+                f"{self.folder}: its answers are of other weights than {settings.model} has now; choose another folder "
+                f"with --out, or remove this one"
+            )
         return notes if tasks is None else notes + self._check_questions(recorded, tasks)
 
     def _graded_again(self, before: Record, now: Record, recorded: Any, tasks: Tasks | None) -> list[str]:
@@ -218,14 +227,18 @@ class Result:
         empty = entry in (self.samples, self.folder / "rows.jsonl") and entry.stat().st_size == 0
         return empty or entry.name in ("settings.json", self.questions.name, ".lock")
 
-    def open(self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False) -> list[str]:
+    def open(
+        self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False, weights: str | None = None
+    ) -> list[str]:
         """Write the settings of a new folder, or continue one, after `check`, whose lines are returned."""
-        notes = self.check(settings, tasks, change_endpoint=change_endpoint)
+        notes = self.check(settings, tasks, change_endpoint=change_endpoint, weights=weights)
         self.folder.mkdir(parents=True, exist_ok=True)
         now: Record = {"deftune": __version__, **json.loads(json.dumps(dataclasses.asdict(settings)))}
         if tasks is not None:
             now["data"] = describe_data(tasks)
         recorded = self.settings() if self._has_answers() else None
+        if recorded is None and weights is not None:  # of older results they are not known
+            now["weights"] = weights
         if recorded is not None:  # it stays; what older versions did not record, and another server, is added
             engine: Record = now.get("engine", {})
             now |= {**recorded, "tasks": now["tasks"]}
@@ -243,7 +256,7 @@ class Result:
 
     @contextlib.contextmanager
     def writing(
-        self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False
+        self, settings: Any, tasks: Tasks | None = None, *, change_endpoint: bool = False, weights: str | None = None
     ) -> Generator[list[str]]:
         """`open` the folder and lock it until the end; a folder that got no answer is removed."""
         missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
@@ -251,7 +264,7 @@ class Result:
         try:
             with locked(self.folder, "writing this result"):
                 try:
-                    yield self.open(settings, tasks, change_endpoint=change_endpoint)
+                    yield self.open(settings, tasks, change_endpoint=change_endpoint, weights=weights)
                 finally:
                     if not self._has_answers():
                         for entry in self.folder.iterdir():
@@ -267,11 +280,11 @@ class Result:
         path = self.folder / "settings.json"
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
                 f"{self.folder}: is no result (no settings.json); `deftune eval run MODEL` makes one"
             ) from error
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         wrong = misfit(content, SETTINGS)
         if wrong is None and content["suite"] != "heldout":
@@ -322,7 +335,7 @@ class Result:
             raise ValueError(f"{self.folder}: has no summary yet; run the same `deftune eval` again, it goes on")
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         wrong = misfit(content, {"settings": {"suite": str}})
         if wrong is None:

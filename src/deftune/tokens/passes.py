@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deftune.artifacts.models import check_embedded
 from deftune.data.encoding import Encoded, Encoder, encode_rows
 from deftune.data.packing import Collator
 from deftune.data.rows import BadRows, Row
@@ -70,12 +71,17 @@ def token_passes(
         batch_rows: the most rows in a batch; None is no limit.
 
     Raises:
-        ValueError: logits are NaN (the error names the rows), or the fused functions cannot reproduce the head.
+        ValueError: logits are NaN (the error names the rows), a token has no embedding, or the fused functions cannot
+            reproduce the head.
     """
     if batch_tokens < 1:
         raise ValueError(f"batch_tokens: at least 1, got {batch_tokens}")
     base = base_of(model)
     check_head(base)
+    for example in examples:
+        check_embedded(model, tokenizer, (max(example.input_ids),), example.where)
+    if len(examples) > 1:  # rows of other lengths are padded
+        check_embedded(model, tokenizer, (tokenizer.pad_token_id,), "the padding token")
     call = measurement or StatisticsCall(top_k)
     collator = Collator(tokenizer.pad_token_id, padding_free=False)
     for places in batches_of([len(example.input_ids) for example in examples], batch_tokens, batch_rows):

@@ -337,7 +337,15 @@ def _read(path: Path, wanted: Iterable[str], columns: Sequence[str] | None) -> p
 def table_facts(table: pa.Table) -> dict[str, Any]:
     """How a table was made: model, data, template, objectives, version, command."""
     metadata = cast("dict[bytes, bytes]", table.schema.metadata or {})
-    return json.loads(metadata.get(METADATA_KEY, b"{}"))
+    try:
+        facts: Any = json.loads(metadata.get(METADATA_KEY, b"{}"))
+    except (ValueError, RecursionError):
+        facts = None
+    if not isinstance(facts, dict):
+        raise ValueError(
+            "the facts that the token table was written with are damaged; `deftune analyze tokens` writes it"
+        )
+    return facts  # pyright: ignore[reportUnknownVariableType]
 
 
 def token_table_facts(path: str | Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def render_merged_card(run: Run) -> str:
     """The card of a LoRA run's adapter merged into its base model."""
     try:
         lines = json.loads((run.folder / "data.json").read_text(encoding="utf-8"))["facts"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         lines = []
     kept = run.status().get("kept")
     return card_text(

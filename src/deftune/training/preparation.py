@@ -16,7 +16,7 @@ import torch
 from deftune.artifacts.config import ConfigError, RunConfig, Source
 from deftune.artifacts.files import cache_folder
 from deftune.artifacts.folders import one_at_a_time
-from deftune.artifacts.models import load_tokenizer, resolve_model
+from deftune.artifacts.models import load_tokenizer, not_embedded, resolve_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
 from deftune.data.cache import (
@@ -313,9 +313,4 @@ def check_embedding(encoded: EncodedRows, tokenizer: Any, source: str, **options
     else:
         found = encoded.examples.first_above(size)
     if found:
-        token = tokenizer.convert_ids_to_tokens(found[0])
-        raise ValueError(
-            f"model: the tokenizer of {source} has {len(tokenizer):,} tokens and the model's embedding {size:,}: token "
-            f"{found[0]} ({token!r}, {found[1]}) has no embedding; use the tokenizer that the model was trained with, "
-            f"or enlarge the embedding with resize_token_embeddings({len(tokenizer)}) and save the model"
-        )
+        raise not_embedded(tokenizer, *found, size, of=f" of {source}")

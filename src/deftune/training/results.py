@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deftune.artifacts.folders import sealed_folder
+from deftune.artifacts.models import check_embedded
 from deftune.artifacts.results import is_adapter, load_result, result_folder
 from deftune.artifacts.runs import Run
 from deftune.data.encoding import Encoder
@@ -54,11 +55,13 @@ def reply(
 
     Raises:
         EncodingError: the chat template refuses the conversation.
+        ValueError: a token of the conversation has no embedding.
     """
     from transformers import TextIteratorStreamer
 
     unanswered = (*messages, {"role": "assistant", "content": ""})
     prompt = encoder.encode_prompt(Row(unanswered, None, "this conversation", "chat"))
+    check_embedded(model, tokenizer, prompt, "the conversation")
     ids = torch.tensor([prompt], device=model.device)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

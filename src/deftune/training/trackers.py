@@ -29,7 +29,7 @@ def tracker_name(run: Run) -> str:
     """The name of a run for trackers, with its start time: trackio would append to an earlier run of the same name."""
     try:
         started = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))["started"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return str(run.folder)
     return f"{run.folder} {started}"
 
