@@ -64,15 +64,14 @@ GROUPS = {
         processes="tests/objectives/test_step_ranks.py",
     ),
     "grading": Group(
-        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/notation.py", "evaluation/answers.py",
-         "evaluation/grading.py", "evaluation/grading_worker.py"),
-        ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
+        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/grading.py", "evaluation/grading_worker.py"),
+        ("evaluation/test_extraction.py", "evaluation/test_verdicts.py", "evaluation/test_rules.py",
+         "evaluation/test_grading.py"),
         workers=("evaluation/grading_worker.py",),
     ),
-    "equality": Group(  # not yet measured to its end: about 115 of 310 mutants of equality.py are not shown killed
-        ("evaluation/units.py", "evaluation/equality.py"),
-        ("evaluation/test_rules.py", "evaluation/test_grading.py"),
-        workers=("evaluation/equality.py",),
+    "equality": Group(  # pairs of answers in this process, without workers
+        ("evaluation/equality.py", "evaluation/units.py", "evaluation/notation.py", "evaluation/answers.py"),
+        ("evaluation/test_verdicts.py", "evaluation/test_extraction.py", "evaluation/test_rules.py"),
     ),
 }  # fmt: skip
 
@@ -483,11 +482,13 @@ def prepare() -> None:
     """Import for the forks what they would import each; nothing of deftune."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import hypothesis
+    import math_verify
     import mpmath
     import torch
     import transformers
 
     assert mpmath and transformers.LlamaForCausalLM
+    math_verify.verify(*[math_verify.parse(r"\boxed{\frac{x}{2}}", parsing_timeout=None)] * 2, timeout_seconds=None)
     torch.set_num_threads(1)
     hypothesis.settings.register_profile(
         "mutation",
