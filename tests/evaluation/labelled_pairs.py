@@ -432,6 +432,47 @@ DIFFERENT = [
         (r"(-\infty,2)", rf"\{{x {condition}\}}", EXACT)
         for condition in (r"\mid x>2", r"\mid y<2", r"\in \mathbb{Z} \mid x<2", ": x=2")
     ],
+    # a set, and the inequalities that state it
+    *[
+        ("[a +b, b]", answer, EXACT)
+        for answer in (
+            r"a+b < x \leq b",
+            r"a+b \leq x < b",
+            r"a+b \leq x \leq a",
+            r"b \leq x \leq a+b",
+            r"a+b \leq b",
+            r"a+b \leq x \leq y \leq b",
+            r"a+b \leq x \leq b+x",
+            r"a+b \leq x",
+        )
+    ],
+    *[(r"[a,\infty)", answer, EXACT) for answer in ("x > a", r"x \ge 2a", r"x \le a", r"a \ge x", r"x \ge a, x \ge b")],
+    (r"(a,\infty)", "x > a > b", EXACT),
+    (r"(-\infty,a)\cup(a,\infty)", r"x \ne b", EXACT),
+    (r"(-\infty,a]", r"x \ne a", EXACT),
+    *[
+        (rf"{name} \in {values}", answer, EXACT)
+        for name, values, answer in (
+            ("x", "[-2,7]", r"-2 \le y \le 7"),
+            ("y", "[-2,7]", r"-2 \le f(x) \le 7"),
+            ("x", "[-a,a]", r"-a \le y \le a"),
+            ("x", r"\mathbb{R} \setminus \{2\}", r"y \ne 2"),
+        )
+    ],
+    *[
+        (gold, answer, EXACT)
+        for gold, answer in (
+            ("3<x<4", r"y \in (3,4)"),
+            ("x>3", r"y \in (3,\infty)"),
+            (r"-a \le x \le a", r"y \in [-a,a]"),
+            (r"-a \le x \le a", "[-a,2a]"),
+        )
+    ],
+    *[("[0,1]", rf"0 \le f(x) \le {bound}", EXACT) for bound in ("x", "g(x)", "2")],
+    (r"\mathbb{R} \setminus \{2\}", r"x \ne 3", EXACT),
+    ("x>y", "(3,4)", EXACT),
+    *[(gold, "(-2,2)", EXACT) for gold in ("x^2=4", "x=2", "x+y=0")],
+    (r"(3,4]", r"3<|x| \le 4", EXACT),
     ("5", "x>5", EXACT),
 ]
 
@@ -657,6 +698,18 @@ SAME = [
         (r"(-\infty,\frac12)", rf"\{{x {condition} x < \frac{{1}}{{2}}\}}", EXACT)
         for condition in (r"\mid", ":", r"\in \mathbb{R} \mid")
     ],
+    # a set, and the inequalities that state it
+    *[("[a +b, b]", answer, EXACT) for answer in (r"a +b \leq x \leq b", r"b \ge y \ge b+a", r"x \in [a+b,b]")],
+    *[(r"[a,\infty)", answer, EXACT) for answer in (r"x \ge a", r"a \le x", r"f(x) \ge a")],
+    (r"(-\infty,a)", "x<a", EXACT),
+    ("(a,b]", r"a<x \le b", EXACT),
+    (r"x \in [-a,a]", r"-a \le x \le a", EXACT),
+    *[(r"-a \le x \le a", answer, EXACT) for answer in (r"x \in [-a,a]", "[-a,a]")],
+    *[("(3,4]", answer, EXACT) for answer in (r"3 < f(x) \le 4", r"4 \ge y > 3")],
+    (r"3 < f(x) \le 4", "(3,4]", EXACT),
+    *[(gold, r"x \ne 2", EXACT) for gold in (r"\mathbb{R} \setminus \{2\}", r"x \in \mathbb{R} \setminus \{2\}")],
+    (r"x \ne 2", r"\mathbb{R} \setminus \{2\}", EXACT),
+    ("x+1>4", r"(3,\infty)", EXACT),
 ]
 
 VERDICTS = [

@@ -51,19 +51,17 @@ class Comparison:
             return self._lists(gold, golds, answer, answers)
         stated, given = _relations(gold), _relations(answer)
         if stated is not None and given is not None:
-            if len(given) == 1 and _is_equation(given[0]) and isinstance(given[0].rhs, sympy.Set):  # x in (3, 4)
-                if not all(_is_equation(relation) for relation in stated):
-                    return self._by_math_verify(gold, given[0].rhs)
-            if len(stated) == 1 and _is_equation(stated[0]) and isinstance(stated[0].rhs, sympy.Interval | sympy.Union):
-                if not any(_is_equation(relation) for relation in given):
-                    return self._by_inequalities(stated[0].rhs, given)
+            for set_of, others in ((stated, given), (given, stated)):  # x in (3, 4), and 3 < x < 4
+                if _is_equation(set_of[0]) and isinstance(set_of[0].rhs, sympy.Set) and _are_unequal(others):
+                    return self._by_inequalities(set_of[0].rhs, others, of=set_of[0].lhs)
             return self._all_relations(stated, given)
         if stated is not None:
             if len(stated) == 1 and _is_equation(stated[0]) and _is_name(stated[0].lhs):
                 return self.compare(stated[0].rhs, answer)
-            return self._by_math_verify(gold, answer) if isinstance(answer, sympy.Set) else DIFFERENT
+            is_set = isinstance(answer, sympy.Set) and _are_unequal(stated)
+            return self._by_inequalities(answer, stated) if is_set else DIFFERENT
         if given is not None:
-            if _is_surely_interval(gold) and not any(_is_equation(relation) for relation in given):
+            if _is_surely_set(gold) and _are_unequal(given):
                 return self._by_inequalities(gold, given)
             value = _stated_value(given)
             return DIFFERENT if value is None else self.compare(gold, value)
@@ -86,10 +84,13 @@ class Comparison:
             return self._each(list(gold), list(answer)) if gold.shape == answer.shape else DIFFERENT
         return self._by_math_verify(gold, answer)
 
-    def _by_inequalities(self, gold: Any, given: list[Any]) -> int:
-        """An interval or a union, and the inequalities of one unknown that an answer states instead: 3 < x <= 4."""
-        _, found = _held(given)
-        return self._values(gold, found) if isinstance(found, sympy.Interval | sympy.Union) else DIFFERENT
+    def _by_inequalities(self, numbers: Any, relations: list[Any], of: Any = None) -> int:
+        """An interval or another set of numbers, and the inequalities that state it: 3 < x <= 4, a <= x < b.
+
+        ``of``: the unknown, where it is named beside the set.
+        """
+        unknown, found = _between(relations, numbers.free_symbols) if numbers.free_symbols else _held(relations)
+        return DIFFERENT if found is None or of not in (None, unknown) else self._values(numbers, found)
 
     def _each(self, golds: Sequence[Any], answers: Sequence[Any]) -> int:
         """Compare in order, without tolerance, which is for numbers and lists of numbers, not for coordinates."""
@@ -214,7 +215,7 @@ def _items(expression: Any) -> list[Any] | None:
 def joined(expression: Any, word: str) -> Any:
     """Of inequalities of one unknown between which "and" or "or" stands, the set: x in (-oo, 2) or (3, oo)."""
     parts = [_relations(item) or [] for item in _items(expression) or []] if word else []
-    held = [_held(part) for part in parts if part and not any(_is_equation(relation) for relation in part)]
+    held = [_held(part) for part in parts if part and _are_unequal(part)]
     if len(held) < 2 or len(held) < len(parts) or None in (names := {name for name, _ in held}) or len(names) > 1:
         return expression
     found = (sympy.Union if word == "or" else sympy.Intersection)(*(values for _, values in held))
@@ -223,15 +224,38 @@ def joined(expression: Any, word: str) -> Any:
 
 def _held(relations: list[Any]) -> tuple[Any, Any]:
     """(the one unknown of some inequalities, the real numbers for which all hold); (None, None) where unknown."""
-    unknowns = {symbol for relation in relations for symbol in relation.free_symbols}
-    if len(unknowns) != 1:
+    name, relations = _one_unknown(relations, set())
+    if name is None:
         return None, None
-    (name,) = unknowns
-    unknown = sympy.Symbol(name.name, real=True)
     try:
-        return name, sympy.Intersection(*(relation.xreplace({name: unknown}).as_set() for relation in relations))
+        return name, sympy.Intersection(*(relation.as_set() for relation in relations))
     except NotImplementedError:  # sin x < 1/2
         return None, None
+
+
+def _one_unknown(relations: list[Any], names: set[Any]) -> tuple[Any, list[Any]]:
+    """(the one symbol or f(x) beside ``names``, or None; the relations with a symbol for f(x))."""
+    values = set[Any]().union(*(relation.atoms(_applied) for relation in relations))
+    swaps = {value: sympy.Symbol(str(value), real=True) for value in values}
+    relations = [relation.xreplace(swaps) for relation in relations]
+    unknowns = set[Any]().union(*(relation.free_symbols for relation in relations)) - names
+    return (unknowns.pop() if len(unknowns) == 1 else None), relations
+
+
+def _between(relations: list[Any], names: set[Any]) -> tuple[Any, Any]:
+    """(x, the interval) of a <= x < b or x > a, where a and b may have ``names``; (None, None) of anything else."""
+    unknown, relations = _one_unknown(relations, names)
+    bounds: dict[bool, tuple[Any, bool]] = {}  # (whether it is the upper one): the bound, whether it is left out
+    for relation in relations:
+        other = relation if relation.lhs == unknown else _turned(relation)
+        if other.lhs != unknown or other.rhs.has(unknown) or isinstance(other, sympy.Ne):
+            return None, None
+        upper = isinstance(other, sympy.Lt | sympy.Le)
+        if upper in bounds:  # x > a and x > b
+            return None, None
+        bounds[upper] = (other.rhs, isinstance(other, sympy.Lt | sympy.Gt))
+    low, high = bounds.get(False, (-sympy.oo, True)), bounds.get(True, (sympy.oo, True))
+    return unknown, sympy.Interval(low[0], high[0], low[1], high[1])
 
 
 def _relations(expression: Any) -> list[Any] | None:
@@ -302,10 +326,15 @@ def _ordered(expression: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _is_surely_interval(expression: Any) -> bool:
-    """Whether a set of numbers cannot be a point: (1, 2) may be one, (1, 2] and (1, oo) may not."""
+def _are_unequal(relations: list[Any]) -> bool:
+    """Whether all are inequalities."""
+    return not any(_is_equation(relation) for relation in relations)
+
+
+def _is_surely_set(expression: Any) -> bool:
+    """Whether an expression is a set of numbers and no point: (1, 2) may be one, (1, 2] and (1, oo) may not."""
     if not isinstance(expression, sympy.Interval):
-        return isinstance(expression, sympy.Union)
+        return isinstance(expression, sympy.Set)
     return _ordered(expression) is None or not (expression.start.is_finite and expression.end.is_finite)
 
 
