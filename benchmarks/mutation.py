@@ -6,10 +6,10 @@
     python benchmarks/mutation.py objectives --list                              # what would be changed
 
 The first run, of the code as it is, notes the lines that each test executes. A mutant runs the tests that execute its
-line, those that killed a mutant last before the others; all tests of the group if the line runs on import, while tests
-are collected, in another process or never. It is killed when a test fails, hangs or runs out of time; it survives when
-all of them pass. Survivors are listed with their line: each one is a test to write, or a change that changes nothing
-(say so in EQUIVALENT).
+line, those that killed a mutant last before the others; all tests of the group if the line is in no function, or runs
+while tests are collected, in another process or never. It is killed when a test fails, hangs or runs out of time; it
+survives when all of them pass. Survivors are listed with their line: each one is a test to write, or a change that
+changes nothing (say so in EQUIVALENT).
 
 torch and pytest are imported once; every mutant is a fork that puts a package with one changed file before the others.
 ``--verdicts`` keeps finished verdicts: a run that was stopped goes on, and survivors run again with the tests of now.
@@ -24,6 +24,7 @@ import copy
 import functools
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -71,7 +72,7 @@ GROUPS = {
     ),
     "equality": Group(  # pairs of answers in this process, without workers
         ("evaluation/equality.py", "evaluation/units.py", "evaluation/notation.py", "evaluation/answers.py"),
-        ("evaluation/test_verdicts.py", "evaluation/test_extraction.py", "evaluation/test_rules.py"),
+        ("evaluation/test_verdicts.py",),
     ),
 }  # fmt: skip
 
@@ -142,7 +143,10 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "expm1": "exp",
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed module. ``before`` and ``after`` are the changed expression, ``lines`` those of its statement."""
+    """One changed module. ``before`` and ``after`` are the changed expression, ``lines`` those of its statement.
+
+    ``called``: whether the expression runs in a call of a function, not on import.
+    """
 
     module: str
     line: int
@@ -151,6 +155,7 @@ class Mutant:
     before: str
     after: str
     tree: ast.Module
+    called: bool = True
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line}:{self.column}: {self.before} -> {self.after}"
@@ -220,21 +225,23 @@ def mutants_of(module: str) -> list[Mutant]:
     tree = ast.parse(source(module))
     found: list[Mutant] = []
 
-    def visit(node: ast.AST, lines: range) -> None:
+    def visit(node: ast.AST, lines: range, called: bool) -> None:
         if isinstance(node, ast.stmt):  # of a compound statement its head
             body: list[ast.stmt] = getattr(node, "body", [])
             lines = range(node.lineno, body[0].lineno if body else (node.end_lineno or node.lineno) + 1)
         for name, place, child in fields_to_change(node):
+            inside = called or (isinstance(node, ast.FunctionDef | ast.Lambda) and name == "body")
             for changed in changes(child):
                 ast.copy_location(changed, child)
                 put(node, name, place, changed)
                 mutated = ast.fix_missing_locations(copy.deepcopy(tree))
                 put(node, name, place, child)
                 line, column = getattr(child, "lineno", 0), getattr(child, "col_offset", 0)
-                found.append(Mutant(module, line, column, lines, ast.unparse(child), ast.unparse(changed), mutated))
-            visit(child, lines)
+                before, after = ast.unparse(child), ast.unparse(changed)
+                found.append(Mutant(module, line, column, lines, before, after, mutated, inside))
+            visit(child, lines, inside)
 
-    visit(tree, range(0))
+    visit(tree, range(0), called=False)
     return found
 
 
@@ -269,7 +276,7 @@ class Survey:
         executed = self.lines[mutant.module]
         near = set[str]().union(*(executed.get(line, ()) for line in mutant.lines))
         unseen = {test for test in self.cpu_seconds if test.startswith(group.processes)}
-        everything = "" in near or not near | unseen
+        everything = not mutant.called or "" in near or not near | unseen
         chosen = [test for test in self.cpu_seconds if everything or test in near | unseen]
 
         def order(test: str) -> tuple[bool, int, bool]:
@@ -482,13 +489,14 @@ def prepare() -> None:
     """Import for the forks what they would import each; nothing of deftune."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import hypothesis
-    import math_verify
     import mpmath
     import torch
     import transformers
 
     assert mpmath and transformers.LlamaForCausalLM
-    math_verify.verify(*[math_verify.parse(r"\boxed{\frac{x}{2}}", parsing_timeout=None)] * 2, timeout_seconds=None)
+    math_verify: Any = importlib.import_module("math_verify")
+    read = math_verify.parse(r"\boxed{\frac{x}{2}}", parsing_timeout=None)
+    math_verify.verify(read, read, timeout_seconds=None)
     torch.set_num_threads(1)
     hypothesis.settings.register_profile(
         "mutation",
