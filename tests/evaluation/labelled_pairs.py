@@ -474,6 +474,33 @@ DIFFERENT = [
     *[(gold, "(-2,2)", EXACT) for gold in ("x^2=4", "x=2", "x+y=0")],
     (r"(3,4]", r"3<|x| \le 4", EXACT),
     ("5", "x>5", EXACT),
+    # a point, and the equations of its coordinates
+    *[("(1,2)", answer, EXACT) for answer in ("y=1, x=2", "x=2, y=1", "x=1, y=3")],
+    *[("x=1, y=2", answer, EXACT) for answer in ("(2,1)", "(1,3)", "(1,2,3)")],
+    ("z=3, x=1, y=2", "(3,1,2)", EXACT),
+    ("m=1, b=2", "(2,1)", EXACT),
+    *[("(x,y)=(1,2)", answer, EXACT) for answer in ("x=2, y=1", "x=1, y=2, z=3", "x=1", "x=1, z=2")],
+    ("x=1, y=2", "(x,y)=(2,1)", EXACT),
+    ("x=1, y=2", "(x,z)=(1,2)", EXACT),
+    # a vector as a column
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(2,1)", EXACT),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2,0)", EXACT),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "(1,2,3,4)", EXACT),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \\ 3 \\ 4 \end{pmatrix}", EXACT),
+    # the imaginary unit
+    *[("3+4i", answer, EXACT) for answer in ("(2-i)^2", "(2+i)^3", "3+4x", "-3-4i")],
+    ("-1", r"e^{2i\pi}", EXACT),
+    ("i", "1", EXACT),
+    # times of day
+    *[("4:30 p.m.", answer, EXACT) for answer in ("4:30 a.m.", "4:30 AM", "4:03 p.m.")],
+    # ratios of several terms
+    *[("1:2:3", answer, EXACT) for answer in ("3:2:1", "2:4:3", "1:6", "1:2:3:1", "1:2", "2:4:5")],
+    ("1:2", "1:2:1", EXACT),
+    # inequalities with other solutions
+    *[("|x|<2", answer, EXACT) for answer in ("-2<x<3", r"-2 \le x \le 2", "-2<y<2", "x<2", "|x|>2")],
+    ("x^2<-1", "x^2<-2", EXACT),
+    ("x^2>-1", "x^4>-1", EXACT),
+    ("x>y", "y>z", EXACT),
 ]
 
 SAME = [
@@ -710,6 +737,35 @@ SAME = [
     *[(gold, r"x \ne 2", EXACT) for gold in (r"\mathbb{R} \setminus \{2\}", r"x \in \mathbb{R} \setminus \{2\}")],
     (r"x \ne 2", r"\mathbb{R} \setminus \{2\}", EXACT),
     ("x+1>4", r"(3,\infty)", EXACT),
+    # a point, and the equations of its coordinates
+    *[("(1,2)", answer, EXACT) for answer in ("x=1, y=2", "y=2, x=1", "(x,y)=(1,2)")],
+    ("x=1, y=2", "(1,2)", EXACT),
+    ("z=3, x=1, y=2", "(1,2,3)", EXACT),
+    ("m=1, b=2", "(1,2)", EXACT),
+    ("x=1, x=2", "(2,1)", EXACT),  # as for the answers 1, 2
+    *[("(x,y)=(1,2)", answer, EXACT) for answer in ("x=1, y=2", "y=2, x=1", "1, 2")],
+    *[("x=1, y=2", answer, EXACT) for answer in ("(x,y)=(1,2)", "(y,x)=(2,1)")],
+    # a vector as a column
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)", EXACT),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\langle 1, 2\rangle", EXACT),
+    ("(1,2)", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", EXACT),
+    # the imaginary unit
+    *[("3+4i", answer, EXACT) for answer in ("(2+i)^2", "4i+3", "-4i^3+3")],
+    *[("-1", answer, EXACT) for answer in (r"e^{i\pi}", "i^2")],
+    ("i", r"\sqrt{-1}", EXACT),
+    (r"\frac12+\frac{\sqrt3}{2}i", r"e^{\frac{i\pi}{3}}", EXACT),
+    # times of day
+    *[("4:30 PM", answer, EXACT) for answer in ("4:30 p.m.", "4:30 pm", "4:30 P.M.", "4:30p.m.", "4:30")],
+    *[("12:30 p.m.", answer, EXACT) for answer in ("12:30 PM", r"12:30 \text{ p.m.}", "12:30")],
+    # ratios of several terms
+    *[("1:2:3", answer, EXACT) for answer in ("2:4:6", "1 : 2 : 3")],
+    ("2:4:6", "1:2:3", EXACT),
+    ("1:2", "2:4", EXACT),
+    # inequalities with the same solutions
+    ("|x|<2", "-2<x<2", EXACT),
+    ("-2<x<2", "|x|<2", EXACT),
+    (r"x^2 \ge 4", r"x \le -2 \text{ or } x \ge 2", EXACT),
+    ("x^2<4", "-2<x<2", EXACT),
 ]
 
 VERDICTS = [

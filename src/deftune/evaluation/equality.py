@@ -48,6 +48,10 @@ class Comparison:
         """`EQUAL`, `CLOSE` (within the tolerance) or `DIFFERENT`."""
         golds, answers = _items(gold), _items(answer)
         if golds is not None or answers is not None:
+            if answers is None and len(parts := _coordinates(answer)) > 1:
+                return self._match(golds or [], parts)
+            if golds is None and len(parts := _coordinates(gold)) > 1:
+                return self._match(parts, answers or [])
             return self._lists(gold, golds, answer, answers)
         stated, given = _relations(gold), _relations(answer)
         if stated is not None and given is not None:
@@ -113,7 +117,7 @@ class Comparison:
     def _by_math_verify(self, gold: Any, answer: Any) -> int:
         word = _spells(gold, answer) or _spells(answer, gold)
         if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr) and not word:
-            gold, answer = _plain(gold), _plain(answer)
+            gold, answer = (_plain(side).subs(_LETTER_I, sympy.I) for side in (gold, answer))
         if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):
             return DIFFERENT  # 1/0 and the like: nothing can be said about their values
         if not word and _values_differ(gold, answer):  # first: it takes a fraction of the time
@@ -127,15 +131,16 @@ class Comparison:
             return self._match(golds, answers)
         if golds is not None:
             parts = _ordered(answer)
-            if parts is not None and len(golds) > 1:  # (1, 2) for the answers 1 and 2
-                return self._match(golds, list(parts))
+            if parts is not None and len(golds) > 1:  # (1, 2) for the answers 1 and 2, in order for x = 1, y = 2
+                named = all(map(_is_equation, golds)) and len({gold.lhs for gold in golds}) == len(golds)
+                return self._each(_by_name(golds), parts) if named else self._match(golds, list(parts))
             if len(golds) == 1:
                 return self.compare(golds[0], answer)
             return self._by_math_verify(gold, answer) if isinstance(answer, sympy.Set) else DIFFERENT
         assert answers is not None
         parts = _ordered(gold)
         if parts is not None and len(answers) > 1:  # 1, 2 for the pair (1, 2)
-            return self._each(parts, answers)
+            return self._each(parts, _by_name(answers))
         if len(answers) == 1:
             return self.compare(gold, answers[0])
         return self._by_math_verify(gold, answer) if isinstance(gold, sympy.Set) else DIFFERENT
@@ -158,9 +163,12 @@ class Comparison:
     def _all_relations(self, golds: list[Any], answers: list[Any]) -> int:
         if len(golds) == 1 and len(answers) > 1 and all(_is_equation(answer) for answer in answers):
             answers = [sympy.Eq(answers[0].lhs, answers[-1].rhs, evaluate=False)]  # E = m c^2 = 9, for E = 9
-        if len(golds) != len(answers):
-            return DIFFERENT
-        return _pair_up(golds, answers, self._relation)
+        found = _pair_up(golds, answers, self._relation) if len(golds) == len(answers) else DIFFERENT
+        if found == DIFFERENT and _are_unequal([*golds, *answers]):  # |x| < 2 and -2 < x < 2
+            (unknown, numbers), (other, held) = _held(golds), _held(answers)
+            if unknown is not None and unknown == other and numbers not in (sympy.S.EmptySet, sympy.S.Reals):
+                return self._values(numbers, held)
+        return found
 
     def _relation(self, gold: Any, answer: Any) -> int:
         turned = _turned(answer)
@@ -210,6 +218,21 @@ def _items(expression: Any) -> list[Any] | None:
     if _is_equation(expression) and isinstance(expression.rhs, sympy.FiniteSet):
         return [sympy.Eq(expression.lhs, item, evaluate=False) for item in _items(expression.rhs) or []]
     return None
+
+
+def _coordinates(expression: Any) -> list[Any]:
+    """Of (x, y) = (1, 2) the equations x = 1 and y = 2."""
+    if not _is_equation(expression):
+        return []
+    names, values = _ordered(expression.lhs) or (), _ordered(expression.rhs) or ()
+    matched = len(names) == len(values) and all(isinstance(name, sympy.Symbol) for name in names)
+    return [sympy.Eq(name, value, evaluate=False) for name, value in zip(names, values)] if matched else []
+
+
+def _by_name(answers: list[Any]) -> list[Any]:
+    """Equations for x, y and z in this order, in which a point has the values; other answers as they are."""
+    names = [str(answer.lhs) if _is_equation(answer) else "" for answer in answers]
+    return [answers[names.index(name)] for name in sorted(names)] if set(names) <= {"x", "y", "z"} else answers
 
 
 def joined(expression: Any, word: str) -> Any:
@@ -318,9 +341,11 @@ def _is_name(expression: Any) -> bool:
 
 
 def _ordered(expression: Any) -> tuple[Any, ...] | None:
-    """The coordinates of a point; math-verify reads (1, 2) as an open interval."""
+    """The coordinates of a point or of a column; math-verify reads (1, 2) as an open interval."""
     if isinstance(expression, sympy.Tuple):
         return tuple(expression.args)
+    if isinstance(expression, sympy.MatrixBase) and expression.shape[1] == 1:
+        return tuple(expression)
     if isinstance(expression, sympy.Interval) and expression.left_open and expression.right_open:
         return (expression.start, expression.end)
     return None
@@ -388,6 +413,7 @@ def _plain(expression: Any) -> Any:
         return expression
 
 
+_LETTER_I = sympy.Symbol("i", real=True)  # as `_plain` writes it; math-verify reads an i as a variable
 _POINTS = ((3, 7), (11, 13))  # the symbols' values are multiples of these fractions
 
 
