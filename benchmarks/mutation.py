@@ -27,6 +27,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import logging
 import os
 import random
 import resource
@@ -494,9 +495,7 @@ def prepare() -> None:
     import transformers
 
     assert mpmath and transformers.LlamaForCausalLM
-    math_verify: Any = importlib.import_module("math_verify")
-    read = math_verify.parse(r"\boxed{\frac{x}{2}}", parsing_timeout=None)
-    math_verify.verify(read, read, timeout_seconds=None)
+    warm_up_math_verify()
     torch.set_num_threads(1)
     hypothesis.settings.register_profile(
         "mutation",
@@ -508,6 +507,24 @@ def prepare() -> None:
     hypothesis.settings.load_profile("mutation")
     sys.path.insert(0, str(SOURCE))
     assert not any(name.split(".")[0] == "deftune" for name in sys.modules)
+
+
+def warm_up_math_verify() -> None:
+    """Fill the caches of its parser, and import what sympy's solvers import; otherwise every fork would."""
+    math_verify, sympy = (importlib.import_module(name) for name in ("math_verify", "sympy"))
+    logging.disable(logging.CRITICAL)
+    for text in (
+        r"-\frac{1}{2}+3.5 \times 10^{-5}", r"2\sqrt{3}, \sqrt[3]{x}", r"x^2+y^{10}=4", r"a \leq x < b", "(1, 2)",
+        r"(-\infty,2]\cup[3,\infty)", r"\{1, 2\}", r"x \in \mathbb{R} \setminus \{2\}", "f(x)=x+1", r"\sin x \ne \ln 2",
+        r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\text{even}", r"2\pi e^{i x}", r"\dot{x}=kx-a", "|x|>3",
+        r"90^\circ", r"4! \binom{5}{2}", r"2 \cdot 3", "1:2", "x_1 = 5, x_2 = 6", r"\pm 3", "E = m c^2 = 9",
+    ):  # fmt: skip
+        read = math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None)
+        math_verify.verify(read, read, timeout_seconds=None)
+    x = sympy.Symbol("x", real=True)
+    assert sympy.solve(sympy.exp(x) - 1, x) == [0] and sympy.cancel(sympy.together(1 / x + x) * x) == 1 + x**2
+    assert (x**2 < 4).as_set() == sympy.Interval.open(-2, 2) and sympy.simplify(x / 2 + x) == 3 * x / 2
+    logging.disable(logging.NOTSET)
 
 
 if __name__ == "__main__":
