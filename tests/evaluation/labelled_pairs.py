@@ -501,6 +501,11 @@ DIFFERENT = [
     ("x^2<-1", "x^2<-2", EXACT),
     ("x^2>-1", "x^4>-1", EXACT),
     ("x>y", "y>z", EXACT),
+    # the real cube root of a negative number
+    *[(gold, r"\sqrt[3]{-8}", EXACT) for gold in ("2", r"1+i\sqrt3", "-2i")],
+    ("-4", r"(-8)^{\frac23}", EXACT),
+    ("2", r"\sqrt{-4}", EXACT),
+    ("0.01", "0.01000015", EXACT),
 ]
 
 SAME = [
@@ -766,6 +771,13 @@ SAME = [
     ("-2<x<2", "|x|<2", EXACT),
     (r"x^2 \ge 4", r"x \le -2 \text{ or } x \ge 2", EXACT),
     ("x^2<4", "-2<x<2", EXACT),
+    # the real cube root of a negative number
+    ("-2", r"\sqrt[3]{-8}", EXACT),
+    ("4", r"(-8)^{\frac23}", EXACT),
+    (r"-\sqrt[3]{5}", r"\sqrt[3]{-5}", EXACT),
+    ("x-2", r"x+\sqrt[3]{-8}", EXACT),
+    ("2i", r"\sqrt{-4}", EXACT),
+    ("-8", "(-2)^3", EXACT),
 ]
 
 VERDICTS = [

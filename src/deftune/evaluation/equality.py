@@ -383,13 +383,16 @@ def _number(expression: Any) -> Any:
 
 
 def _exact(expression: Any) -> Any:
-    """With fractions for decimals."""
-    decimals: dict[Any, Any] = {}
+    """With fractions for decimals, and the real one of the odd roots of a negative number."""
+    swaps: dict[Any, Any] = {}
     for decimal in expression.atoms(sympy.Float):
         if decimal != 0 and abs(sympy.log(abs(decimal), 10).evalf(10)) > _LONGEST_EXPONENT:
             raise OverflowError("a decimal with a long exponent")
-        decimals[decimal] = sympy.Rational(str(decimal))
-    return expression.xreplace(decimals) if decimals else expression
+        swaps[decimal] = sympy.Rational(str(decimal))
+    for power in expression.atoms(sympy.Pow):
+        if power.base.is_negative and power.exp.is_Rational and power.exp.q % 2:
+            swaps[power] = (-1) ** power.exp.p * (-power.base) ** power.exp
+    return expression.xreplace(swaps) if swaps else expression
 
 
 def _size(number: Any) -> Any:
