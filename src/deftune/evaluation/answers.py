@@ -148,7 +148,8 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
         other = _CLOCK.fullmatch(answer)
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
     ours, theirs = _BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer)
-    if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer:
+    points = r"\{(" in gold + answer  # {(1,2)} is the point (1,2)
+    if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer and not points:
         if count_answers(gold if theirs[1] == r"\{" else answer, parted=True) == 1:  # not (1,2),(3,4)
             return Verdict(False, "exact", "a set, and a pair or an interval")
     return None

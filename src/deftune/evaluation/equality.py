@@ -48,11 +48,7 @@ class Comparison:
         """`EQUAL`, `CLOSE` (within the tolerance) or `DIFFERENT`."""
         golds, answers = _items(gold), _items(answer)
         if golds is not None or answers is not None:
-            if answers is None and len(parts := _coordinates(answer)) > 1:
-                return self._match(golds or [], parts)
-            if golds is None and len(parts := _coordinates(gold)) > 1:
-                return self._match(parts, answers or [])
-            return self._lists(gold, golds, answer, answers)
+            return self._lists(gold, golds or _coordinates(gold), answer, answers or _coordinates(answer))
         stated, given = _relations(gold), _relations(answer)
         if stated is not None and given is not None:
             for set_of, others in ((stated, given), (given, stated)):  # x in (3, 4), and 3 < x < 4
@@ -220,13 +216,12 @@ def _items(expression: Any) -> list[Any] | None:
     return None
 
 
-def _coordinates(expression: Any) -> list[Any]:
+def _coordinates(expression: Any) -> list[Any] | None:
     """Of (x, y) = (1, 2) the equations x = 1 and y = 2."""
-    if not _is_equation(expression):
-        return []
-    names, values = _ordered(expression.lhs) or (), _ordered(expression.rhs) or ()
-    matched = len(names) == len(values) and all(isinstance(name, sympy.Symbol) for name in names)
-    return [sympy.Eq(name, value, evaluate=False) for name, value in zip(names, values)] if matched else []
+    names, values = (_ordered(expression.lhs), _ordered(expression.rhs)) if _is_equation(expression) else (None, None)
+    if names is None or values is None or len(names) != len(values):
+        return None
+    return [sympy.Eq(name, value, evaluate=False) for name, value in zip(names, values)]
 
 
 def _by_name(answers: list[Any]) -> list[Any]:
