@@ -113,6 +113,17 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",
     ("objectives/stats.py", "return rest.log1p() - (share * u).sum(-1) / (1 + rest)", "-1", "1"):
         "the last dimension of a matrix is dimension 1",
+    ("evaluation/equality.py", "EQUAL, CLOSE, DIFFERENT = 2, 1, 0", "2", "3"): "only the order of the three counts",
+    ("evaluation/equality.py", "_MANY_DIGITS = 400  # to which exact irrational numbers are compared", "400", "401"):
+        "equal numbers are found to differ by about 1e-400, and the bound is 1e-300",
+    ("evaluation/equality.py", "_LONGEST_EXPONENT = 16_000  # in bits, of a decimal that is turned into a fraction",
+     "16000", "16001"): "a bound on time",
+    ("evaluation/equality.py", "if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:", "abs(decimal._mpf_[2]) > _LONGEST_EXPONENT",
+     "abs(decimal._mpf_[2]) >= _LONGEST_EXPONENT"): "a bound on time",
+    ("evaluation/equality.py", "_LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each",
+     "64", "65"): "a bound on time",
+    **{("evaluation/equality.py", "_POINTS = ((3, 7), (11, 13))  # the symbols' values are multiples of these fractions",
+        str(part), str(part + 1)): "any two points do" for part in (3, 7, 11, 13)},
     ("evaluation/units.py", "_TAIL_CHARACTERS = 200", "200", "201"): "a bound on time; no unit is as long",
     ("evaluation/grading.py", "for key, _ in selector.select(min(busy, default=now) - now):", "min", "max"):
         "a time-out is noticed when the next worker reports; the verdicts are the same",

@@ -60,6 +60,11 @@ def test_how(gold, answer, correct, how, grader):
     assert (verdict.correct, verdict.how) == (correct, how)
 
 
+@pytest.mark.parametrize("gold, answer", [("2, 3", "2, 3.0001"), ("a=1, b=2", "a=1, b=2.0001"), ("5", "x=5.0004")])
+def test_a_tolerance_is_named(gold, answer, grader):
+    assert grader.grade([(gold, answer)], [Rule(relative=1e-4)]) == [Verdict(True, "tolerance")]
+
+
 # --- units -----------------------------------------------------------------------------------------------------------
 
 UNITS = {

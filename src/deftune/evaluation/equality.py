@@ -25,9 +25,9 @@ _unequal: Any = importlib.import_module("sympy.core.relational")
 EQUAL, CLOSE, DIFFERENT = 2, 1, 0
 # (absolute, relative to the gold): 0.333333 is 1/3, and 2e-7 is not 3e-7; both must hold
 DECIMAL_DISTANCE = (sympy.Rational(5, 10**7), sympy.Rational(1, 10**5))
-_SAME_DIGITS = 50  # of two exact irrational numbers, at first; then `_MANY_DIGITS`
-_MANY_DIGITS = 400
-_LONGEST_EXPONENT = 4_000  # of a decimal that is turned into a fraction
+_MANY_DIGITS = 400  # to which exact irrational numbers are compared
+_NOTHING = sympy.Float("1e-300")  # of such a number: equal ones are found to differ by about 1e-400
+_LONGEST_EXPONENT = 16_000  # in bits, of a decimal that is turned into a fraction
 _LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each
 
 Verify = Callable[[Any, Any], bool]
@@ -63,7 +63,7 @@ class Comparison:
         if given is not None:
             if _is_surely_set(gold) and _are_unequal(given):
                 return self._by_inequalities(gold, given)
-            value = _stated_value(given)
+            value = self._stated_value(given)
             return DIFFERENT if value is None else self.compare(gold, value)
         return self._values(gold, answer)
 
@@ -105,9 +105,8 @@ class Comparison:
         distance, size = _size(apart), _size(gold)
         if decimal and distance <= DECIMAL_DISTANCE[0] and distance <= DECIMAL_DISTANCE[1] * size:
             return EQUAL
-        if not apart.is_Rational and distance <= size * sympy.Rational(1, 10**_SAME_DIGITS):
-            if abs(apart.evalf(15, maxn=_MANY_DIGITS)) <= abs(gold.evalf(15)) * sympy.Float(10) ** (-_MANY_DIGITS // 2):
-                return EQUAL
+        if not apart.is_Rational and distance <= (size or 1) * _NOTHING:
+            return EQUAL
         return CLOSE if distance <= max(self.relative * size, self.absolute) else DIFFERENT
 
     def _by_math_verify(self, gold: Any, answer: Any) -> int:
@@ -154,10 +153,20 @@ class Comparison:
             return DIFFERENT
         return _pair_up(golds, answers, self.compare)
 
+    def _stated_value(self, relations: list[Any]) -> Any:
+        """The value that equations state: the right-hand side. None for an inequality, and for 2 = 3."""
+        if not all(_is_equation(relation) for relation in relations):
+            return None
+        first, last = relations[0].lhs, relations[-1].rhs
+        if isinstance(last, sympy.Symbol) and not _is_name(first):
+            return first  # 5 = x
+        untrue = _number(first) is not None and self.without_tolerance().compare(first, last) == DIFFERENT
+        return None if untrue else last
+
     # --- relations ----------------------------------------------------------------------------------------------
 
     def _all_relations(self, golds: list[Any], answers: list[Any]) -> int:
-        if len(golds) == 1 and len(answers) > 1 and all(_is_equation(answer) for answer in answers):
+        if len(golds) == 1 and all(_is_equation(answer) for answer in answers):
             answers = [sympy.Eq(answers[0].lhs, answers[-1].rhs, evaluate=False)]  # E = m c^2 = 9, for E = 9
         found = _pair_up(golds, answers, self._relation) if len(golds) == len(answers) else DIFFERENT
         if found == DIFFERENT and _are_unequal([*golds, *answers]):  # |x| < 2 and -2 < x < 2
@@ -182,10 +191,12 @@ class Comparison:
         if not ours.free_symbols or ours.free_symbols != theirs.free_symbols:
             return DIFFERENT  # of 0 = 1 and 0 = 2 only the sides can say whether they are the same
         if type(gold) not in (sympy.Eq, sympy.Ne):
-            factor = sympy.cancel(theirs / ours) if ours != 0 else sympy.S.Zero
+            factor = sympy.cancel(theirs / ours)
+            if factor.free_symbols:  # x^2 + 1 < 0 times (x^2 + 2) / (x^2 + 1)
+                return DIFFERENT
             if type(answer) is type(gold):
-                return EQUAL if factor.is_positive and not factor.free_symbols else DIFFERENT
-            return EQUAL if type(turned) is type(gold) and factor.is_negative and not factor.free_symbols else DIFFERENT
+                return EQUAL if factor.is_positive else DIFFERENT
+            return EQUAL if type(turned) is type(gold) and factor.is_negative else DIFFERENT
         if type(answer) is not type(gold):
             return DIFFERENT
         if _constant_factor(ours, theirs):
@@ -283,21 +294,11 @@ def _relations(expression: Any) -> list[Any] | None:
     if not isinstance(expression, sympy.And):
         return None
     parts = list(getattr(expression, "_unsorted_args", expression.args))
-    if not parts or not all(isinstance(part, _unequal.Relational) for part in parts):
+    if not all(isinstance(part, _unequal.Relational) for part in parts):
         return None
     if all(_is_equation(part) for part in parts) and _is_name(parts[0].lhs) and _number(parts[-1].rhs) is not None:
-        return [sympy.Eq(parts[0].lhs, parts[-1].rhs, evaluate=False)]
+        return [sympy.Eq(parts[0].lhs, parts[-1].rhs)]
     return parts
-
-
-def _stated_value(relations: list[Any]) -> Any:
-    """The value that equations state: the right-hand side. None for an inequality, and for 2 = 3."""
-    if not all(_is_equation(relation) for relation in relations):
-        return None
-    first, last = relations[0].lhs, relations[-1].rhs
-    if isinstance(last, sympy.Symbol) and not _is_name(first):
-        return first  # 5 = x
-    return None if _number(first) is not None and Comparison(_never).compare(first, last) == DIFFERENT else last
 
 
 def _pair_up(golds: Sequence[Any], answers: Sequence[Any], compare: Callable[[Any, Any], int]) -> int:
@@ -311,10 +312,6 @@ def _pair_up(golds: Sequence[Any], answers: Sequence[Any], compare: Callable[[An
         left.pop(found.index(best))
         worst = min(worst, best)
     return worst
-
-
-def _never(*_: Any) -> bool:
-    return False
 
 
 def _turned(relation: Any) -> Any:
@@ -371,8 +368,8 @@ def _number(expression: Any) -> Any:
         return None
     try:
         exact = _exact(expression).doit()
-        value = exact.evalf(20)
-        return exact if value.is_Number and value.is_finite and exact.is_real is not False else None
+        value = exact.evalf()
+        return exact if value.is_Number and value.is_finite else None
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError):
         return None
 
@@ -381,7 +378,7 @@ def _exact(expression: Any) -> Any:
     """With fractions for decimals, and the real one of the odd roots of a negative number."""
     swaps: dict[Any, Any] = {}
     for decimal in expression.atoms(sympy.Float):
-        if decimal != 0 and abs(sympy.log(abs(decimal), 10).evalf(10)) > _LONGEST_EXPONENT:
+        if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:
             raise OverflowError("a decimal with a long exponent")
         swaps[decimal] = sympy.Rational(str(decimal))
     for power in expression.atoms(sympy.Pow):
@@ -391,8 +388,8 @@ def _exact(expression: Any) -> Any:
 
 
 def _size(number: Any) -> Any:
-    """|number|, exactly where it is a fraction, else to more digits than any comparison here needs."""
-    return abs(number) if number.is_Rational else abs(number.evalf(_SAME_DIGITS + 15, maxn=_MANY_DIGITS))
+    """|number|, exactly where it is a fraction; else to 15 digits, as long as `_MANY_DIGITS` suffice for that."""
+    return abs(number) if number.is_Rational else abs(number.evalf(maxn=_MANY_DIGITS))
 
 
 # --- expressions --------------------------------------------------------------------------------------------------
@@ -428,7 +425,7 @@ def _values_differ(gold: Any, answer: Any) -> bool:
             one, other = (sympy.N(side.subs(at), 30) for side in (gold, answer))
             if not (one.is_number and other.is_number and one.is_finite and other.is_finite):
                 return False
-            if abs(one - other) > allowed * max(abs(one), abs(other)):
+            if abs(one - other) > allowed * abs(one):
                 return True
     except Exception:
         return False  # sympy could not evaluate one side; math-verify's verdict is kept
@@ -446,8 +443,6 @@ def _spells(word: Any, product: Any) -> bool:
 def _constant_factor(ours: Any, theirs: Any) -> bool:
     """Whether two equations are the same up to a non-zero number, once denominators are cleared."""
     one, other = (sympy.fraction(sympy.together(side))[0] for side in (ours, theirs))
-    if one == 0 or other == 0:
-        return False
     factor = sympy.cancel(other / one)
     if factor.free_symbols:
         factor = sympy.simplify(factor)
