@@ -118,12 +118,14 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
         "equal numbers are found to differ by about 1e-400, and the bound is 1e-300",
     ("evaluation/equality.py", "_LONGEST_EXPONENT = 16_000  # in bits, of a decimal that is turned into a fraction",
      "16000", "16001"): "a bound on time",
-    ("evaluation/equality.py", "if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:", "abs(decimal._mpf_[2]) > _LONGEST_EXPONENT",
-     "abs(decimal._mpf_[2]) >= _LONGEST_EXPONENT"): "a bound on time",
+    ("evaluation/equality.py", "if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:",
+     "abs(decimal._mpf_[2]) > _LONGEST_EXPONENT", "abs(decimal._mpf_[2]) >= _LONGEST_EXPONENT"): "a bound on time",
     ("evaluation/equality.py", "_LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each",
      "64", "65"): "a bound on time",
-    **{("evaluation/equality.py", "_POINTS = ((3, 7), (11, 13))  # the symbols' values are multiples of these fractions",
-        str(part), str(part + 1)): "any two points do" for part in (3, 7, 11, 13)},
+    **{
+        ("evaluation/equality.py", "_POINTS = ((3, 7), (11, 13))  # symbols have multiples of these fractions",
+         str(part), str(part + 1)): "any two points do" for part in (3, 7, 11, 13)
+    },
     ("evaluation/units.py", "_TAIL_CHARACTERS = 200", "200", "201"): "a bound on time; no unit is as long",
     ("evaluation/grading.py", "for key, _ in selector.select(min(busy, default=now) - now):", "min", "max"):
         "a time-out is noticed when the next worker reports; the verdicts are the same",
@@ -137,7 +139,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("evaluation/grading_worker.py", "if one is None or other is None:  # equal text is equal, whatever it means",
      "one is None or other is None", "one is None and other is None"):
         "where one of two answers cannot be read, their texts differ, and comparing them says so too",
-    ("evaluation/grading_worker.py", 'judge(read(text), read(text + "+0"), 0.0, 0.0, "")', "0.0", "1.0"):
+    ("evaluation/grading_worker.py",
+     r'judge(rf"\boxed{{{text}}}", rf"\boxed{{{text}}}+0", 0.0, 0.0, "", ("", ""))', "0.0", "1.0"):
         "the verdict of the rehearsal is not used",
     ("evaluation/grading_worker.py", "at_most(0)", "0", "1"): "sending a verdict takes no second",
 }  # fmt: skip

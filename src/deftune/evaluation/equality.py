@@ -409,7 +409,7 @@ def _plain(expression: Any) -> Any:
 
 
 _LETTER_I = sympy.Symbol("i", real=True)  # as `_plain` writes it; math-verify reads an i as a variable
-_POINTS = ((3, 7), (11, 13))  # the symbols' values are multiples of these fractions
+_POINTS = ((3, 7), (11, 13))  # symbols have multiples of these fractions
 
 
 def _values_differ(gold: Any, answer: Any) -> bool:
