@@ -6,10 +6,10 @@
     python benchmarks/mutation.py objectives --list                              # what would be changed
 
 The first run, of the code as it is, notes the lines that each test executes. A mutant runs the tests that execute its
-line, those that killed a mutant last before the others; all tests of the group if the line runs on import, while tests
-are collected, in another process or never. It is killed when a test fails, hangs or runs out of time; it survives when
-all of them pass. Survivors are listed with their line: each one is a test to write, or a change that changes nothing
-(say so in EQUIVALENT).
+line, those that killed a mutant last before the others; all tests of the group if the line is in no function, or runs
+while tests are collected, in another process or never. It is killed when a test fails, hangs or runs out of time; it
+survives when all of them pass. Survivors are listed with their line: each one is a test to write, or a change that
+changes nothing (say so in EQUIVALENT).
 
 torch and pytest are imported once; every mutant is a fork that puts a package with one changed file before the others.
 ``--verdicts`` keeps finished verdicts: a run that was stopped goes on, and survivors run again with the tests of now.
@@ -24,8 +24,10 @@ import copy
 import functools
 import gc
 import hashlib
+import importlib
 import itertools
 import json
+import logging
 import os
 import random
 import resource
@@ -64,15 +66,14 @@ GROUPS = {
         processes="tests/objectives/test_step_ranks.py",
     ),
     "grading": Group(
-        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/notation.py", "evaluation/answers.py",
-         "evaluation/grading.py", "evaluation/grading_worker.py"),
-        ("evaluation/test_extraction.py", "evaluation/test_rules.py", "evaluation/test_grading.py"),
+        ("evaluation/extraction.py", "evaluation/choices.py", "evaluation/grading.py", "evaluation/grading_worker.py"),
+        ("evaluation/test_extraction.py", "evaluation/test_verdicts.py", "evaluation/test_rules.py",
+         "evaluation/test_grading.py"),
         workers=("evaluation/grading_worker.py",),
     ),
-    "equality": Group(  # not yet measured to its end: about 115 of 310 mutants of equality.py are not shown killed
-        ("evaluation/units.py", "evaluation/equality.py"),
-        ("evaluation/test_rules.py", "evaluation/test_grading.py"),
-        workers=("evaluation/equality.py",),
+    "equality": Group(  # pairs of answers in this process, without workers
+        ("evaluation/equality.py", "evaluation/units.py", "evaluation/notation.py", "evaluation/answers.py"),
+        ("evaluation/test_verdicts.py",),
     ),
 }  # fmt: skip
 
@@ -112,6 +113,19 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("objectives/stats.py", "rest = share.sum(-1)", "-1", "1"): "the last dimension of a matrix is dimension 1",
     ("objectives/stats.py", "return rest.log1p() - (share * u).sum(-1) / (1 + rest)", "-1", "1"):
         "the last dimension of a matrix is dimension 1",
+    ("evaluation/equality.py", "EQUAL, CLOSE, DIFFERENT = 2, 1, 0", "2", "3"): "only the order of the three counts",
+    ("evaluation/equality.py", "_MANY_DIGITS = 400  # to which exact irrational numbers are compared", "400", "401"):
+        "equal numbers are found to differ by about 1e-400, and the bound is 1e-300",
+    ("evaluation/equality.py", "_LONGEST_EXPONENT = 16_000  # in bits, of a decimal that is turned into a fraction",
+     "16000", "16001"): "a bound on time",
+    ("evaluation/equality.py", "if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:",
+     "abs(decimal._mpf_[2]) > _LONGEST_EXPONENT", "abs(decimal._mpf_[2]) >= _LONGEST_EXPONENT"): "a bound on time",
+    ("evaluation/equality.py", "_LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each",
+     "64", "65"): "a bound on time",
+    **{
+        ("evaluation/equality.py", "_POINTS = ((3, 7), (11, 13))  # symbols have multiples of these fractions",
+         str(part), str(part + 1)): "any two points do" for part in (3, 7, 11, 13)
+    },
     ("evaluation/units.py", "_TAIL_CHARACTERS = 200", "200", "201"): "a bound on time; no unit is as long",
     ("evaluation/grading.py", "for key, _ in selector.select(min(busy, default=now) - now):", "min", "max"):
         "a time-out is noticed when the next worker reports; the verdicts are the same",
@@ -125,7 +139,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("evaluation/grading_worker.py", "if one is None or other is None:  # equal text is equal, whatever it means",
      "one is None or other is None", "one is None and other is None"):
         "where one of two answers cannot be read, their texts differ, and comparing them says so too",
-    ("evaluation/grading_worker.py", 'judge(read(text), read(text + "+0"), 0.0, 0.0, "")', "0.0", "1.0"):
+    ("evaluation/grading_worker.py",
+     r'judge(rf"\boxed{{{text}}}", rf"\boxed{{{text}}}+0", 0.0, 0.0, "", ("", ""))', "0.0", "1.0"):
         "the verdict of the rehearsal is not used",
     ("evaluation/grading_worker.py", "at_most(0)", "0", "1"): "sending a verdict takes no second",
 }  # fmt: skip
@@ -143,7 +158,10 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "expm1": "exp",
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed module. ``before`` and ``after`` are the changed expression, ``lines`` those of its statement."""
+    """One changed module. ``before`` and ``after`` are the changed expression, ``lines`` those of its statement.
+
+    ``called``: whether the expression runs in a call of a function, not on import.
+    """
 
     module: str
     line: int
@@ -152,6 +170,7 @@ class Mutant:
     before: str
     after: str
     tree: ast.Module
+    called: bool = True
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line}:{self.column}: {self.before} -> {self.after}"
@@ -221,21 +240,23 @@ def mutants_of(module: str) -> list[Mutant]:
     tree = ast.parse(source(module))
     found: list[Mutant] = []
 
-    def visit(node: ast.AST, lines: range) -> None:
+    def visit(node: ast.AST, lines: range, called: bool) -> None:
         if isinstance(node, ast.stmt):  # of a compound statement its head
             body: list[ast.stmt] = getattr(node, "body", [])
             lines = range(node.lineno, body[0].lineno if body else (node.end_lineno or node.lineno) + 1)
         for name, place, child in fields_to_change(node):
+            inside = called or (isinstance(node, ast.FunctionDef | ast.Lambda) and name == "body")
             for changed in changes(child):
                 ast.copy_location(changed, child)
                 put(node, name, place, changed)
                 mutated = ast.fix_missing_locations(copy.deepcopy(tree))
                 put(node, name, place, child)
                 line, column = getattr(child, "lineno", 0), getattr(child, "col_offset", 0)
-                found.append(Mutant(module, line, column, lines, ast.unparse(child), ast.unparse(changed), mutated))
-            visit(child, lines)
+                before, after = ast.unparse(child), ast.unparse(changed)
+                found.append(Mutant(module, line, column, lines, before, after, mutated, inside))
+            visit(child, lines, inside)
 
-    visit(tree, range(0))
+    visit(tree, range(0), called=False)
     return found
 
 
@@ -270,7 +291,7 @@ class Survey:
         executed = self.lines[mutant.module]
         near = set[str]().union(*(executed.get(line, ()) for line in mutant.lines))
         unseen = {test for test in self.cpu_seconds if test.startswith(group.processes)}
-        everything = "" in near or not near | unseen
+        everything = not mutant.called or "" in near or not near | unseen
         chosen = [test for test in self.cpu_seconds if everything or test in near | unseen]
 
         def order(test: str) -> tuple[bool, int, bool]:
@@ -488,6 +509,7 @@ def prepare() -> None:
     import transformers
 
     assert mpmath and transformers.LlamaForCausalLM
+    warm_up_math_verify()
     torch.set_num_threads(1)
     hypothesis.settings.register_profile(
         "mutation",
@@ -499,6 +521,24 @@ def prepare() -> None:
     hypothesis.settings.load_profile("mutation")
     sys.path.insert(0, str(SOURCE))
     assert not any(name.split(".")[0] == "deftune" for name in sys.modules)
+
+
+def warm_up_math_verify() -> None:
+    """Fill the caches of its parser, and import what sympy's solvers import; otherwise every fork would."""
+    math_verify, sympy = (importlib.import_module(name) for name in ("math_verify", "sympy"))
+    logging.disable(logging.CRITICAL)
+    for text in (
+        r"-\frac{1}{2}+3.5 \times 10^{-5}", r"2\sqrt{3}, \sqrt[3]{x}", r"x^2+y^{10}=4", r"a \leq x < b", "(1, 2)",
+        r"(-\infty,2]\cup[3,\infty)", r"\{1, 2\}", r"x \in \mathbb{R} \setminus \{2\}", "f(x)=x+1", r"\sin x \ne \ln 2",
+        r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\text{even}", r"2\pi e^{i x}", r"\dot{x}=kx-a", "|x|>3",
+        r"90^\circ", r"4! \binom{5}{2}", r"2 \cdot 3", "1:2", "x_1 = 5, x_2 = 6", r"\pm 3", "E = m c^2 = 9",
+    ):  # fmt: skip
+        read = math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None)
+        math_verify.verify(read, read, timeout_seconds=None)
+    x = sympy.Symbol("x", real=True)
+    assert sympy.solve(sympy.exp(x) - 1, x) == [0] and sympy.cancel(sympy.together(1 / x + x) * x) == 1 + x**2
+    assert (x**2 < 4).as_set() == sympy.Interval.open(-2, 2) and sympy.simplify(x / 2 + x) == 3 * x / 2
+    logging.disable(logging.NOTSET)
 
 
 if __name__ == "__main__":

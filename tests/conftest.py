@@ -65,6 +65,7 @@ HEAVY = {
         "in_training",
         "result_folder",
         "rules",
+        "verdicts",
         "vllm",
         "vllm_engine",
     ),

@@ -432,7 +432,114 @@ DIFFERENT = [
         (r"(-\infty,2)", rf"\{{x {condition}\}}", EXACT)
         for condition in (r"\mid x>2", r"\mid y<2", r"\in \mathbb{Z} \mid x<2", ": x=2")
     ],
+    # a set, and the inequalities that state it
+    *[
+        ("[a +b, b]", answer, EXACT)
+        for answer in (
+            r"a+b < x \leq b",
+            r"a+b \leq x < b",
+            r"a+b \leq x \leq a",
+            r"b \leq x \leq a+b",
+            r"a+b \leq b",
+            r"a+b \leq x \leq y \leq b",
+            r"a+b \leq x \leq b+x",
+            r"a+b \leq x",
+        )
+    ],
+    *[(r"[a,\infty)", answer, EXACT) for answer in ("x > a", r"x \ge 2a", r"x \le a", r"a \ge x", r"x \ge a, x \ge b")],
+    (r"(a,\infty)", "x > a > b", EXACT),
+    (r"(-\infty,a)\cup(a,\infty)", r"x \ne b", EXACT),
+    (r"(-\infty,a]", r"x \ne a", EXACT),
+    *[
+        (rf"{name} \in {values}", answer, EXACT)
+        for name, values, answer in (
+            ("x", "[-2,7]", r"-2 \le y \le 7"),
+            ("y", "[-2,7]", r"-2 \le f(x) \le 7"),
+            ("x", "[-a,a]", r"-a \le y \le a"),
+            ("x", r"\mathbb{R} \setminus \{2\}", r"y \ne 2"),
+        )
+    ],
+    *[
+        (gold, answer, EXACT)
+        for gold, answer in (
+            ("3<x<4", r"y \in (3,4)"),
+            ("x>3", r"y \in (3,\infty)"),
+            (r"-a \le x \le a", r"y \in [-a,a]"),
+            (r"-a \le x \le a", "[-a,2a]"),
+        )
+    ],
+    *[("[0,1]", rf"0 \le f(x) \le {bound}", EXACT) for bound in ("x", "g(x)", "2")],
+    (r"\mathbb{R} \setminus \{2\}", r"x \ne 3", EXACT),
+    ("x>y", "(3,4)", EXACT),
+    *[(gold, "(-2,2)", EXACT) for gold in ("x^2=4", "x=2", "x+y=0")],
+    (r"(3,4]", r"3<|x| \le 4", EXACT),
     ("5", "x>5", EXACT),
+    # a point, and the equations of its coordinates
+    *[("(1,2)", answer, EXACT) for answer in ("y=1, x=2", "x=2, y=1", "x=1, y=3")],
+    *[("x=1, y=2", answer, EXACT) for answer in ("(2,1)", "(1,3)", "(1,2,3)")],
+    ("z=3, x=1, y=2", "(3,1,2)", EXACT),
+    ("m=1, b=2", "(2,1)", EXACT),
+    *[("(x,y)=(1,2)", answer, EXACT) for answer in ("x=2, y=1", "x=1, y=2, z=3", "x=1", "x=1, z=2")],
+    ("x=1, y=2", "(x,y)=(2,1)", EXACT),
+    ("x=1, y=2", "(x,z)=(1,2)", EXACT),
+    # a vector as a column
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(2,1)", EXACT),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2,0)", EXACT),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "(1,2,3,4)", EXACT),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \\ 3 \\ 4 \end{pmatrix}", EXACT),
+    # the imaginary unit
+    *[("3+4i", answer, EXACT) for answer in ("(2-i)^2", "(2+i)^3", "3+4x", "-3-4i")],
+    ("-1", r"e^{2i\pi}", EXACT),
+    ("i", "1", EXACT),
+    # times of day
+    *[("4:30 p.m.", answer, EXACT) for answer in ("4:30 a.m.", "4:30 AM", "4:03 p.m.")],
+    # ratios of several terms
+    *[("1:2:3", answer, EXACT) for answer in ("3:2:1", "2:4:3", "1:6", "1:2:3:1", "1:2", "2:4:5")],
+    ("1:2", "1:2:1", EXACT),
+    # inequalities with other solutions
+    *[("|x|<2", answer, EXACT) for answer in ("-2<x<3", r"-2 \le x \le 2", "-2<y<2", "x<2", "|x|>2")],
+    ("x^2<-1", "x^2<-2", EXACT),
+    ("x^2>-1", "x^4>-1", EXACT),
+    ("x>y", "y>z", EXACT),
+    # the real cube root of a negative number
+    *[(gold, r"\sqrt[3]{-8}", EXACT) for gold in ("2", r"1+i\sqrt3", "-2i")],
+    ("-4", r"(-8)^{\frac23}", EXACT),
+    ("2", r"\sqrt{-4}", EXACT),
+    ("0.01", "0.01000015", EXACT),
+    ("(1,2)", r"\{(2,1)\}", EXACT),
+    ("(1,2)", r"\{(1,2),(2,1)\}", EXACT),
+    (r"\{(1,2)\}", "(2,1)", EXACT),
+    (r"\{0,1\}", r"[0,1]", EXACT),
+    ("1, 2", r"\{1\} \cup \{3\}", EXACT),
+    ("1, 2", r"[1,2]", EXACT),
+    # each decides a line of equality.py
+    (r"\sqrt2", r"\sqrt2+10^{-150}", EXACT),
+    ("x>3", "x>3.0001", NEAR),
+    ("3x+2y=6", "3x+2y=6.0003", NEAR),
+    ("x^2=-1,-4", "x^2=-1,-9", EXACT),
+    ("x>y", "x(x-1)>y(x-1)", EXACT),
+    ("x=0", "e^x=2", EXACT),
+    ("e^x=2", "x=0", EXACT),
+    ("6", "A = 5 < 6", EXACT),
+    ("6", "5 = x < 6", EXACT),
+    (r"1000 \cdot 10^{-23} x", r"1001 \cdot 10^{-23} x", EXACT),
+    (r"\frac{x}{3}", "0.3333x", EXACT),
+    ("10^{-20} x", "10^{-20} x y", EXACT),
+    ("10^{-20} x y", r"2 \cdot 10^{-20} x y", EXACT),
+    (r"\sum_{k=1}^{n} k", r"\sum_{k=1}^{n} 2k", EXACT),
+    ("x=1", "(x+1)^2=x^2+2x+1", EXACT),
+    ("(x+1)^2=x^2+2x+1", "x=1", EXACT),
+    ("x=1, y=2, z=3", "(1,2,4)", EXACT),
+    ("x>1", r"x \ge 1", EXACT),
+    ("f(3)", "3f(1)", EXACT),
+    (r"x \ne 3", r"x^2 \ne 9", EXACT),
+    ("a=1,b=2", "a=1,b=2.0003", NEAR),
+    (r"A=2\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"A=3\begin{pmatrix} 1 \\ 2 \end{pmatrix}", EXACT),
+    ("a<b<c<d", "a<b<c", EXACT),
+    (r"\infty", "5", EXACT),
+    ("x, y", "x", EXACT),
+    ("x", "x, y", EXACT),
+    ("5", "x=5.0006", NEAR),
 ]
 
 SAME = [
@@ -657,6 +764,127 @@ SAME = [
         (r"(-\infty,\frac12)", rf"\{{x {condition} x < \frac{{1}}{{2}}\}}", EXACT)
         for condition in (r"\mid", ":", r"\in \mathbb{R} \mid")
     ],
+    # a set, and the inequalities that state it
+    *[("[a +b, b]", answer, EXACT) for answer in (r"a +b \leq x \leq b", r"b \ge y \ge b+a", r"x \in [a+b,b]")],
+    *[(r"[a,\infty)", answer, EXACT) for answer in (r"x \ge a", r"a \le x", r"f(x) \ge a")],
+    (r"(-\infty,a)", "x<a", EXACT),
+    ("(a,b]", r"a<x \le b", EXACT),
+    (r"x \in [-a,a]", r"-a \le x \le a", EXACT),
+    *[(r"-a \le x \le a", answer, EXACT) for answer in (r"x \in [-a,a]", "[-a,a]")],
+    *[("(3,4]", answer, EXACT) for answer in (r"3 < f(x) \le 4", r"4 \ge y > 3")],
+    (r"3 < f(x) \le 4", "(3,4]", EXACT),
+    *[(gold, r"x \ne 2", EXACT) for gold in (r"\mathbb{R} \setminus \{2\}", r"x \in \mathbb{R} \setminus \{2\}")],
+    (r"x \ne 2", r"\mathbb{R} \setminus \{2\}", EXACT),
+    ("x+1>4", r"(3,\infty)", EXACT),
+    # a point, and the equations of its coordinates
+    *[("(1,2)", answer, EXACT) for answer in ("x=1, y=2", "y=2, x=1", "(x,y)=(1,2)")],
+    ("x=1, y=2", "(1,2)", EXACT),
+    ("z=3, x=1, y=2", "(1,2,3)", EXACT),
+    ("m=1, b=2", "(1,2)", EXACT),
+    ("x=1, x=2", "(2,1)", EXACT),  # as for the answers 1, 2
+    *[("(x,y)=(1,2)", answer, EXACT) for answer in ("x=1, y=2", "y=2, x=1", "1, 2")],
+    *[("x=1, y=2", answer, EXACT) for answer in ("(x,y)=(1,2)", "(y,x)=(2,1)")],
+    # a vector as a column
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)", EXACT),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\langle 1, 2\rangle", EXACT),
+    ("(1,2)", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", EXACT),
+    # the imaginary unit
+    *[("3+4i", answer, EXACT) for answer in ("(2+i)^2", "4i+3", "-4i^3+3")],
+    *[("-1", answer, EXACT) for answer in (r"e^{i\pi}", "i^2")],
+    ("i", r"\sqrt{-1}", EXACT),
+    (r"\frac12+\frac{\sqrt3}{2}i", r"e^{\frac{i\pi}{3}}", EXACT),
+    # times of day
+    *[("4:30 PM", answer, EXACT) for answer in ("4:30 p.m.", "4:30 pm", "4:30 P.M.", "4:30p.m.", "4:30")],
+    *[("12:30 p.m.", answer, EXACT) for answer in ("12:30 PM", r"12:30 \text{ p.m.}", "12:30")],
+    # ratios of several terms
+    *[("1:2:3", answer, EXACT) for answer in ("2:4:6", "1 : 2 : 3")],
+    ("2:4:6", "1:2:3", EXACT),
+    ("1:2", "2:4", EXACT),
+    # inequalities with the same solutions
+    ("|x|<2", "-2<x<2", EXACT),
+    ("-2<x<2", "|x|<2", EXACT),
+    (r"x^2 \ge 4", r"x \le -2 \text{ or } x \ge 2", EXACT),
+    ("x^2<4", "-2<x<2", EXACT),
+    # the real cube root of a negative number
+    ("-2", r"\sqrt[3]{-8}", EXACT),
+    ("4", r"(-8)^{\frac23}", EXACT),
+    (r"-\sqrt[3]{5}", r"\sqrt[3]{-5}", EXACT),
+    ("x-2", r"x+\sqrt[3]{-8}", EXACT),
+    ("2i", r"\sqrt{-4}", EXACT),
+    ("-8", "(-2)^3", EXACT),
+    ("(1,2)", r"\{(1,2)\}", EXACT),
+    (r"\{(1,2)\}", "(1,2)", EXACT),
+    (r"\{(1,2)\}", r"\left\{\left(1,2\right)\right\}", EXACT),
+    ("1, 2", r"\{1\} \cup \{2\}", EXACT),
+    (r"\{1\} \cup \{2\}", "1, 2", EXACT),
+    # each decides a line of equality.py
+    ("0", r"\sqrt{3+2\sqrt2}-1-\sqrt2", EXACT),
+    ("x^2 = -1", "x^2 = y = -1", EXACT),
+    ("x^2=-1,-4", "x^2=-4,-1", EXACT),
+    ("(x^2,y)=(-1,2)", "x^2=-1, y=2", EXACT),
+    ("x^2>-1", "-1<x^2", EXACT),
+    ("x=0", "e^x=1", EXACT),
+    ("2", "2 = 2x^0", EXACT),
+    (r"\sqrt{x^2}", "|x|", EXACT),
+    (r"\sqrt{f(x)^2}", "|f(x)|", EXACT),
+    ("0", "x-x", EXACT),
+    (r"\sum_{k=1}^{n} k", r"\sum_{j=1}^{n} j", EXACT),
+    (", ".join(f"x_{{{n}}}" for n in range(64)), ", ".join(f"x_{{{n}}}" for n in reversed(range(64))), EXACT),
+    (r"x \ne 3", r"2x-1 \ne 5", EXACT),
+    (r"x \ne 0", r"e^x \ne 1", EXACT),
+    ("a=1,b=2", "a=1,b=2.0001", NEAR),
+    ("2, 3", "2, 3.0001", NEAR),
+    (r"2\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\ 4 \end{pmatrix}", EXACT),
+    (r"\begin{pmatrix} x \\ y \end{pmatrix} = \begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)", EXACT),
+    ("a<b<c<d", "d>c>b>a", EXACT),
+    ("x=5", "5", NEAR),
+    ("5", "x=5.0004", NEAR),
+    (r"\frac{1}{x}=2", "1=2x", EXACT),
+    ("x^2=1", "x^4=1", EXACT),
+    ("xy=1", r"y=\frac1x", EXACT),
+]
+
+VERDICTS = [
+    # gold, answer, correct, how
+    ("7", "7", True, "exact"),
+    ("7", " 7. ", True, "exact"),
+    ("7", "$7$", True, "exact"),
+    ("7", "= 7", True, "exact"),
+    ("7", r"\approx 7", True, "exact"),
+    ("7", "8", False, "math_verify"),
+    ("\\frac{1}{2}", "\\dfrac12", True, "exact"),
+    ("\\frac{1}{2}", "0.5", True, "math_verify"),
+    ("1 1/2", "11/2", False, "math_verify"),  # a space between digits is not typography
+    ("1 1/2", "1.5", True, "math_verify"),
+    ("1,2", "2,1", True, "math_verify"),
+    ("(1,2)", "(2,1)", False, "math_verify"),
+    ("(5,3)", "(7,2)", False, "math_verify"),  # not two empty intervals
+    ("x=5", "5", True, "math_verify"),
+    ("5", "x=5", True, "math_verify"),
+    ("x>3", "(3,\\infty)", True, "math_verify"),
+    ("(3,\\infty)", "x>3", True, "math_verify"),
+    ("(3,\\infty)", "x\\geq 3", False, "math_verify"),
+    ("(2,4)", "2<x<4", False, "math_verify"),  # perhaps a point
+    ("6,8\\text{, and }10", "10,8,6", True, "math_verify"),
+    ("\\text{Evelyn}", "Evelyn", True, "exact"),
+    ("\\text{east}", "seat", False, "math_verify"),
+    ("4.5e33", "4.5 \\times 10^{33}", True, "math_verify"),
+    ("32349", "32,349", True, "exact"),
+    ("32349", "32, 349", False, "math_verify"),  # two numbers
+    ("1000", r"1\,000", True, "exact"),
+    (r"1-\frac{1}{\mathrm{e}}", "1-1/e", True, "math_verify"),
+    (r"1-\frac{1}{\mathrm{e}}", "1+1/e", False, "math_verify"),
+    (r"x \geq 5", "x >= 5", True, "math_verify"),
+    (r"x \leq 5", "x >= 5", False, "math_verify"),
+    ("42_7", "42_{7}", True, "exact"),
+    ("42_7", "42_8", False, "exact"),
+    ("5", "### 7 # = 5", False, "unparsed"),  # a number is not picked out of what cannot be read
+    ("5", "7}\\boxed{5", False, "unparsed"),  # nor a second box opened
+    ("5", r"7. The final answer is \(5\). I hope", False, "unparsed"),  # nor a phrase that math-verify looks for
+    ("5", "1 or 2 or 5", False, "math_verify"),
+    ("5", "", False, "unparsed"),
+    ("5", "5" + " " * 9_999, True, "exact"),
+    ("5", "5" + " " * 10_000, False, "unparsed"),
 ]
 
 

@@ -123,7 +123,14 @@ def drop_unit(answer: str, unit: str) -> str:
 _IN_BASE = re.compile(r"\(?(-?[0-9A-Za-z.]++)\)?\s?(?:_\{?\(?(?:base\s?)?|\(?base\s?)([0-9]+)\)?\}?")
 _INTEGER = re.compile(r"-?[0-9]+")
 _CLOCK = re.compile(r"0*([0-9]{1,2}):([0-5][0-9])")
+_RATIO = re.compile(r"[1-9][0-9]{0,40}(?::[1-9][0-9]{0,40})*")
 _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
+
+
+def _lowest(ratio: str) -> list[int]:
+    """The terms of 2:4:6 without their common divisor: 1, 2, 3."""
+    terms = [int(term) for term in ratio.split(":")]
+    return [term // (math.gcd(*terms) or 1) for term in terms]
 
 
 def decide_by_text(gold: str, answer: str) -> Verdict | None:
@@ -135,11 +142,14 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
         return Verdict(ours.groups() == theirs.groups(), "exact", "numerals with a base")
     if theirs and _INTEGER.fullmatch(gold):  # a gold without a base is decimal
         return Verdict((theirs[1], theirs[2]) == (gold, "10"), "exact", "a numeral with a base")
+    if _RATIO.fullmatch(gold) and _RATIO.fullmatch(answer) and (gold + answer).count(":") > 2:  # 1:2:3 would be 1/6
+        return Verdict(_lowest(gold) == _lowest(answer), "exact", "ratios")
     if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
         other = _CLOCK.fullmatch(answer)
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
     ours, theirs = _BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer)
-    if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer:
+    points = r"\{(" in gold + answer  # {(1,2)} is the point (1,2)
+    if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer and not points:
         if count_answers(gold if theirs[1] == r"\{" else answer, parted=True) == 1:  # not (1,2),(3,4)
             return Verdict(False, "exact", "a set, and a pair or an interval")
     return None

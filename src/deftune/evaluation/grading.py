@@ -270,12 +270,7 @@ class Grader:
             return None
         worker.task = None
         worker.graded += 1
-        found, parsed = said
-        if found == "close":
-            return Verdict(True, "tolerance")
-        if found == "equal" or parsed == "both":
-            return Verdict(found == "equal", "math_verify")
-        return Verdict(False, "unparsed", f"math-verify cannot read the {parsed}")
+        return verdict_of(*said)
 
     def _of_the_dead(self, worker: _Worker, code: int) -> Verdict | None:
         if not worker.ready:
@@ -290,6 +285,15 @@ class Grader:
         selector.unregister(worker.results)
         self._running.remove(worker)
         _stop(worker)
+
+
+def verdict_of(found: str, parsed: str) -> Verdict:
+    """What a worker said of a task."""
+    if found == "close":
+        return Verdict(True, "tolerance")
+    if found == "equal" or parsed == "both":
+        return Verdict(found == "equal", "math_verify")
+    return Verdict(False, "unparsed", f"math-verify cannot read the {parsed}")
 
 
 def _ending(code: int) -> str:

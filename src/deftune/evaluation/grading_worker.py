@@ -103,6 +103,51 @@ def _load_equality() -> Any:
     return module
 
 
+def make_judge() -> Callable[..., list[str]]:
+    """What decides on a task, with the same arguments as a line for the worker; it imports math-verify."""
+    import dataclasses
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    equality = _load_equality()
+    # The whole box, as LaTeX, or nothing: by default math-verify picks numbers out of text that it cannot parse.
+    # Units are split off before: math-verify would take the m of 6m for a unit.
+    normalization = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
+    whole = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)]
+
+    def read(text: str) -> list[Any]:
+        return parse(text, whole, extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
+
+    def same(gold: Any, answer: Any) -> bool:
+        return verify(gold, answer, timeout_seconds=None)
+
+    def compare(
+        gold: list[Any], answer: list[Any], relative: float, absolute: float, percentage: str, words: tuple[str, str]
+    ) -> str:
+        comparison = equality.Comparison(same, relative, absolute)
+        one, other = _expression(gold), _expression(answer)
+        if one is None or other is None:  # equal text is equal, whatever it means
+            return "equal" if not percentage and same(gold, answer) else "different"
+        try:
+            one, other = equality.joined(one, words[0]), equality.joined(other, words[1])
+            found = comparison.compare(one, other)
+            if percentage and found == equality.DIFFERENT:  # 50% is 50, and 1/2
+                one, other = (one / 100, other) if percentage == "gold" else (one, other / 100)
+                found = comparison.compare(one, other)
+        except Exception:  # sympy raises whatever it likes on odd expressions
+            return "different"
+        return {equality.EQUAL: "equal", equality.CLOSE: "close"}.get(found, "different")
+
+    def judge(
+        gold_text: str, answer_text: str, relative: float, absolute: float, percentage: str, words: tuple[str, str]
+    ) -> list[str]:
+        gold, answer = read(gold_text), read(answer_text)
+        unread = [name for name, parsed in (("gold", gold), ("answer", answer)) if _expression(parsed) is None]
+        return [compare(gold, answer, relative, absolute, percentage, words), " and the ".join(unread) or "both"]
+
+    return judge
+
+
 def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> None:
     def say(message: object) -> None:
         os.write(results_fd, json.dumps(message).encode() + b"\n")
@@ -113,50 +158,12 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
     tasks = os.fdopen(tasks_fd, "r")
     _limit(memory_mib)
     try:
-        import dataclasses
         import logging
 
-        from math_verify import LatexExtractionConfig, parse, verify
-
-        equality = _load_equality()
+        judge = make_judge()
         logging.disable(logging.CRITICAL)  # math-verify logs what it parses
-
-        # The whole box, as LaTeX, or nothing: by default math-verify picks numbers out of text that it cannot parse.
-        # Units are split off before: math-verify would take the m of 6m for a unit.
-        normalization = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
-        whole = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)]
-
-        def read(text: str) -> list[Any]:
-            return parse(text, whole, extraction_mode="first_match", parsing_timeout=None)  # type: ignore[arg-type]
-
-        def same(gold: Any, answer: Any) -> bool:
-            return verify(gold, answer, timeout_seconds=None)
-
-        def judge(
-            gold: list[Any], answer: list[Any], relative: float, absolute: float, percentage: str,
-            words: tuple[str, str] = ("", ""),
-        ) -> str:  # fmt: skip
-            comparison = equality.Comparison(same, relative, absolute)
-            one, other = _expression(gold), _expression(answer)
-            if one is None or other is None:  # equal text is equal, whatever it means
-                return "equal" if not percentage and same(gold, answer) else "different"
-            try:
-                one, other = equality.joined(one, words[0]), equality.joined(other, words[1])
-                found = comparison.compare(one, other)
-                if percentage and found == equality.DIFFERENT:  # 50% is 50, and 1/2
-                    one, other = (one / 100, other) if percentage == "gold" else (one, other / 100)
-                    found = comparison.compare(one, other)
-            except Exception:  # sympy raises whatever it likes on odd expressions
-                return "different"
-            return {equality.EQUAL: "equal", equality.CLOSE: "close"}.get(found, "different")
-
-        for text in (
-            r"\boxed{\frac{\sqrt{2}}{2}x^2}",
-            r"\boxed{\{1, 2\}}",
-            r"\boxed{(1, 2]}",
-        ):  # load lazy modules before the first answer
-            judge(read(text), read(text + "+0"), 0.0, 0.0, "")
-            same(read(text), read(text + "+0"))
+        for text in (r"\frac{\sqrt{2}}{2}x^2", r"\{1, 2\}", "(1, 2]"):  # load lazy modules before the first answer
+            judge(rf"\boxed{{{text}}}", rf"\boxed{{{text}}}+0", 0.0, 0.0, "", ("", ""))
     except Exception as problem:
         say(f"{type(problem).__name__}: {problem}")
         return
@@ -164,13 +171,10 @@ def _work(tasks_fd: int, results_fd: int, seconds: float, memory_mib: int) -> No
     sys.addaudithook(_refuse(libraries))
     say("ready")
     for line in tasks:
-        gold_text, answer_text, *rest = json.loads(line)
         at_most(seconds)
-        gold, answer = read(gold_text), read(answer_text)
-        found = judge(gold, answer, *rest)
+        found = judge(*json.loads(line))
         at_most(0)
-        unread = [name for name, parsed in (("gold", gold), ("answer", answer)) if _expression(parsed) is None]
-        say([found, " and the ".join(unread) or "both"])
+        say(found)
 
 
 if __name__ == "__main__":

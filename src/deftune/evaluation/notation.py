@@ -86,6 +86,7 @@ _NOTATIONS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] =
         (r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}", r"\1"),
         (r"(?<=[0-9])\s*(?:\^\s*(?:\{\s*o\s*\}|o\b|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)|\\text\s*\{\s*degrees?\s*\})",
          r"^{\\circ}"),
+        (r"(?<=[0-9])\s*([AaPp])\.\s?[Mm]\.?\Z", lambda m: f" {m[1].lower()}m"),
         # {x | x < 2}: what a condition says of a real number
         (r"\A(?:\\left)?\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\mid(?![A-Za-z])|[:|])"
          r"((?=.*\1)(?=.*(?:[<>≤≥]|\\[gl]e|\\ne)).*?)(?:\\right)?\\\}\Z", r"\2"),
