@@ -76,12 +76,19 @@ def test_inspect_says_where_it_stands(said, model, data, tmp_path, capsys):
 
 
 def test_compare_says_where_its_cells_stand(monkeypatch, tmp_path):
-    """The text is what the cells have written; the 20 seconds are the clock's."""
+    """The text is what the cells have written; the 15 seconds are the clock's."""
     now, lines = [0.0], list[str]()
     shown = Lines(lines.append, lambda: now[0])
     monkeypatch.setattr("deftune.comparison.schedule.cell_progress", lambda cell: f"{cell}: training, step {now[0]:g}")
     for second in range(0, 101, 5):
         now[0] = float(second)
         show_cells(shown, None, ["a", "b"])
-    assert [line.rpartition("(")[2] for line in lines] == ["20 s)", "40 s)", "1 min 0 s)", "1 min 20 s)", "1 min 40 s)"]
-    assert lines[0] == "a: training, step 20; b: training, step 20 (20 s)" and QUIET_SECONDS == 20
+    assert [line.rpartition("(")[2] for line in lines] == [
+        "15 s)",
+        "30 s)",
+        "45 s)",
+        "1 min 0 s)",
+        "1 min 15 s)",
+        "1 min 30 s)",
+    ]
+    assert lines[0] == "a: training, step 15; b: training, step 15 (15 s)" and QUIET_SECONDS == 15

@@ -23,7 +23,7 @@ def clock():
     return Clock()
 
 
-def test_a_line_at_least_every_twenty_seconds_even_where_nothing_moves(clock):
+def test_a_line_at_least_every_fifteen_seconds_even_where_nothing_moves(clock):
     written = []
     lines = Lines(lambda text: written.append((clock.seconds, text)), clock)
     lines.show("loading m")
@@ -37,8 +37,9 @@ def test_a_line_at_least_every_twenty_seconds_even_where_nothing_moves(clock):
     times = [0.0, *(time for time, _ in written), 120.0]
     assert max(b - a for a, b in itertools.pairwise(times)) <= QUIET_SECONDS
     assert [text for _, text in written] == [
-        "loading m (20 s)", "gsm8k T=0: 0 of 1,319 (40 s)", "gsm8k T=0: 7 of 1,319 (1 min 0 s)",
-        "gsm8k T=0: 7 of 1,319 (1 min 20 s)", "gsm8k T=0: 7 of 1,319 (1 min 40 s)", "gsm8k T=0: 7 of 1,319 (2 min 0 s)",
+        "loading m (15 s)", "gsm8k T=0: 0 of 1,319 (30 s)", "gsm8k T=0: 0 of 1,319 (45 s)",
+        "gsm8k T=0: 7 of 1,319 (1 min 0 s)", "gsm8k T=0: 7 of 1,319 (1 min 15 s)", "gsm8k T=0: 7 of 1,319 (1 min 30 s)",
+        "gsm8k T=0: 7 of 1,319 (1 min 45 s)", "gsm8k T=0: 7 of 1,319 (2 min 0 s)",
     ]  # fmt: skip
 
 
@@ -46,11 +47,11 @@ def test_a_short_command_says_nothing_and_a_line_that_was_said_counts(clock):
     written = []
     lines = Lines(written.append, clock)
     lines.show("gsm8k T=0", 1, 2)
-    clock.seconds = 19.0
+    clock.seconds = 14.0
     lines.tick()
     assert written == []
     lines.say("left out: nejm")
-    clock.seconds = 38.0
+    clock.seconds = 28.0
     lines.tick()
     assert written == ["left out: nejm"]
 
@@ -61,7 +62,7 @@ def test_what_repeats_is_said_seldom(clock):
     for second in range(45):
         clock.seconds = float(second)
         lines.say_seldom(f"attempt at {second}")
-    assert written == ["attempt at 0", "attempt at 20", "attempt at 40"]
+    assert written == ["attempt at 0", "attempt at 15", "attempt at 30"]
 
 
 def test_a_thread_says_it_while_the_command_waits(monkeypatch, capsys, clock):

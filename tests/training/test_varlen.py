@@ -15,13 +15,13 @@ from deftune.artifacts.config import RunConfig
 from deftune.artifacts.runs import Run
 from deftune.data.examples import Encoded
 from deftune.data.packing import Collator, pack
-from deftune.training import assembly, attention, compiling
+from deftune.training import assembly, attention, machine
 from deftune.training import train as train_module
 from deftune.training import trainer as trainer_module
 from deftune.training.assembly import Batches, chosen_attention, compiles_layers, make_dataset
 from deftune.training.attention import attention_kernels, why_not_varlen
-from deftune.training.compiling import expects_compiled, why_not_compiled
-from deftune.training.machine import weights_of
+from deftune.training.compiling import why_not_compiled
+from deftune.training.machine import expects_compiled, weights_of
 from deftune.training.plan import Checkpointing
 from deftune.training.preparation import prepare
 from deftune.training.train import dry_run, train_run
@@ -368,7 +368,7 @@ def test_a_run_expects_compiled_layers_before_its_model_is_loaded(tmp_path, monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     lacks = "the kernel needs a GPU" if kind == "no kernel" else None
-    monkeypatch.setattr(compiling, "why_no_varlen_kernel", lambda: lacks)
+    monkeypatch.setattr(machine, "why_no_varlen_kernel", lambda: lacks)
     config = run_config(tmp_path, **({"attention": "flash"} if kind == "padded" else {}))
     assert expects_compiled(config, 299 if kind == "short" else 300) is expected
 

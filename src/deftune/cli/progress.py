@@ -1,4 +1,4 @@
-"""Progress of a long command: bars on a terminal; elsewhere a line at least every 20 seconds: a log shows life."""
+"""Progress of a long command: bars on a terminal; elsewhere a line at least every 15 seconds: a log shows life."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deftune.artifacts.display import duration
 from deftune.artifacts.terminal import printable
 from deftune.cli.output import say
 
-QUIET_SECONDS = 20.0
+QUIET_SECONDS = 15.0
 
 
 class Progress(ABC):

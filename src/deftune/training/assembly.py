@@ -23,8 +23,16 @@ from deftune.losses import Sparse
 from deftune.objectives.suggest import did_you_mean
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
-from deftune.training.compiling import earns_compiling, why_not_compiled
-from deftune.training.machine import base_dtype, data_ranks, precision_of, tensor_ranks, weights_of, world_size
+from deftune.training.compiling import why_not_compiled
+from deftune.training.machine import (
+    base_dtype,
+    data_ranks,
+    earns_compiling,
+    precision_of,
+    tensor_ranks,
+    weights_of,
+    world_size,
+)
 from deftune.training.optimizers import NAMES, muon_factory
 from deftune.training.preparation import Prepared
 from deftune.training.trackers import tracker_name

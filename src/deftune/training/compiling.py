@@ -9,12 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from deftune.artifacts.config import RunConfig
 from deftune.tokens.head import base_of
-from deftune.training.attention import VARLEN, why_no_varlen_kernel
-from deftune.training.machine import weights_of
 
-EARNS_COMPILING = 300  # micro-batches: compiling takes 10 to 15 s, and saves 0.06 to 0.1 s of each (8k to 32k tokens)
 TRIED = ("llama", "qwen2", "gemma3_text")  # model types whose compiled layers were trained on a GPU and compared
 
 
@@ -51,23 +47,6 @@ def why_not_compiled(model: Any) -> str | None:
     if not getattr(model, "_no_split_modules", None):
         return "the model's class does not name its decoder layers"
     return why_no_compiler()
-
-
-def earns_compiling(config: RunConfig, micro_batches: int) -> bool:
-    """Whether compiled layers were measured for such runs, and the run is long enough to earn back their seconds.
-
-    They were measured in full fine-tuning on one GPU, with bfloat16 weights and without Liger's layers.
-    """
-    long = config.train.compile == "layers" or micro_batches >= EARNS_COMPILING
-    return long and weights_of(config) != "float32" and not config.train.liger
-
-
-def expects_compiled(config: RunConfig, micro_batches: int) -> bool:
-    """Whether a run will compile its layers, as far as its config and the machine tell: the model may still refuse."""
-    train = config.train
-    asked = train.compile in ("auto", "layers") and train.attention in ("auto", VARLEN)
-    able = why_no_varlen_kernel() is None and why_no_compiler() is None
-    return asked and able and earns_compiling(config, micro_batches)
 
 
 @contextmanager

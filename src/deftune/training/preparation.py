@@ -36,9 +36,8 @@ from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row
 from deftune.data.sources import iterate_rows
 from deftune.data.spool import Spool
-from deftune.training.compiling import expects_compiled
 from deftune.training.display import RowProgress
-from deftune.training.machine import base_dtype, check_config, data_ranks, is_main, world_size
+from deftune.training.machine import base_dtype, check_config, data_ranks, expects_compiled, is_main, world_size
 from deftune.training.plan import NO_CHECKPOINTING, Checkpointing, choose_checkpointing
 
 
