@@ -15,7 +15,11 @@ from deftune.training.machine import has_ranks, is_main
 
 
 class StopSignal:
-    """SIGTERM and SIGINT: finish the step, save, stop. A second one is the usual sudden end."""
+    """SIGTERM and SIGINT: finish the step, save, stop.
+
+    A second SIGINT is the usual sudden end. A second SIGTERM changes nothing: Slurm sends one to torchrun and to its
+    ranks, and torchrun sends it on to them.
+    """
 
     last: ClassVar[StopSignal | None] = None  # the newest one that has handled signals in this process
 
@@ -28,7 +32,7 @@ class StopSignal:
         if number == signal.SIGINT and is_main():
             with suppress(OSError):  # not print: the signal may have come in the middle of a print
                 os.write(2, b"\nfinishing the step, then saving; Ctrl-C again stops without saving\n")
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGTERM else signal.default_int_handler)
 
     @contextmanager
     def handling(self) -> Generator[None]:
