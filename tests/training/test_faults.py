@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,18 @@ def test_a_second_sigterm_changes_nothing():
         assert stop.received and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the default would end the tests
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_thread_leaves_signals_alone():
+    """Ray Train calls the training function in a thread."""
+    stop, before = StopSignal(), signal.getsignal(signal.SIGTERM)
+
+    def handle() -> bool:
+        with stop.handling():
+            return signal.getsignal(signal.SIGTERM) is before
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(handle).result()
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
@@ -36,7 +37,10 @@ class StopSignal:
 
     @contextmanager
     def handling(self) -> Generator[None]:
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Handle the signals inside; in a thread, as in Ray Train's workers, Python does not allow it."""
+        allowed = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT) if allowed else ()
+        before = {number: signal.signal(number, self._receive) for number in numbers}
         StopSignal.last, self.active = self, True
         try:
             yield
