@@ -68,10 +68,16 @@ def test_two_ranks_change_nothing(files):
     assert_trains(model, run, "deft")
 
 
-def test_a_bypassed_loss_stops_before_the_first_update(files):
-    done = launch(files[0], "axolotl", {"bypass": arguments(files, "bypass", deft_objective="deft")})
+@pytest.mark.parametrize(
+    "name, message",
+    [("bypass", "the trainer did not call the loss"), ("swapped", "the trainer used the loss ")],
+)
+def test_nll_in_place_of_the_objective_stops_before_the_first_update(files, name, message):
+    """The trainer takes the model's own NLL, or the adapter computes NLL."""
+    done = launch(files[0], "axolotl", {name: arguments(files, name, deft_objective="deft")})
     assert done.returncode != 0
-    assert "axolotl: `deft` is not what is trained: the trainer did not call the loss" in done.stdout
+    assert f"axolotl: `deft` is not what is trained: {message}" in done.stdout, done.stdout[-4000:]
+    assert not (files[0] / f"{name}.0.pt").exists()  # written after the training
 
 
 @pytest.mark.parametrize(

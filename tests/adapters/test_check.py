@@ -29,6 +29,12 @@ class Doubled(transformers.Trainer):
         return 2 * super().compute_loss(*args, **kwargs)
 
 
+class Replaced(transformers.Trainer):
+    def compute_loss(self, model, inputs, **kwargs):
+        super().compute_loss(model, dict(inputs), **kwargs)  # takes the labels out
+        return model(**inputs).loss
+
+
 class WithoutCount(transformers.Trainer):
     def _get_num_items_in_batch(self, *args):
         return None
@@ -104,6 +110,11 @@ class Gradients(transformers.TrainerCallback):
     "options, more, message",
     [
         ({"trainer": Doubled}, {}, "`deft` is not what is trained: the trainer used the loss .*, the objective of its"),
+        (
+            {"trainer": Replaced},
+            {},
+            "`deft` is not what is trained: the trainer used the loss .*, the objective of its",
+        ),
         ({"trainer": OwnLoss}, {}, "the trainer did not call the loss.*Switched on .*: the plugin x; turn it off"),
         ({"trainer": WithoutCount}, {}, "the trainer did not count the supervised tokens"),
         ({"model": Fused}, {}, "the model returned no logits that match the labels"),

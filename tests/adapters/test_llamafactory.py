@@ -89,6 +89,7 @@ def test_two_ranks_change_nothing(files):
         {"ranks": arguments(files, "ranks", deft_objective="deft", gradient_accumulation_steps=2)}, ranks=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.count("threads of gloo: 0") == 2, "they may abort the process while Python exits"
     run = read_run(folder, "ranks", ranks=2)
     assert {len(step) for step in run["steps"]} == {4, 2}  # the last step of an epoch is shorter
     assert_trains(model, run, "deft")
@@ -107,10 +108,16 @@ def test_the_command_starts_torchrun_as_llamafactory_does(files):
     assert done.stdout.count("deftune: LLaMA-Factory trains `linear`: loss") == 1
 
 
-def test_a_bypassed_loss_stops_before_the_first_update(files):
-    done = launch(files[0], "llamafactory", {"bypass": arguments(files, "bypass", deft_objective="deft")})
+@pytest.mark.parametrize(
+    "name, message",
+    [("bypass", "the trainer did not call the loss"), ("swapped", "the trainer used the loss ")],
+)
+def test_nll_in_place_of_the_objective_stops_before_the_first_update(files, name, message):
+    """The trainer takes the model's own NLL, or the adapter computes NLL."""
+    done = launch(files[0], "llamafactory", {name: arguments(files, name, deft_objective="deft")})
     assert done.returncode != 0
-    assert "LLaMA-Factory: `deft` is not what is trained: the trainer did not call the loss" in done.stdout
+    assert f"LLaMA-Factory: `deft` is not what is trained: {message}" in done.stdout, done.stdout[-4000:]
+    assert not (files[0] / f"{name}.0.pt").exists()  # written after the training
 
 
 @pytest.mark.parametrize(

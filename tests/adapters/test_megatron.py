@@ -19,6 +19,14 @@ from deftune.adapters import megatron
 DRIVER = Path(__file__).parent / "drivers" / "megatron_run.py"
 
 
+def launch(out: Path, how: str, ranks: int, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(DRIVER), str(out), f"how={how}", *(f"{name}={value}" for name, value in options.items())]
+    source = str(Path(deftune.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
     """train(how, ranks, options) -> [(loss, gradient norm)] of each step; each run once."""
@@ -28,11 +36,7 @@ def train(tmp_path_factory):
         key = " ".join([how, str(ranks), *(f"{name}={value}" for name, value in options.items())])
         if key not in done:
             out = folder / f"{len(done)}.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            command += [str(DRIVER), str(out), f"how={how}", *(f"{name}={value}" for name, value in options.items())]
-            source = str(Path(deftune.__file__).parents[1])
-            environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            result = subprocess.run(command, env=environment, capture_output=True, text=True)
+            result = launch(out, how, ranks, **options)
             assert result.returncode == 0, result.stderr[-4000:]
             assert ("verified from the logits" in result.stdout) == (how == "model"), result.stdout
             done[key] = torch.tensor(json.loads(out.read_text()), dtype=torch.float64)
@@ -55,6 +59,14 @@ def test_deft_is_trained_by_its_equation(train, how, ranks, options):
     assert_same(train(how, ranks, **options), expected)
     nll = train("stock", 1)
     assert (nll - expected).abs().amax(0).min() > 0.1  # losses and gradients: the comparison fails for NLL
+
+
+def test_nll_in_place_of_the_objective_stops_before_the_first_update(tmp_path):
+    done = launch(tmp_path / "out.json", "swapped", 2)
+    assert done.returncode != 0
+    assert "megatron: `deft` is not what is trained: the loss is" in done.stderr, done.stderr[-4000:]
+    assert "look for a second loss, and compare the order and sizes of the vocabulary's shards" in done.stderr
+    assert not (tmp_path / "out.json").exists()  # written after the training
 
 
 def test_nll_is_megatrons_own_loss(train):

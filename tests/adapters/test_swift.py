@@ -122,7 +122,13 @@ def test_wrong_combinations_are_refused(trainer, args, spec, message, monkeypatc
         deft_loss(SimpleNamespace(**{"router_aux_loss_coef": 0.1, "tuner_backend": "peft", **args}), trainer)
 
 
-def test_a_bypassed_loss_stops_before_the_first_update(files, plugin):
-    done = launch(files[0], "swift", {"bypass": arguments(files, plugin, "bypass", "deft")})
+@pytest.mark.parametrize(
+    "name, message",
+    [("bypass", "the trainer did not call the loss"), ("swapped", "the trainer used the loss ")],
+)
+def test_nll_in_place_of_the_objective_stops_before_the_first_update(files, plugin, name, message):
+    """The trainer takes the model's own NLL, or the adapter computes NLL."""
+    done = launch(files[0], "swift", {name: arguments(files, plugin, name, "deft")})
     assert done.returncode != 0
-    assert "ms-swift: `deft` is not what is trained: the trainer did not call the loss" in done.stdout
+    assert f"ms-swift: `deft` is not what is trained: {message}" in done.stdout, done.stdout[-4000:]
+    assert not (files[0] / f"{name}.0.pt").exists()  # written after the training

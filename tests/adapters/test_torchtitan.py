@@ -45,14 +45,19 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, *arguments, ranks=1):
-    """[(loss, gradient norm)] of each step, as rank 0 prints it: five and four digits after the point."""
+def launch(folder, *arguments, ranks=1):
+    """torchtitan's own command on a CPU, with a config of titan_on_cpu.py."""
     paths = [str(HERE), str(Path(deftune.__file__).parents[1])]
     environment = os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1", "TITAN_OUT": str(folder / "out")}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*torchrun, str(HERE / "titan_on_cpu.py"), "--module", "titan_on_cpu"]
     command += ["--debug.seed=0", "--training.mixed_precision_param=float32", "--config"]
-    done = subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def train(folder, *arguments, ranks=1):
+    """[(loss, gradient norm)] of each step, as rank 0 prints it: five and four digits after the point."""
+    done = launch(folder, *arguments, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     printed = re.sub(r"\x1b\[[\d;]*m", "", done.stderr + done.stdout)
     lines = re.findall(r"step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)", printed)
@@ -76,6 +81,14 @@ def test_plain_and_chunked_train_deft_by_its_equation(folder):
     nll = train(folder, "stock")
     assert (nll[:, 1] - expected[:, 1]).abs().max() > 0.01  # the comparison can fail
     assert_same(train(folder, "plain", "--loss.objective=nll"), nll)
+
+
+def test_nll_in_place_of_the_objective_stops_before_the_first_update(folder):
+    done = launch(folder, "swapped")
+    assert done.returncode != 0
+    printed = done.stderr + done.stdout
+    assert "torchtitan: `deft` is not what is trained: the loss is" in printed and "look for a second loss" in printed
+    assert not re.search(r"step: +1 ", printed)
 
 
 def test_fsdp_on_two_ranks(folder):

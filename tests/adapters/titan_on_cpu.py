@@ -82,6 +82,14 @@ if __name__ != "__main__":
     def plain():
         return config(ours)
 
+    def swapped():
+        """The adapter computes NLL, whatever objective it was given."""
+        import deftune.adapters.torchtitan as adapter
+
+        token_loss = adapter.token_loss
+        adapter.token_loss = lambda pred, labels, objective, **more: token_loss(pred, labels, "nll", **more)
+        return plain()
+
     def chunked():
         return config(lambda spec: ChunkedLossWrapper.Config(loss_fn=ours(spec)))
 

@@ -44,8 +44,8 @@ def rank_main(script: str, arguments: list[str], output: str, variables: dict[st
     runpy.run_path(script, run_name="__main__")
 
 
-def run_ranks(ranks: int, script: Path, *arguments: object, output: Path) -> None:
-    """The script over so many ranks, to the end. When one fails, the others are ended and its output is the error."""
+def start_ranks(ranks: int, script: Path, *arguments: object, output: Path) -> list[Started]:
+    """The script begun over so many ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -59,6 +59,12 @@ def run_ranks(ranks: int, script: Path, *arguments: object, output: Path) -> Non
         variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = fork(rank_main, (str(script), [*map(str, arguments)], str(text), variables))
         started.append(Started(process, text))
+    return started
+
+
+def run_ranks(ranks: int, script: Path, *arguments: object, output: Path) -> None:
+    """The script over so many ranks, to the end. When one fails, the others are ended and its output is the error."""
+    started = start_ranks(ranks, script, *arguments, output=output)
     try:
         wait_for(lambda: any(s.process.exitcode for s in started) or all(s.process.exitcode == 0 for s in started))
     finally:

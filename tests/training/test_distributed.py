@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from rich.console import Console
-from run_process import run_ranks
+from run_process import run_ranks, start_ranks
 from safetensors.torch import load_file
 from small import deviation, make_model, make_rows, oracle, padded
 
 import deftune
+from deftune.artifacts import checkpoints
 from deftune.artifacts.config import ConfigError, render_yaml
 from deftune.artifacts.models import load_model, resolve_model
 from deftune.artifacts.runs import Run
@@ -35,7 +36,7 @@ from deftune.training.reuse import Reuse
 from deftune.training.train import Outcome, train_run
 from ranks import run_ranks as fork_ranks
 from tolerances import tolerance
-from waiting import HANG_SECONDS
+from waiting import HANG_SECONDS, wait_for
 
 DRIVERS = Path(__file__).parent / "drivers"
 FLOAT64, FLOAT32 = 1e-10, 1e-5  # sums over ranks in another order
@@ -286,6 +287,61 @@ def test_a_sharded_run_resumes_on_another_number_of_ranks(first, then, tmp_path,
     assert_same_steps(tmp_path / "one", tmp_path / "two")
     facts = (tmp_path / "two" / "data.json").read_text()
     assert f"{then} rank" in facts
+
+
+# --- checkpoints that are written while training goes on ---
+
+
+@pytest.mark.long
+def test_shards_are_those_of_the_moment_of_saving(tmp_path):
+    run_ranks(2, DRIVERS / "async_shards.py", tmp_path / "checkpoint", output=tmp_path / "output")
+
+
+ASYNC = {**RUN, "objective": "deft", "train.save_steps": 2, "train.fsdp": True, "train.async_checkpoints": True}
+
+
+@pytest.mark.long
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, make_config):
+    quietly(make_config(tmp_path / "one", {**RUN, "objective": "deft"}))
+    run = tmp_path / "two"
+    path = write_config(make_config(run, ASYNC), tmp_path / "two.yaml")
+    started = start_ranks(2, DRIVERS / "train_held.py", "held", "4", path, output=tmp_path / "output")
+    written = run / "checkpoints" / ".saving-4" / "checkpoint-4" / "distributed"
+
+    def is_past() -> bool:  # all shards of step 4 are on the disk, not sealed, and step 5 was taken
+        shards = all((written / f"written-{rank}").exists() for rank in (0, 1))
+        return shards and max(record["step"] for record in Run(run).read_metrics()) >= 5
+
+    wait_for(lambda: is_past() or any(rank.process.exitcode is not None for rank in started))
+    for rank in started:
+        assert rank.process.exitcode is None, rank.output.read_text()[-4000:]
+        rank.process.kill()
+        rank.process.join()
+    found = checkpoints.latest(run / "checkpoints", pytest.fail)
+    assert found is not None and found.name == "checkpoint-2" and written.is_dir()
+    run_ranks(2, DRIVERS / "train_sharded.py", path, output=tmp_path / "output")
+    assert f"resuming from {found}" in (tmp_path / "output-0").read_text()
+    assert_same_run(tmp_path / "one", run)
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert left == ["checkpoint-6", "checkpoint-7"] and all(checkpoints.verify(run / "checkpoints" / n) for n in left)
+
+
+@pytest.mark.long
+def test_a_full_disk_while_a_checkpoint_is_written(tmp_path, make_config):
+    run = tmp_path / "two"
+    path = write_config(make_config(run, ASYNC), tmp_path / "two.yaml")
+    started = start_ranks(2, DRIVERS / "train_held.py", "full", "4", path, output=tmp_path / "output")
+    assert started[0].ended() == 2
+    started[1].process.kill()
+    started[1].process.join()
+    text = started[0].output.read_text()
+    assert "the checkpoint of step 4 could not be written (No space left on device); the last one, checkpoint-2" in text
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-2"]
+
+
+def test_async_checkpoints_need_shards(tmp_path, make_config):
+    with pytest.raises(ValueError, match=r"train.async_checkpoints: needs train.fsdp or train.tensor_parallel"):
+        make_config(tmp_path, {"train.async_checkpoints": True})
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from test_resume import check_same, rewound, train, weights
 from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import render_yaml
 from deftune.artifacts.runs import Run, find_run
+from deftune.training.stopping import StopSignal
 from waiting import HANG_SECONDS, wait_for
 
 
@@ -155,6 +157,28 @@ def test_sigterm_and_ctrl_c_save_and_stop(tmp_path, make_config, whom, number, c
     assert f"resuming from {run}/checkpoints/checkpoint-{step}" in again.output.read_text()
     train(make_config(tmp_path / "reference", settings | {"train.workers": 0}))
     check_same(run, tmp_path / "reference", steps)
+
+
+def test_a_second_sigterm_changes_nothing():
+    """Slurm sends one to torchrun and to its ranks, and torchrun sends it on to them."""
+    stop, before = StopSignal(), signal.getsignal(signal.SIGTERM)
+    with stop.handling():
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.received and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the default would end the tests
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_thread_leaves_signals_alone():
+    """Ray Train calls the training function in a thread."""
+    stop, before = StopSignal(), signal.getsignal(signal.SIGTERM)
+
+    def handle() -> bool:
+        with stop.handling():
+            return signal.getsignal(signal.SIGTERM) is before
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(handle).result()
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

@@ -170,6 +170,7 @@ def check_common(job: Job) -> None:
         keys.problems.append(f"train.weights: {keys.stack} has no masters; leave it out")
     keys.refuse("train.best", f"{keys.stack} ends with the last step; --set train.best=none")
     keys.note("train.save_at", f"not exported; {keys.stack} saves every train.save_steps steps")
+    keys.note("train.async_checkpoints", f"not exported; {keys.stack} saves in its own way")
     keys.note("train.push_to_hub", "not exported; upload the result yourself")
     keys.note("train.push_private", "not exported; upload the result yourself")
     keys.note("train.attention", f"not exported; {keys.stack} lets torch choose among its attention kernels")

@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ def main() -> None:
     if "LOCAL_RANK" in os.environ:  # a rank of torchrun
         del sys.argv[1]
         run_exp()
+        gc.collect()  # the trainer, a cycle, holds threads of gloo, which may abort the process while Python exits
     else:  # trains here, or starts torchrun with this module: several GPUs, or FORCE_TORCHRUN=1
         launcher.__file__ = f"-m {__spec__.name} train"
         launcher.launch()

@@ -73,7 +73,9 @@ def check_first_loss(
     whole = logits if shard is None else whole_rows(logits, shard)
     expected = float(plain_losses(whole, targets, objective, context).sum())
     if not math.isclose(float(loss), expected, rel_tol=TOLERANCE, abs_tol=1e-12) and math.isfinite(expected):
-        advice = "look for a second loss" if shard is None else "compare the order and sizes of the vocabulary's shards"
+        advice = "look for a second loss"
+        if shard is not None:
+            advice += ", and compare the order and sizes of the vocabulary's shards"
         raise ValueError(
             f"{stack}: `{objective}` is not what is trained: the loss is {float(loss):.6g}, the objective of the "
             f"logits is {expected:.6g}; {advice}"

@@ -68,6 +68,11 @@ class RunConfig(Section):
             raise ValueError("train.shard_size: needs train.fsdp=true; without it every rank holds all weights")
         if self.train.shard_size == 1:
             raise ValueError("train.shard_size: 1 shards nothing; leave out train.fsdp and train.shard_size for DDP")
+        if self.train.async_checkpoints and not (self.train.fsdp or self.train.tensor_parallel > 1):
+            raise ValueError(
+                "train.async_checkpoints: needs train.fsdp or train.tensor_parallel; otherwise rank 0 writes the whole "
+                "checkpoint before the next step"
+            )
         if self.train.tensor_parallel > 1:
             check_tensor_parallel(self)
         if self.train.weights == "bfloat16_with_masters":

@@ -25,7 +25,7 @@ from deftune.artifacts.folders import MANIFEST, Kind, differences, is_locked
 RUN = Kind("run", "config.yaml", "--set run=...")
 MAY_CHANGE = frozenset(  # keys of train that may differ when a run is resumed: they change a result by rounding at most
     ("micro_batch_size", "gradient_checkpointing", "weights", "compile", "workers", "save_steps", "save_at", "keep",
-     "report_to", "push_to_hub", "push_private")
+     "async_checkpoints", "report_to", "push_to_hub", "push_private")
 )  # fmt: skip
 BEGINNING = ("environment.json", ".environment.json.writing", ".config.yaml.writing")  # written before the config
 

@@ -228,6 +228,11 @@ class Train(Section):
         1,
         description="divide every layer and the vocabulary among this many ranks: all ranks of torchrun",
     )
+    async_checkpoints: bool = Field(
+        False,
+        description="with fsdp or tensor_parallel: write checkpoints while training goes on, from a copy in the host's "
+        "memory",
+    )
     workers: NotNegative = Field(0, description="processes that prepare batches, for each rank; 0: none")
     save_steps: Positive = Field(100, description="optimizer steps between checkpoints")
     keep: Positive = Field(

@@ -297,6 +297,7 @@ def make_trainer(prepared: Prepared, run: Run, score_tasks: ScoreTasks | None = 
         keep=config.train.keep,
         pinned=config.train.save_at,
         distributed_checkpoints=config.train.fsdp or config.train.tensor_parallel > 1,
+        async_checkpoints=config.train.async_checkpoints,
     )
     if config.data.packing and attention != VARLEN:
         with trainer.whole_weights():

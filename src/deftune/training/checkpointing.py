@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from deftune.artifacts import checkpoints
 from deftune.tokens.head import base_of
 from deftune.training import sharded
+from deftune.training.machine import has_ranks
 from deftune.training.optimizers import Masters
 
 
@@ -28,12 +31,17 @@ class CheckpointingTrainer(SFTTrainer):
     keep: int | None = None  # newest checkpoints that stay; None: all
     pinned: frozenset[int] = frozenset()  # steps whose checkpoints stay, too
     distributed_checkpoints: bool = False  # each rank writes its shards
+    async_checkpoints: bool = False  # by a thread, while training goes on; with several ranks
     masters: Masters | None = None  # the float32 copies of bfloat16 weights: what is saved and loaded
     _staging: Path | None = None  # where the checkpoint that is being written lies
+    _group: Any = None  # of the threads that write shards
+    _shards: Future[Any] | None = None  # that are being written into the staging folder
+    _unfinished: Future[None] | None = None  # the checkpoint that is being written
     _clock: float = 0.0  # when the last step was logged; the time of a save is not the next step's
 
     def load_checkpoint_weights(self, folder: Path) -> None:
         """Replace the weights (or the adapter) by those of a verified checkpoint."""
+        self.finish_checkpoint()
         checkpoints.verify(folder)
         if sharded.is_sharded(folder):
             sharded.load(folder, self.model)
@@ -59,31 +67,76 @@ class CheckpointingTrainer(SFTTrainer):
         if self.checkpoint_root is None:
             super()._save_checkpoint(model, trial)
             return
-        root, step = self.checkpoint_root, self.state.global_step
+        clock = time.perf_counter()
+        self.finish_checkpoint()
+        root, step, best = self.checkpoint_root, self.state.global_step, self.state.best_global_step
         main = self.accelerator.is_main_process
         # every rank writes into the staging folder of the main one, which seals it when all are done
         staging = root / f"{checkpoints.STAGING}{step}" / f"{checkpoints.PREFIX}{step}"
-        with checkpoints.staged(root, step) if main else contextlib.nullcontext():
+        with ExitStack() as stack:
+            if main:
+                stack.enter_context(checkpoints.staged(root, step))
             self.accelerator.wait_for_everyone()
             self._staging = staging
-            clock = time.perf_counter()
             try:
                 super()._save_checkpoint(model, trial)
             finally:
                 self._staging = None
             self.accelerator.wait_for_everyone()
             if main:
-                self._flatten(staging, root)
+                self._save_state(staging, root)
+            sealing, (shards, self._shards) = stack.pop_all(), (self._shards, None)
+
+        def finish() -> None:
+            with sealing:
+                if shards is not None:
+                    shards.result()
+                if main:
+                    flatten(staging)
+            if main:
+                checkpoints.rotate(root, self.keep, best, newest=step, pinned=self.pinned)
+
+        if shards is None:
+            finish()
+            self.accelerator.wait_for_everyone()
+        else:
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+            self._unfinished = thread.submit(finish)
+            thread.shutdown(wait=False)
         self._clock += time.perf_counter() - clock
-        if main:
-            self.rotate_checkpoints()
-        self.accelerator.wait_for_everyone()
+
+    def finish_checkpoint(self) -> None:
+        """Wait until a checkpoint that is being written is whole; every rank calls this.
+
+        Raises:
+            FolderError: on rank 0, if the checkpoint could not be written; the one before is untouched.
+        """
+        if self._unfinished is not None:
+            unfinished, self._unfinished = self._unfinished, None
+            unfinished.result()
+            self.accelerator.wait_for_everyone()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; afterwards no checkpoint is being written."""
+        try:
+            output = super().train(*args, **kwargs)
+        except BaseException:
+            if self._unfinished is not None:  # its threads use a process group, which the caller may leave
+                self._unfinished.exception()
+            raise
+        self.finish_checkpoint()
+        return output
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.distributed_checkpoints:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        sharded.save(Path(output_dir), self.model, self.optimizer)
+        if self.async_checkpoints and has_ranks():
+            if self._group is None:
+                self._group = dist.new_group(backend="gloo")
+            self._shards = sharded.start_saving(Path(output_dir), self.model, self.optimizer, self._group)
+        else:
+            sharded.save(Path(output_dir), self.model, self.optimizer)
         scheduler: Any = self.lr_scheduler
         if self.args.should_save:
             torch.save(scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
@@ -125,14 +178,18 @@ class CheckpointingTrainer(SFTTrainer):
         with self.whole_weights():
             super()._save(output_dir, state_dict=state_dict)
 
-    def _flatten(self, written: Path, root: Path) -> None:
-        """The checkpoint's files one level up, where the sealed folder wants them; the state names final places."""
+    def _save_state(self, written: Path, root: Path) -> None:
+        """Save the state anew, with the final place of the best checkpoint."""
         if (best := self.state.best_global_step) is not None:
             self.state.best_model_checkpoint = str(root / f"{checkpoints.PREFIX}{best}")
         self.state.save_to_json(str(written / "trainer_state.json"))
-        for path in list(written.iterdir()):
-            path.rename(written.parent / path.name)
-        written.rmdir()
+
+
+def flatten(written: Path) -> None:
+    """The checkpoint's files one level up, where the sealed folder wants them."""
+    for path in list(written.iterdir()):
+        path.rename(written.parent / path.name)
+    written.rmdir()
 
 
 @contextlib.contextmanager

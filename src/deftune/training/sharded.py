@@ -10,6 +10,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Generator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import async_save as copy_and_write_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 FOLDER = "distributed"  # inside a checkpoint
@@ -49,6 +51,24 @@ def save(checkpoint: Path, model: Any, optimizer: Any) -> None:
     weights, state = get_state_dict(model, inner(optimizer), options=options(model))
     with quiet_alone() as alone:
         write_shards({"model": weights, "optimizer": state}, checkpoint_id=checkpoint / FOLDER, no_dist=alone)
+
+
+def start_saving(checkpoint: Path, model: Any, optimizer: Any, group: Any) -> Future[Any]:
+    """As `save`, from a copy in the host's memory, by a thread: afterwards the weights may change.
+
+    Every one of several ranks calls this. A rank's future is done when the shards of all ranks are written.
+
+    Args:
+        checkpoint: the folder.
+        model: the model whose weights are written.
+        optimizer: its optimizer.
+        group: a process group with a CPU backend that nothing else uses meanwhile.
+    """
+    weights, state = get_state_dict(model, inner(optimizer), options=options(model))
+    future: Any = copy_and_write_shards(
+        {"model": weights, "optimizer": state}, checkpoint_id=checkpoint / FOLDER, process_group=group
+    )
+    return future
 
 
 def load(checkpoint: Path, model: Any, optimizer: Any = None) -> None:

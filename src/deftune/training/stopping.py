@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
@@ -15,7 +16,11 @@ from deftune.training.machine import has_ranks, is_main
 
 
 class StopSignal:
-    """SIGTERM and SIGINT: finish the step, save, stop. A second one is the usual sudden end."""
+    """SIGTERM and SIGINT: finish the step, save, stop.
+
+    A second SIGINT is the usual sudden end. A second SIGTERM changes nothing: Slurm sends one to torchrun and to its
+    ranks, and torchrun sends it on to them.
+    """
 
     last: ClassVar[StopSignal | None] = None  # the newest one that has handled signals in this process
 
@@ -28,11 +33,14 @@ class StopSignal:
         if number == signal.SIGINT and is_main():
             with suppress(OSError):  # not print: the signal may have come in the middle of a print
                 os.write(2, b"\nfinishing the step, then saving; Ctrl-C again stops without saving\n")
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGTERM else signal.default_int_handler)
 
     @contextmanager
     def handling(self) -> Generator[None]:
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Handle the signals inside; in a thread, as in Ray Train's workers, Python does not allow it."""
+        allowed = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT) if allowed else ()
+        before = {number: signal.signal(number, self._receive) for number in numbers}
         StopSignal.last, self.active = self, True
         try:
             yield

@@ -92,6 +92,8 @@ class DeftSFTTrainer(GuardedTrainer):
         pinned: steps whose checkpoints are kept in addition.
         distributed_checkpoints: write the weights and the optimizer's state with torch.distributed.checkpoint, each
             rank its shards; such a checkpoint resumes on any number of ranks.
+        async_checkpoints: write those shards while training goes on, from a copy in the host's memory; with several
+            ranks.
     """
 
     def __init__(self, model: Any, args: Any = None, *positional: Any, objective: str | Objective = "deft",
@@ -100,7 +102,7 @@ class DeftSFTTrainer(GuardedTrainer):
                  score_tasks: Callable[[Any], dict[str, float]] | None = None,
                  stop_after: int | None = None, checkpoint_root: Path | None = None,
                  keep: int | None = None, pinned: Collection[int] = (), distributed_checkpoints: bool = False,
-                 **kwargs: Any):  # fmt: skip
+                 async_checkpoints: bool = False, **kwargs: Any):  # fmt: skip
         self.objective = parse_objective(objective)
         kernels_of(attention)  # an unknown name is an error before anything is loaded
         self.attention, self.compile_layers = attention, compile_layers
@@ -155,7 +157,7 @@ class DeftSFTTrainer(GuardedTrainer):
                 "improve and how often it is measured"
             )
         self.checkpoint_root, self.keep, self.pinned = checkpoint_root, keep, frozenset(pinned)
-        self.distributed_checkpoints = distributed_checkpoints
+        self.distributed_checkpoints, self.async_checkpoints = distributed_checkpoints, async_checkpoints
         self.last_record: dict[str, float | list[int]] = {}
         # what is recorded once the whole step, or evaluation set, is known
         self._held: dict[str, list[tuple[TokenStats, Tensor]]] = {"train": [], "eval": []}

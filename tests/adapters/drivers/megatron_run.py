@@ -65,7 +65,10 @@ def main(out, **options):
     how, objective = options.pop("how"), options.pop("objective", "deft")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     model = make_model(**{name: value == "True" for name, value in options.items()})
-    if how == "model":
+    if how == "swapped":  # the adapter computes NLL, whatever objective it was given
+        token_loss = megatron.token_loss
+        megatron.token_loss = lambda logits, labels, _, **more: token_loss(logits, labels, "nll", **more)
+    if how in ("model", "swapped"):
         megatron.use_objective(model, objective)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, places = torch.Generator().manual_seed(1), torch.arange(16)[None].expand(3, -1)
@@ -77,7 +80,7 @@ def main(out, **options):
         count, total = sum(float(kept.sum()) for kept in keep), 0.0
         for ids, kept in zip(batches, keep):
             ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-            if how in ("model", "stock"):
+            if how in ("model", "swapped", "stock"):
                 losses = model(ids, places, mask, labels=labels)
             elif how == "logits":
                 losses = megatron.token_losses(model(ids, places, mask), labels, objective, loss_mask=kept)

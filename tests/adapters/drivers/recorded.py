@@ -47,6 +47,14 @@ def record(path: Path, bypass: bool) -> None:
         Seq2SeqTrainer.compute_loss = own_loss
 
 
+def train_nll() -> None:
+    """The adapter's loss computes NLL, whatever objective it was given."""
+    from deftune.adapters import check
+
+    token_loss = check.token_loss
+    check.token_loss = lambda logits, targets, objective, **more: token_loss(logits, targets, "nll", **more)
+
+
 def run(stack: str, arguments: list[str]) -> None:
     if stack == "llamafactory":
         from deftune.adapters.llamafactory import main
@@ -85,4 +93,9 @@ if __name__ == "__main__":
         for method in ("get_batch_samples", "train", "compute_loss"):
             setattr(transformers.Trainer, method, originals[method])
         record(Path(folder, f"{name}.{os.environ.get('RANK', 0)}.pt"), bypass=name == "bypass")
+        if name == "swapped":  # the last of its process
+            train_nll()
         run(stack, runs[name])
+    if "RANK" in os.environ:
+        left = sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+        print(f"threads of gloo: {left}", flush=True)
