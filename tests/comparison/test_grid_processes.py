@@ -256,16 +256,18 @@ def test_where_a_cell_stands(stand_in):
 
 OUT_OF_MEMORY_ONCE = """
 import json, pathlib, sys, time
-name = sys.stdin.readline().split()[1]
-folder = pathlib.Path(sys.argv[1], name)
-tries = folder / "tries"
-tries.write_text((tries.read_text() if tries.exists() else "") + "x")
-time.sleep(0.5)  # beside the other one
-hungry = "deft" in name
-fails = hungry and (ALWAYS or len(tries.read_text()) == 1)
-state = {"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."} if fails else {"state": "finished"}
-(folder / "cell.json").write_text(json.dumps(state))
-sys.exit(int(fails))
+for line in sys.stdin:  # as a worker: a process that ended after each cell might be given one more before it is gone
+    name = line.split()[1]
+    folder = pathlib.Path(sys.argv[1], name)
+    folder.mkdir(parents=True, exist_ok=True)
+    tries = folder / "tries"
+    tries.write_text((tries.read_text() if tries.exists() else "") + "x")
+    time.sleep(0.5)  # beside the other one
+    fails = "deft" in name and (ALWAYS or len(tries.read_text()) == 1)
+    state = {"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."} if fails else {"state": "finished"}
+    (folder / "cell.json").write_text(json.dumps(state))
+    if fails:
+        sys.exit(1)
 """
 
 
