@@ -304,7 +304,10 @@ def test_rows_of_a_pack_are_not_refused_for_the_roundings_of_a_deep_model():
 
 
 def test_experts_that_get_other_tokens_are_no_leak_between_rows():
-    """With another first row each expert's products have other shapes, and bfloat16 rounds the second row otherwise."""
+    """With another first row each expert's products have other shapes, and bfloat16 rounds the second row otherwise.
+
+    With AVX2 one of these models sends a token to another expert: its logits differ by 5.6%.
+    """
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     for seed in range(12):
         torch.manual_seed(seed)
