@@ -136,7 +136,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     **{
         ("evaluation/equality.py",
          "_ROUNDING = sympy.Rational(1, 10**25)  # of values that are computed to 30 digits, relative to them",
-         str(part), str(part + 1)): "equal values that are computed to 30 digits differ by less than either" for part in (10, 25)
+         str(part), str(part + 1)): "equal values that are computed to 30 digits differ by less than either"
+        for part in (10, 25)
     },
     ("evaluation/equality.py", "one, other = (sympy.N(side.subs(at), 30) for side in (gold, answer))", "30", "31"):
         "30 digits are more than the bound on their difference needs",
