@@ -116,10 +116,6 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("evaluation/equality.py", "EQUAL, CLOSE, DIFFERENT = 2, 1, 0", "2", "3"): "only the order of the three counts",
     ("evaluation/equality.py", "_MANY_DIGITS = 400  # to which exact irrational numbers are compared", "400", "401"):
         "equal numbers are found to differ by about 1e-400, and the bound is 1e-300",
-    ("evaluation/equality.py", "_LONGEST_EXPONENT = 16_000  # in bits, of a decimal that is turned into a fraction",
-     "16000", "16001"): "a bound on time",
-    ("evaluation/equality.py", "if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:",
-     "abs(decimal._mpf_[2]) > _LONGEST_EXPONENT", "abs(decimal._mpf_[2]) >= _LONGEST_EXPONENT"): "a bound on time",
     ("evaluation/equality.py", "_LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each",
      "64", "65"): "a bound on time",
     **{

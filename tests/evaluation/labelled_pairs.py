@@ -882,6 +882,7 @@ SAME = [
         for one in (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"2\begin{pmatrix} 1 \\ 2 \end{pmatrix}")
         for other in ("x=3", r"B=3\begin{pmatrix} 1 \\ 2 \end{pmatrix}")
     ],
+    ("0." + "0" * 5000 + "1", r"1.0 \cdot 10^{-5001}", EXACT),
     (r"\frac{3}{11}", r"0.\overline{27}", EXACT),
     ("[1,200],[a,b]", r"\{[1,200],[a,b]\}", EXACT),
     (r"\frac{41}{333}", r"0.\overline{123}", EXACT),

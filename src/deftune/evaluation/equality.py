@@ -27,7 +27,6 @@ EQUAL, CLOSE, DIFFERENT = 2, 1, 0
 DECIMAL_DISTANCE = (sympy.Rational(5, 10**7), sympy.Rational(1, 10**5))
 _MANY_DIGITS = 400  # to which exact irrational numbers are compared
 _NOTHING = sympy.Float("1e-300")  # of such a number: equal ones are found to differ by about 1e-400
-_LONGEST_EXPONENT = 16_000  # in bits, of a decimal that is turned into a fraction
 _LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each
 
 Verify = Callable[[Any, Any], bool]
@@ -377,11 +376,7 @@ def _number(expression: Any) -> Any:
 
 def _exact(expression: Any) -> Any:
     """With fractions for decimals, and the real one of the odd roots of a negative number."""
-    swaps: dict[Any, Any] = {}
-    for decimal in expression.atoms(sympy.Float):
-        if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:
-            raise OverflowError("a decimal with a long exponent")
-        swaps[decimal] = sympy.Rational(str(decimal))
+    swaps: dict[Any, Any] = {decimal: sympy.Rational(str(decimal)) for decimal in expression.atoms(sympy.Float)}
     for power in expression.atoms(sympy.Pow):
         if power.base.is_negative and power.exp.is_Rational and power.exp.q % 2:
             swaps[power] = (-1) ** power.exp.p * (-power.base) ** power.exp
@@ -403,10 +398,7 @@ def _plain(expression: Any) -> Any:
     }
     for symbol in expression.atoms(sympy.Symbol):
         swaps[symbol] = sympy.Symbol(symbol.name, real=True)
-    try:
-        return _exact(expression.xreplace(swaps))
-    except OverflowError:
-        return expression
+    return _exact(expression.xreplace(swaps))
 
 
 _LETTER_I = sympy.Symbol("i", real=True)  # as `_plain` writes it; math-verify reads an i as a variable
