@@ -116,16 +116,33 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("evaluation/equality.py", "EQUAL, CLOSE, DIFFERENT = 2, 1, 0", "2", "3"): "only the order of the three counts",
     ("evaluation/equality.py", "_MANY_DIGITS = 400  # to which exact irrational numbers are compared", "400", "401"):
         "equal numbers are found to differ by about 1e-400, and the bound is 1e-300",
-    ("evaluation/equality.py", "_LONGEST_EXPONENT = 16_000  # in bits, of a decimal that is turned into a fraction",
-     "16000", "16001"): "a bound on time",
-    ("evaluation/equality.py", "if abs(decimal._mpf_[2]) > _LONGEST_EXPONENT:",
-     "abs(decimal._mpf_[2]) > _LONGEST_EXPONENT", "abs(decimal._mpf_[2]) >= _LONGEST_EXPONENT"): "a bound on time",
     ("evaluation/equality.py", "_LONGEST_LIST = 64  # of answers that are not numbers: each is compared with each",
      "64", "65"): "a bound on time",
     **{
         ("evaluation/equality.py", "_POINTS = ((3, 7), (11, 13))  # symbols have multiples of these fractions",
          str(part), str(part + 1)): "any two points do" for part in (3, 7, 11, 13)
     },
+    ("evaluation/equality.py", "if not apart.is_Rational and distance <= (size or 1) * _NOTHING:",
+     "distance <= (size or 1) * _NOTHING", "distance < (size or 1) * _NOTHING"):
+        "a number that is no fraction is not at exactly this distance",
+    ("evaluation/equality.py", "if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):",
+     "gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan)",
+     "gold.has(sympy.zoo, sympy.nan) and answer.has(sympy.zoo, sympy.nan)"):
+        "math-verify, too, finds nothing that is equal to 1/0 beside 1/0",
+    **{
+        ("evaluation/equality.py",
+         "_ROUNDING = sympy.Rational(1, 10**25)  # of values that are computed to 30 digits, relative to them",
+         str(part), str(part + 1)): "equal values that are computed to 30 digits differ by less than either"
+        for part in (10, 25)
+    },
+    ("evaluation/equality.py", "one, other = (sympy.N(side.subs(at), 30) for side in (gold, answer))", "30", "31"):
+        "30 digits are more than the bound on their difference needs",
+    ("evaluation/equality.py", "names = sorted(gold.free_symbols | answer.free_symbols, key=str)",
+     "gold.free_symbols | answer.free_symbols", "gold.free_symbols & answer.free_symbols"):
+        "math-verify, too, tells expressions apart whose difference has a variable",
+    ("evaluation/equality.py",
+     "at = {name: sympy.Rational(top * (n + 1), bottom + n) for n, name in enumerate(names)}",
+     "top * (n + 1)", "top / (n + 1)"): "any two points do",
     ("evaluation/units.py", "_TAIL_CHARACTERS = 200", "200", "201"): "a bound on time; no unit is as long",
     ("evaluation/grading.py", "for key, _ in selector.select(min(busy, default=now) - now):", "min", "max"):
         "a time-out is noticed when the next worker reports; the verdicts are the same",

@@ -540,6 +540,31 @@ DIFFERENT = [
     ("x, y", "x", EXACT),
     ("x", "x, y", EXACT),
     ("5", "x=5.0006", NEAR),
+    # each decides a condition of equality.py
+    ("0", r"\sqrt{2} \cdot 10^{-300}", EXACT),
+    *[("E=9", answer, EXACT) for answer in ("E > m = 9", r"E \le 9 = 9")],
+    ("x=z", "x=y=z+1", EXACT),
+    ("x=y=z", "x=z", EXACT),
+    (r"x=\sqrt{2} \cdot 10^{-20}", r"x=\sqrt{3} \cdot 10^{-20}", EXACT),
+    ("x>y", r"\frac{1}{x-y}>0", EXACT),
+    ("x>y", r"-2x \le -2y", EXACT),
+    (r"[a,\infty)", r"x \ne a", EXACT),
+    (r"\begin{pmatrix} x \\ y+1 \end{pmatrix} = \begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)", EXACT),
+    ("[a,b)", "a=x<b", EXACT),
+    *[("0", rf"\frac{{dy}}{{dx}}{end}", EXACT) for end in ("", "+0")],
+    ("3", "3.0003000000000000000000001", NEAR),
+    ("1", "1.00000050000000000000000001", EXACT),
+    # math-verify drops numbers below 1e-15
+    (r"10^{-20}+10^{-20} x", r"2 \cdot 10^{-20}+10^{-20} x", EXACT),
+    ("x^2+i", "x^2+i+10^{-20}", EXACT),
+    *[("x^2", f"x^2+{rest}", EXACT) for rest in ("10^{-20}", "10^{-20} y", r"25 \cdot 10^{-27}")],
+    (r"x+\frac{1}{y}", r"x+\frac{1}{y}+10^{-20}", EXACT),
+    ("a+b+c+d+f+g+h+k", "a+b+c+d+f+g+h+k+10^{-20}", EXACT),
+    # each decides a condition of units.py, notation.py or answers.py
+    *[(gold, r"52\text{ (base 9)}", EXACT) for gold in ("52_8", "52")],
+    *[("5", rf"5\text{{ {word}}}", EXACT) for word in ("dozen", "halves")],
+    ("x", r"\langle x \rangle", EXACT),  # its mean
+    ("3:30", "1:10", EXACT),
 ]
 
 SAME = [
@@ -842,6 +867,25 @@ SAME = [
     (r"\frac{1}{x}=2", "1=2x", EXACT),
     ("x^2=1", "x^4=1", EXACT),
     ("xy=1", r"y=\frac1x", EXACT),
+    # each decides a condition of equality.py
+    *[(r"\text{even}", answer, EXACT) for answer in ("{even}", "e v e n")],
+    ("{even}", r"\text{even}", EXACT),
+    *[("2, x=1", answer, EXACT) for answer in ("(1,2)", "(2,1)")],
+    *[("x>y", answer, EXACT) for answer in ("2x>2y", "-x<-y")],
+    (r"\ln y = x", "y=e^x", EXACT),
+    ("1, 2", r"x=1 \text{ and } x=2", EXACT),
+    *[(r"A=\frac{bh}{2}=6", answer, EXACT) for answer in ("A=6", "6")],
+    *[("E=mc^2=kT=9", answer, EXACT) for answer in ("E=9", "9")],
+    *[("x", answer, EXACT) for answer in (r"1 \cdot x", r"x \cdot 1", r"\frac{xy}{y}")],
+    *[
+        (rf"A={one}, {other}", rf"{other}, A={one}", EXACT)
+        for one in (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"2\begin{pmatrix} 1 \\ 2 \end{pmatrix}")
+        for other in ("x=3", r"B=3\begin{pmatrix} 1 \\ 2 \end{pmatrix}")
+    ],
+    ("0." + "0" * 5000 + "1", r"1.0 \cdot 10^{-5001}", EXACT),
+    (r"\frac{3}{11}", r"0.\overline{27}", EXACT),
+    ("[1,200],[a,b]", r"\{[1,200],[a,b]\}", EXACT),
+    (r"\frac{41}{333}", r"0.\overline{123}", EXACT),
 ]
 
 VERDICTS = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deftune.evaluation import grading_worker
-from deftune.evaluation.answers import Rule, Verdict, drop_unit
+from deftune.evaluation.answers import Rule, Verdict, drop_unit, join_thousands
 from deftune.evaluation.grading import Grader, verdict_of
 from deftune.evaluation.units import parse_unit, split_unit
 
@@ -63,6 +63,24 @@ def test_how(gold, answer, correct, how, grader):
 @pytest.mark.parametrize("gold, answer", [("2, 3", "2, 3.0001"), ("a=1, b=2", "a=1, b=2.0001"), ("5", "x=5.0004")])
 def test_a_tolerance_is_named(gold, answer, grader):
     assert grader.grade([(gold, answer)], [Rule(relative=1e-4)]) == [Verdict(True, "tolerance")]
+
+
+@pytest.mark.parametrize("tolerance", [{"relative": 1.0}, {"absolute": 1.5}, {"relative": -0.1}])
+def test_a_tolerance_is_below_1(tolerance):
+    with pytest.raises(ValueError, match="a tolerance is from 0 to below 1"):
+        Rule(**tolerance)
+
+
+@pytest.mark.parametrize(
+    ("answer", "other", "joined"),
+    [
+        ("2,000 and 3,000", "2000, 3000", "2000 and 3000"), ("2,000 and 3,000", "200,300", "2000 and 3000"),
+        ("2,000 and 3,000", "2, 0, 3, 0", "2,000 and 3,000"), ("2,000", "2000", "2,000"), ("2,000", "2, 0", "2,000"),
+        ("(1,234), x", "x, (1,234)", "(1,234), x"),
+    ],
+)  # fmt: skip
+def test_thousands_are_joined_where_the_other_answer_has_as_many_parts(answer, other, joined):
+    assert join_thousands(answer, other) == joined
 
 
 # --- units -----------------------------------------------------------------------------------------------------------

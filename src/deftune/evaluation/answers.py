@@ -99,7 +99,7 @@ def join_thousands(answer: str, other: str) -> str:
     ('2000 and 3000', '2,000 and 3,000')
     """
     number, joined = count_answers(other, parted=True), _GROUPED_NUMBER.sub(lambda m: m[0].replace(",", ""), answer)
-    fits = count_answers(answer, parted=True) != number == count_answers(joined, parted=True)
+    fits = count_answers(answer, parted=True) != number == count_answers(joined)
     return joined if number > 1 and fits else answer
 
 
@@ -130,7 +130,7 @@ _BRACKETS = re.compile(r"(?:\\left)?\s*(\\\{|[(\[]).*(\\\}|[)\]])", re.DOTALL)
 def _lowest(ratio: str) -> list[int]:
     """The terms of 2:4:6 without their common divisor: 1, 2, 3."""
     terms = [int(term) for term in ratio.split(":")]
-    return [term // (math.gcd(*terms) or 1) for term in terms]
+    return [term // math.gcd(*terms) for term in terms]
 
 
 def decide_by_text(gold: str, answer: str) -> Verdict | None:
@@ -212,7 +212,7 @@ _IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
 _LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
 _LABELLED = re.compile(
     rf"(^\s*|,\s*)(?:\\frac\s*\{{\s*{_LABEL}\s*\}}\s*\{{\s*{_LABEL}\s*\}}|\|\s*{_LABEL}\s*\||{_LABEL}(?:\s*[:/]\s*{_LABEL})?)"
-    r"\s*=\s*(?=[^=<>,]*[0-9])"
+    r"\s*=\s*(?=[^=<>,]*[0-9][^=<>,]*(?:,|\Z))"
 )
 
 
