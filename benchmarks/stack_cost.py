@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trajectories as stacks
 import yaml
 from safetensors.torch import load_file
-from trajectories import DRIVERS, ROOT, STACKS, python_of, swift_arguments, versions_of
 
 from deftune.adapters.export import export_run
 from deftune.artifacts.config import RunConfig
@@ -35,50 +34,39 @@ from deftune.selftest import tiny
 from deftune.training.preparation import prepare
 
 EXPORTED, DRIVEN = ("llamafactory", "swift", "axolotl"), ("torchtitan", "megatron")
-CONTENDERS = {"stock": "stock", "nll": "nll", "deft": "deft", "eaft": "eaft"}
+CONTENDERS = ("stock", "nll", "deft", "eaft")  # stock: the stack's own NLL
 ROWS, LENGTH, STEPS, LEFT_OUT, LAYERS = 2, 128, 6, 2, 4
-PAGE, MARK = ROOT / "docs" / "stacks.md", "stack cost"
+OURS, PLUGIN = ("deft_objective", "plugins", "loss_type"), stacks.ROOT / "src/deftune/adapters/swift/deft_plugin.py"
 
 
 def make_config(folder: Path, model: Path) -> RunConfig:
-    answers = [
-        " ".join(f"{n} times {n + row} is {n * (n + row)}." for n in range(2, 60)) for row in range(ROWS * STEPS)
-    ]
-    rows = [{"messages": [{"role": "user", "content": "Multiply."}, {"role": "assistant", "content": answer}]}
-            for answer in answers]  # fmt: skip
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {
-        "data.max_length": LENGTH, "train.batch_size": ROWS, "train.micro_batch_size": ROWS, "train.max_steps": STEPS,
-        "train.learning_rate": 1e-5, "train.schedule": "constant", "train.warmup_ratio": 0.0, "train.save_steps": 1000,
-        "train.weight_decay": 0.0,
-    }  # fmt: skip
+    with open(folder / "rows.jsonl", "w") as file:
+        for row in range(ROWS * STEPS):
+            answer = " ".join(f"{n} times {n + row} is {n * (n + row)}." for n in range(2, 60))
+            messages = [{"role": "user", "content": "Multiply."}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    settings = {"batch_size": ROWS, "micro_batch_size": ROWS, "max_steps": STEPS, "learning_rate": 1e-5,
+             "schedule": "constant", "warmup_ratio": 0.0, "save_steps": 1000, "weight_decay": 0.0}  # fmt: skip
+    changes = {"data.max_length": LENGTH, **{f"train.{key}": value for key, value in settings.items()}}
     return RunConfig.model_validate(tiny.run_content(folder / "run", model, folder / "rows.jsonl", changes))
 
 
-def make_exported(folder: Path, stack: str, config: RunConfig, environment: dict[str, str], python: Path) -> None:
+def make_exported(folder: Path, stack: str, config: RunConfig) -> None:
     """The exported run for each contender; the stack's own NLL without the keys of deftune."""
     export_run(config, stack, folder / "files")
-    exported = folder / "files" / f"{stack}.yaml"
-    runs = {}
-    for name, spec in CONTENDERS.items():
+    exported, runs = folder / "files" / f"{stack}.yaml", {}
+    for name in CONTENDERS:
         content, path = yaml.safe_load(exported.read_text()), folder / f"{name}.yaml"
-        if stack == "swift":
-            content["ENV"] = {"DEFTUNE_OBJECTIVE": spec}
-        else:
-            content["deft_objective"] = spec
+        content |= {"ENV": {"DEFTUNE_OBJECTIVE": name}} if stack == "swift" else {"deft_objective": name}
         if name == "stock":
-            for key in ("deft_objective", "plugins", "loss_type"):
-                content.pop(key, None)
+            content = {key: value for key, value in content.items() if key not in OURS}
         path.write_text(yaml.safe_dump(content))
-        runs[name] = [str(path)]
-        if stack == "swift":  # the plugin has the template of the rows, for the stack's own NLL too
-            plugin = subprocess.run([python, "-m", "deftune.adapters.swift"], env=environment, capture_output=True,
-                                    text=True, check=True).stdout.strip()  # fmt: skip
-            runs[name] = swift_arguments(path, plugin)
+        # ms-swift's own NLL keeps the plugin, which has the template of the exported rows
+        runs[name] = stacks.swift_arguments(path, str(PLUGIN)) if stack == "swift" else [str(path)]
     (folder / "runs.json").write_text(json.dumps(runs))
 
 
-def make_driven(folder: Path, config: RunConfig, model: Path) -> None:
+def make_driven(folder: Path, model: Path, config: RunConfig) -> None:
     """The first layers of the model, two rows of tokens, and settings, as files of the drivers."""
     examples = prepare(config, lambda _: None).train.examples[:ROWS]
     rows = [{"input_ids": list(row.input_ids), "labels": list(row.labels)} for row in examples]
@@ -92,34 +80,40 @@ def make_driven(folder: Path, config: RunConfig, model: Path) -> None:
     settings = {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 1, "max_steps": STEPS,
                 "learning_rate": 1e-5, "adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0}  # fmt: skip
     (folder / "settings.json").write_text(json.dumps(settings))
-    (folder / "runs.json").write_text(json.dumps({name: [spec] for name, spec in CONTENDERS.items()}))
+    (folder / "runs.json").write_text(json.dumps({name: [name] for name in CONTENDERS}))
 
 
-def train(folder: Path, stack: str, name: str, python: Path, environment: dict[str, str]) -> dict[str, Any]:
+def train(folder: Path, stack: str, name: str, python: Path) -> dict[str, Any]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"] if stack in DRIVEN else []
-    command = [str(python), *torchrun, str(DRIVERS / "timed.py"), str(folder), stack, name, str(STEPS)]
-    done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True)  # fmt: skip
-    if done.returncode or ("verified from the logits" in done.stdout) == (name == "stock"):
-        raise RuntimeError(f"{stack}, {name}, ended with {done.returncode}:\n{done.stdout[-4000:]}")
+    command = [str(python), *torchrun, str(stacks.DRIVERS / "timed.py"), str(folder), stack, name, str(STEPS)]
+    environment = stacks.environment_of(python) | {"ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    printed = done.stdout + done.stderr
+    if done.returncode or ("verified from the logits" in printed) == (name == "stock"):
+        raise RuntimeError(f"{stack}, {name}, ended with {done.returncode}:\n{printed[-4000:]}")
     found = json.loads((folder / f"{name}.json").read_text())
     return {**found, "step": statistics.median(found["seconds"][LEFT_OUT - 1 :])}  # from step LEFT_OUT + 1
 
 
+def span(values: list[float], digits: int) -> str:
+    return " - ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in (min(values), max(values))))
+
+
 def render(found: dict[str, Any]) -> str:
-    lines = ["| stack | own NLL, CPU s | " + " | ".join(f"`{n}`" for n in list(CONTENDERS)[1:]) + " | peak MiB: own NLL | "
-             "`deft` | `eaft` |", "|---|" + "---:|" * 7]  # fmt: skip
-    for stack, result in found.items():
-        rounds = [one for one in result["rounds"] if one.keys() == CONTENDERS.keys()]
+    """The table of docs/stacks.md, of whole rounds."""
+    ours = [name for name in CONTENDERS if name != "stock"]
+    heads = ["own NLL, CPU s", *(f"`{name}`" for name in ours), "peak MiB: own NLL", *(f"`{name}`" for name in ours)]
+    lines = [f"| {' | '.join(['stack', *heads, 'rounds'])} |", "|---|" + "---:|" * (len(heads) + 1)]
+    for stack in (name for name in EXPORTED + DRIVEN if name in found):
+        rounds = [one for one in found[stack]["rounds"] if len(one) == len(CONTENDERS)]
         if not rounds:
             continue
-        cells = [" - ".join(f"{s:.2f}" for s in sorted({min(x), max(x)})) for x in [
-            [one["stock"]["step"] for one in rounds],
-            *([one[name]["step"] / one["stock"]["step"] for one in rounds] for name in list(CONTENDERS)[1:]),
-        ]]  # fmt: skip
-        cells += [f"{max(one[name]['peak_mib'] for one in rounds):,.0f}" for name in ("stock", "deft", "eaft")]
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if name != "torch")
-        lines.append(f"| {STACKS[stack][0].split(',')[0]} ({versions}) | " + " | ".join(cells) + " |")
+        cells = [span([one["stock"]["step"] for one in rounds], 2)]
+        cells += [span([one[name]["step"] / one["stock"]["step"] for one in rounds], 2) for name in ours]
+        cells += [span([one[name]["peak_mib"] for one in rounds], 0) for name in CONTENDERS]
+        versions = ", ".join(f"{name} {version}" for name, version in found[stack]["versions"].items())
+        label = f"{stacks.STACKS[stack][0].split(',')[0]} ({versions})"
+        lines.append(f"| {' | '.join([label, *cells, str(len(rounds))])} |")
     return "\n".join(lines)
 
 
@@ -127,45 +121,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stacks", nargs="+", choices=EXPORTED + DRIVEN, default=EXPORTED + DRIVEN)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, required=True, help="the figures; other stacks in the file are kept")
-    parser.add_argument("--docs", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--json", type=Path, required=True, help="the figures; rounds are added to those of the file")
+    parser.add_argument("--docs", action="store_true", help=f"write the table into {stacks.PAGE}")
     arguments = parser.parse_args()
     model = Path(resolve_model("smollm2")).absolute()
     found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:
-        for number in range(arguments.rounds):
-            for stack in arguments.stacks:
-                python, folder = python_of(stack), Path(temporary, stack)
-                assert python is not None, f"the environment of {stack} is not built: .ci/stacks {stack}"
-                environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST", "DEFTUNE"))} | {
-                    "PYTHONPATH": f"{ROOT / 'src'}:{DRIVERS.parent}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-                    "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true",
-                    "DO_NOT_TRACK": "1", "PATH": f"{python.parent}:{os.environ['PATH']}",
-                }  # fmt: skip
-                if number == 0:
-                    folder.mkdir()
-                    config = make_config(folder, model)
-                    if stack in DRIVEN:
-                        make_driven(folder, config, model)
-                    else:
-                        make_exported(folder, stack, config, environment, python)
-                    found[stack] = {"date": datetime.date.today().isoformat(),
-                                    "versions": versions_of(stack, python), "rounds": []}  # fmt: skip
-                found[stack]["rounds"].append({})
-                for name in CONTENDERS:
-                    try:
-                        run = train(folder, stack, name, python, environment)
-                    except RuntimeError as error:  # the other stacks go on
-                        print(error, flush=True)
-                        continue
-                    found[stack]["rounds"][-1][name] = run
-                    print(stack, number, name, {key: run[key] for key in ("step", "peak_mib", "gradient")}, flush=True)
-                    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        for number, stack in [(n, stack) for n in range(arguments.rounds) for stack in arguments.stacks]:
+            python, folder = stacks.python_of(stack), Path(temporary, stack)
+            assert python is not None, f"the environment of {stack} is not built: .ci/stacks {stack}"
+            if number == 0:
+                folder.mkdir()
+                config = make_config(folder, model)
+                make_driven(folder, model, config) if stack in DRIVEN else make_exported(folder, stack, config)
+            result = found.setdefault(stack, {"rounds": []})
+            result |= {"date": datetime.date.today().isoformat(), "versions": stacks.versions_of(stack, python)}
+            result["rounds"].append({})
+            for name in CONTENDERS:
+                try:
+                    run = train(folder, stack, name, python)
+                except RuntimeError as error:  # the other stacks go on
+                    print(error, flush=True)
+                    continue
+                result["rounds"][-1][name] = run
+                print(stack, number, name, {key: run[key] for key in ("step", "peak_mib", "gradient")}, flush=True)
+                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     print(render(found))
     if arguments.docs:
-        before, rest = PAGE.read_text().split(f"<!-- {MARK} -->\n")
-        after = rest.split(f"<!-- /{MARK} -->")[1]
-        PAGE.write_text(f"{before}<!-- {MARK} -->\n{render(found)}\n<!-- /{MARK} -->{after}")
+        stacks.write_table("stack cost", render(found))
 
 
 if __name__ == "__main__":
