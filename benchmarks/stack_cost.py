@@ -5,9 +5,8 @@
 
 SmolLM2-135M-Instruct (a vocabulary of 49,152) trains in float32 on 2 rows of 128 tokens a step: LLaMA-Factory, ms-swift
 and axolotl on the files of `deftune export`, without deftune's keys for the stack's own NLL. torchtitan (chunked loss)
-and Megatron-core train its first four layers, through the drivers of tests/adapters. Every run has a process and one
-thread. A figure is the median of a run's steps after the second: user and system time of the process. A ratio
-compares it with the stack's own NLL in the same round. The figures are written after every run.
+and Megatron-core train its first four layers. Every run has a process and one thread. A figure is the median of a run's
+steps after the second: user and system time of the process. A ratio is to the stack's own NLL in the same round.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def make_exported(folder: Path, stack: str, config: RunConfig) -> None:
     for name in CONTENDERS:
         content, path = yaml.safe_load(exported.read_text()), folder / f"{name}.yaml"
         content |= {"ENV": {"DEFTUNE_OBJECTIVE": name}} if stack == "swift" else {"deft_objective": name}
-        if name == "stock":
-            content = {key: value for key, value in content.items() if key not in OURS}
+        content = {key: value for key, value in content.items() if name != "stock" or key not in OURS}
         path.write_text(yaml.safe_dump(content))
         # ms-swift's own NLL keeps the plugin, which has the template of the exported rows
         runs[name] = stacks.swift_arguments(path, str(PLUGIN)) if stack == "swift" else [str(path)]
