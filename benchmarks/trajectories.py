@@ -75,6 +75,16 @@ def versions_of(stack: str, python: Path) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+def environment_of(python: Path) -> dict[str, str]:
+    """The variables of a process in a stack's environment: one thread, no GPU, no network."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "DEFTUNE"))}
+    return kept | {
+        "PYTHONPATH": f"{ROOT / 'src'}:{DRIVERS.parent}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+
+
 def make_config(folder: Path, spec: str, run: str) -> RunConfig:
     changes = {
         "train.batch_size": ROWS, "train.micro_batch_size": MICRO, "train.max_steps": STEPS, "train.weight_decay": 0.0,
@@ -124,11 +134,7 @@ def train(folder: Path, stack: str, python: Path, ranks: int) -> dict[str, dict[
     work.mkdir()
     for name in ("model", "rows.json", "settings.json", "weights.pt"):
         (work / name).symlink_to(folder / name)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "DEFTUNE"))} | {
-        "PYTHONPATH": f"{ROOT / 'src'}:{DRIVERS.parent}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1",
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-    }  # fmt: skip
+    environment = environment_of(python)
     if stack != "deepspeed":
         environment["ACCELERATE_USE_CPU"] = "true"
     runs: Any = {name: [spec] for name, spec in OBJECTIVES.items()}
@@ -255,6 +261,13 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write_table(mark: str, table: str) -> None:
+    """Put a table between the marks of docs/stacks.md."""
+    before, rest = (ROOT / PAGE).read_text().split(f"<!-- {mark} -->\n")
+    after = rest.split(f"<!-- /{mark} -->")[1]
+    (ROOT / PAGE).write_text(f"{before}<!-- {mark} -->\n{table}\n<!-- /{mark} -->{after}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stacks", nargs="+", choices=STACKS, default=list(STACKS))
@@ -274,11 +287,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     print(render(found))
     if arguments.docs:
-        text = (ROOT / PAGE).read_text()
-        before, rest = text.split("<!-- trajectories -->\n")
-        after = rest.split("<!-- /trajectories -->")[1]
-        table = f"<!-- trajectories -->\n{render(found)}\n<!-- /trajectories -->"
-        (ROOT / PAGE).write_text(before + table + after)
+        write_table("trajectories", render(found))
     worst = [stack for stack, result in found["stacks"].items() if not within(result)]
     sys.exit(f"not within {TOLERANCE}: {', '.join(worst)}" if worst else 0)
 

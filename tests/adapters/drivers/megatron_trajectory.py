@@ -80,7 +80,8 @@ def converted(llama, config):
 def train(folder: Path, spec: str) -> list[float]:
     rows, settings = (json.loads((folder / name).read_text()) for name in ("rows.json", "settings.json"))
     model = make_model(folder)
-    megatron.use_objective(model, spec)
+    if spec != "stock":  # Megatron's own NLL
+        megatron.use_objective(model, spec)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings["learning_rate"], betas=(settings["adam_beta1"], settings["adam_beta2"]),
         weight_decay=0.0,

@@ -18,7 +18,7 @@ stand_in()
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.loss import ChunkedLossWrapper  # noqa: E402
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
@@ -88,7 +88,10 @@ def make_spec():
 def make_config(spec, kind, objective):
     settings = json.loads(Path("settings.json").read_text())
     ranks, parallel = int(os.environ["WORLD_SIZE"]), {}
-    loss = ObjectiveLoss.Config(objective=objective, global_vocab_size=spec.model.vocab_size)
+    size = spec.model.vocab_size
+    loss = ObjectiveLoss.Config(objective=objective, global_vocab_size=size)
+    if objective == "stock":  # torchtitan's own NLL
+        loss = CrossEntropyLoss.Config(global_vocab_size=size)
     if kind == "torchtitan-tp":
         parallel = {"tensor_parallel_degree": ranks, "spmd_backend": "full_dtensor"}
     else:
