@@ -240,8 +240,8 @@ def check_packing(
     """Refuse attention that crosses the boundary of two rows in a pack, tried on two short rows.
 
     The second row's logits must not change with the first row, and both rows must have the logits that they have alone,
-    up to a relative difference of 1e-2. In 16 bits the roundings of a deep model add up: there both bounds grow with the
-    noise, the difference between two kernels of torch for single rows. A rounding may also send a token to another
+    up to a relative difference of 1e-2. In 16 bits the roundings of a deep model add up: there both bounds grow with
+    the noise, the difference between two kernels of torch for single rows. A rounding may also send a token to another
     expert, which changes its logits by some per cent: the bounds of such models are wider.
 
     Args:
