@@ -23,7 +23,8 @@ OBJECTIVES = {
 STEPS = 20
 LEARNING_RATE = 1e-3
 CLIP = 1.0
-TRAJECTORY = 1e-5  # float32 over 20 steps of Adam: rounding in another order, amplified
+TRAJECTORY = 1e-5  # of losses: float32 over 20 steps of Adam, rounding in another order
+WEIGHTS = 2e-6  # of all weights, in norm: Adam moves a weight whose gradient is near 0 by its rounding, here 1 of 28,960
 
 
 def needs_stack(package: str) -> pytest.MarkDecorator:
@@ -88,8 +89,10 @@ def plain_run(model_folder: Path, steps: list, spec: str, special_ids: tuple[int
 
 
 def distance(weights: dict, others: dict) -> float:
+    """The norm of the difference of all weights, relative to that of the weights."""
     assert weights.keys() == others.keys()
-    return max(float((weights[name] - others[name]).abs().max()) for name in weights)
+    apart = sum(float((weights[name] - others[name]).double().square().sum()) for name in weights)
+    return (apart / sum(float(weight.double().square().sum()) for weight in weights.values())) ** 0.5
 
 
 def assert_trains(model_folder: Path, run: dict, spec: str, other: dict | None = None) -> None:
@@ -98,8 +101,8 @@ def assert_trains(model_folder: Path, run: dict, spec: str, other: dict | None =
     assert len(run["steps"]) == len(run["losses"]) == STEPS
     losses, weights = plain_run(model_folder, run["steps"], spec, (tokenizer.eos_token_id,))
     assert max(abs(a - b) / max(1, abs(a)) for a, b in zip(losses, run["losses"])) <= TRAJECTORY
-    assert distance(weights, run["weights"]) <= TRAJECTORY
+    assert distance(weights, run["weights"]) <= WEIGHTS
     if other is None and spec != "nll":
         other = {"weights": plain_run(model_folder, run["steps"], "nll", (tokenizer.eos_token_id,))[1]}
     if other is not None:
-        assert distance(other["weights"], run["weights"]) > 100 * TRAJECTORY
+        assert distance(other["weights"], run["weights"]) > 50 * WEIGHTS
