@@ -24,7 +24,8 @@ STEPS = 20
 LEARNING_RATE = 1e-3
 CLIP = 1.0
 TRAJECTORY = 1e-5  # of losses: float32 over 20 steps of Adam, rounding in another order
-WEIGHTS = 2e-6  # of all weights, in norm: Adam moves a weight whose gradient is near 0 by its rounding, here 1 of 28,960
+# of all weights, in norm: Adam moves a weight whose gradient is near 0 by its rounding, here one of 28,960
+WEIGHTS = 2e-6
 
 
 def needs_stack(package: str) -> pytest.MarkDecorator:
