@@ -102,12 +102,12 @@ def test_an_options_former_name_leads_to_the_new_one(line, now, capsys):
 
 
 @pytest.mark.parametrize(("line", "usage", "text"), [
-    ("trian run.yaml", "deftune [", "invalid choice: 'trian'. Did you mean 'train'? (choose from objectives, "),
-    ("eval shwo r", "deftune eval [", "argument ACTION: invalid choice: 'shwo'. Did you mean 'show'? (choose from "),
+    ("trian run.yaml", "deftune [", "invalid choice: 'trian'. Did you mean 'train'? Choose from objectives, "),
+    ("eval shwo r", "deftune eval [", "argument ACTION: invalid choice: 'shwo'. Did you mean 'show'? Choose from "),
     ("train a.yaml --dryrun", "deftune train [", "unrecognized arguments: --dryrun. Did you mean '--dry-run'?"),
     ("eval run m --taks=gsm8k", "deftune eval run [", "unrecognized arguments: --taks=gsm8k. Did you mean '--task'?"),
     ("doctor --verbose", "deftune doctor [", "deftune doctor: error: unrecognized arguments: --verbose\n"),
-    ("completion fish", "deftune completion [", "argument shell: invalid choice: 'fish' (choose from bash, zsh)\n"),
+    ("completion fish", "deftune completion [", "argument shell: invalid choice: 'fish'. Choose from bash, zsh\n"),
     ("compare", "deftune compare [", "the following arguments are required: ACTION, one of init, run, show\n"),
 ])  # fmt: skip
 def test_a_misspelt_command_or_option_is_named_by_its_own_command(line, usage, text, capsys):

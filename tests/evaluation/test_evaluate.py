@@ -187,7 +187,7 @@ def test_a_model_without_an_action_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["eval", *arguments])
     line = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 2 and f"argument ACTION: invalid choice: {arguments[0]!r} (choose from " in line
+    assert stopped.value.code == 2 and f"argument ACTION: invalid choice: {arguments[0]!r}. Choose from " in line
 
 
 @pytest.mark.parametrize(

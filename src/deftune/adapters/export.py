@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deftune._suggest import did_you_mean
 from deftune.adapters.export_job import Job, Keys, check_common
 from deftune.adapters.export_stacks import STACKS
 from deftune.artifacts.config import ConfigError, RunConfig
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.suggest import did_you_mean
 from deftune.training.data_record import facts
 from deftune.training.preparation import Prepared, prepare
 

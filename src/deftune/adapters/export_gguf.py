@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deftune._suggest import did_you_mean
 from deftune.adapters.gguf_tokenizer import describe_tokenizer
 from deftune.artifacts.display import quiet
 from deftune.artifacts.files import sync
 from deftune.artifacts.folders import disk_error
 from deftune.artifacts.names import model_license
 from deftune.artifacts.results import encoding_of, load_result, parse_result
-from deftune.objectives.suggest import did_you_mean
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
 LARGEST_F16 = 65504.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -10,6 +9,7 @@ from typing import Any, get_origin
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from deftune._suggest import did_you_mean, nearest
 from deftune.artifacts.keys import keys_of
 from deftune.artifacts.sections import Data, Model, Section, Train
 from deftune.artifacts.sections import Lora as Lora  # and these: a config is described by all of them
@@ -18,7 +18,6 @@ from deftune.artifacts.sections import Positive as Positive
 from deftune.artifacts.sections import Source as Source
 from deftune.artifacts.sections import TaskSource as TaskSource
 from deftune.objectives import objective as parse_objective
-from deftune.objectives.suggest import did_you_mean
 
 MISSING_MODEL = "model.name: missing; name a hub id, a folder, a .gguf file, or smollm2"
 
@@ -302,8 +301,8 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
 def _elsewhere(name: str, root: type[BaseModel]) -> str:
     """ " Did you mean 'train.seed'?" for a key that another section has, else ""."""
     paths = {key.path.rpartition(".")[2]: key.path for key in reversed(keys_of(root))}
-    near = difflib.get_close_matches(name, paths, n=1, cutoff=0.8)
-    return f" Did you mean {paths[near[0]]!r}?" if near else ""
+    near = nearest(name, paths, cutoff=0.8)
+    return "" if near is None else f" Did you mean {paths[near]!r}?"
 
 
 def known_keys(path: Sequence[int | str], root: type[BaseModel] = RunConfig) -> list[str]:

@@ -18,11 +18,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from deftune._suggest import did_you_mean
 from deftune.artifacts.config import ConfigError, Model
 from deftune.artifacts.files import cache_folder, write_atomic
 from deftune.artifacts.folders import (
@@ -35,7 +36,6 @@ from deftune.artifacts.folders import (
     sha256,
     verify,
 )
-from deftune.objectives.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -315,31 +315,6 @@ def load_tokenizer(source: str, *, revision: str | None = None, trust_remote_cod
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is never supervised
     return tokenizer
-
-
-def check_embedded(model: Any, tokenizer: Any, ids: Iterable[int], where: str) -> None:
-    """Refuse a token without a row in the model's embedding: an IndexError on a CPU and a device assert on a GPU.
-
-    Args:
-        model: a causal LM of transformers.
-        tokenizer: names the token in the error.
-        ids: the tokens that the model would get.
-        where: what they are the tokens of.
-    """
-    if not hasattr(model, "get_input_embeddings"):  # a wrapper of a model, which says nothing of its embedding
-        return
-    size = int(model.get_input_embeddings().weight.shape[0])
-    above = next((token for token in ids if token >= size), None)
-    if above is not None:
-        raise not_embedded(tokenizer, above, where, size)
-
-
-def not_embedded(tokenizer: Any, token: int, where: str, size: int, of: str = "") -> ValueError:
-    return ValueError(
-        f"model: the tokenizer{of} has {len(tokenizer):,} tokens and the model's embedding {size:,}: token {token} "
-        f"({tokenizer.convert_ids_to_tokens(token)!r}, {where}) has no embedding; use the tokenizer that the model was "
-        f"trained with, or enlarge the embedding with resize_token_embeddings({len(tokenizer)}) and save the model"
-    )
 
 
 def load_model(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from deftune._suggest import did_you_mean
+
 # For base models that come without a template. Neither writes BOS: the encoder knows whether the tokenizer adds one.
 TEMPLATES: dict[str, str] = {
     "chatml": (
@@ -58,8 +60,6 @@ def resolve_template(tokenizer: Any, name: str | None) -> str:
     if name in TEMPLATES:
         return TEMPLATES[name]
     if not name.endswith(".jinja"):
-        from deftune.objectives.suggest import did_you_mean  # here: it loads torch, which encoding processes do without
-
         raise ValueError(f"unknown template {name!r}.{did_you_mean(name, choices)} {choose[0].upper()}{choose[1:]}")
     try:
         return Path(name).read_text(encoding="utf-8")

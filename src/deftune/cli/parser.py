@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
-
-def hint(word: str, known: Iterable[str]) -> str:
-    """A suggestion after an error's text; `deftune.objectives.suggest` would import torch for it.
-
-    >>> hint("trian", ["train", "eval"]), hint("x", ["train", "eval"])
-    (". Did you mean 'train'?", '')
-    """
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f". Did you mean {near[0]!r}?" if near else ""
+from deftune._suggest import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +16,7 @@ class Parser(argparse.ArgumentParser):
             return
         choices = [str(choice) for choice in action.choices]
         raise argparse.ArgumentError(
-            action, f"invalid choice: {value!r}{hint(str(value), choices)} (choose from {', '.join(choices)})"
+            action, f"invalid choice: {value!r}.{did_you_mean(value, choices)} Choose from {', '.join(choices)}"
         )
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  # its overloads
@@ -39,7 +29,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint(unknown[0].partition('=')[0], known)}")
+            hint = did_you_mean(unknown[0].partition("=")[0], known)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{'.' if hint else ''}{hint}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

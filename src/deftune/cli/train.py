@@ -182,9 +182,9 @@ def write_starter(path: Path, text: str, command: str) -> int:
 
 def run_keys(args: argparse.Namespace) -> int:
     need()
+    from deftune._suggest import did_you_mean
     from deftune.artifacts.config import RunConfig
     from deftune.artifacts.keys import keys_of, render_keys, render_page
-    from deftune.objectives.suggest import did_you_mean
 
     if not args.markdown:
         keys = keys_of(RunConfig)

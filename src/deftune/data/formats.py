@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from deftune._suggest import did_you_mean
 from deftune.data.fields import (
     Fields,
     as_list,
@@ -23,7 +24,6 @@ from deftune.data.fields import (
     read_text,
 )
 from deftune.data.rows import Fault
-from deftune.objectives.suggest import did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id", "reasoning_content")

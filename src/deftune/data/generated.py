@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
 
+from deftune._suggest import did_you_mean
 from deftune.data.rows import Row
-from deftune.objectives.suggest import did_you_mean
 
 TEST_SHARE = 0.1  # of what a generator can say; the rest is train's
 GSM_SYMBOLIC_SIZE = 2**17  # it draws one template per item up front, so it has an end; any size begins the same way

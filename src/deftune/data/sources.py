@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from deftune._suggest import did_you_mean
 from deftune.data.files import SUFFIXES, describe_error, read_records
 from deftune.data.formats import Ambiguous, check_conversation, detect, known_format
 from deftune.data.generated import generate
 from deftune.data.rows import BadRows, Fault, Record, Row, RowError, raw_text
-from deftune.objectives.suggest import did_you_mean
 
 log = logging.getLogger(__name__)
 

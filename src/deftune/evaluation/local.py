@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deftune.artifacts.models import check_embedded
+from deftune.artifacts.embedding import check_embedded
 from deftune.artifacts.options import check_counts
 from deftune.data.end_tokens import stop_ids
 from deftune.evaluation.chance import derive_key, signed

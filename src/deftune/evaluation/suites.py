@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deftune._suggest import did_you_mean
 from deftune.evaluation.kinds import KINDS
 from deftune.evaluation.readers import (
     Reader,
@@ -25,7 +26,6 @@ from deftune.evaluation.readers import (
     read_olympiad,
     read_pubmedqa,
 )
-from deftune.objectives.suggest import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from deftune._suggest import did_you_mean
 from deftune.objectives.base import Objective
 from deftune.objectives.catalogue import MODIFIERS, OBJECTIVES
-from deftune.objectives.suggest import did_you_mean
 
 MAX_SPEC_LENGTH = 1000  # without spaces, which the canonical form adds
 MAX_DEPTH = 30

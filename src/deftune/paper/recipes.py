@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from deftune._suggest import did_you_mean
 from deftune.artifacts.config import RunConfig, load_config
-from deftune.objectives.suggest import did_you_mean
 
 
 class Backbone(NamedTuple):

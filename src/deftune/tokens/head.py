@@ -274,7 +274,7 @@ def check_packing(
             with sdpa_kernel(SDPBackend.MATH):
                 again = [model(input_ids=ids, use_cache=False).logits for ids in (first, second)]
             noise = _relative_error(torch.cat(again, 1).float(), expected)
-            least, least_same = (0.1, 5e-2) if _has_experts(model) else (5e-2, 1e-2)
+            least, least_same = (0.1, 5e-2) if has_experts(base_of(model).config) else (5e-2, 1e-2)
             tolerance, same = min(max(least, 4 * noise), MOST_NOISE), min(max(least_same, noise), MOST_NOISE)
     error, crossing = _relative_error(joined, expected), _relative_error(other[:, 5:], joined[:, 5:])
     if not (error <= tolerance and crossing <= same) and bool(expected.isfinite().all()):
@@ -285,9 +285,10 @@ def check_packing(
         )
 
 
-def _has_experts(model: Any) -> bool:
-    config = base_of(model).config.get_text_config()
-    return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+def has_experts(config: Any) -> bool:
+    """Whether a config of transformers is of a mixture of experts."""
+    text = config.get_text_config()
+    return any(getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deftune.artifacts.models import check_embedded
+from deftune.artifacts.embedding import check_embedded
 from deftune.data.encoding import Encoded, Encoder, encode_rows
 from deftune.data.packing import Collator
 from deftune.data.rows import BadRows, Row

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset
 
+from deftune._suggest import did_you_mean
 from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import cannot_load, load_model
 from deftune.artifacts.runs import Run
 from deftune.data.end_tokens import end_tokens_of
 from deftune.data.packing import Collator
 from deftune.losses import Sparse
-from deftune.objectives.suggest import did_you_mean
 from deftune.tokens.head import check_packing
 from deftune.training.attention import VARLEN, attention_kernels, why_not_varlen
 from deftune.training.compiling import why_not_compiled

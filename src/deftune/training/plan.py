@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deftune._suggest import did_you_mean
 from deftune.artifacts.config import ConfigError, RunConfig
-from deftune.objectives.suggest import did_you_mean
+from deftune.tokens.head import has_experts
 
 GIB = 2**30
 Base = Literal["float32", "bfloat16", "4bit"]  # the frozen weights under LoRA
@@ -136,7 +137,7 @@ def shape_of(config: Any, name: str) -> Shape:
     import transformers
 
     text = config.get_text_config()
-    if any(getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if has_experts(config):
         raise ValueError(f"plan: {name} is a mixture of experts, whose activations are not counted here")
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     if missing := [key for key in sizes if not isinstance(getattr(text, key, None), int)]:

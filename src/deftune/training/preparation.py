@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from deftune.artifacts.config import ConfigError, RunConfig, Source
+from deftune.artifacts.embedding import not_embedded
 from deftune.artifacts.files import cache_folder
 from deftune.artifacts.folders import one_at_a_time
-from deftune.artifacts.models import load_tokenizer, not_embedded, resolve_model
+from deftune.artifacts.models import load_tokenizer, resolve_model
 from deftune.artifacts.results import encoder_options
 from deftune.artifacts.templates import set_template
 from deftune.data.cache import (

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from deftune.artifacts.embedding import check_embedded
 from deftune.artifacts.folders import sealed_folder
-from deftune.artifacts.models import check_embedded
 from deftune.artifacts.results import is_adapter, load_result, result_folder
 from deftune.artifacts.runs import Run
 from deftune.data.encoding import Encoder
