@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = actions.add_parser("run", help="run the missing cells of the plan, and merge each one as it ends")
     run.add_argument("--minutes", type=float, required=True, help="start no cell that would not end within so many")
     run.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    run.add_argument("--only", default="", metavar="EXPRESSION", help="cells whose name this regular expression finds")
     run.add_argument("--results", type=Path, default=FOLDER / "results", metavar="FOLDER",
                      help="results files to go on from and to write (default: the committed ones)")  # fmt: skip
     run.add_argument("--dry-run", action="store_true", help="list the missing cells and their expected seconds")
@@ -60,17 +62,22 @@ def run_cells(args: argparse.Namespace) -> int:
     """Exit code 1 if a cell failed, 128 + the signal if a signal stopped the cells."""
     if args.minutes <= 0 or args.jobs < 1:
         raise ValueError("--minutes is above 0 and --jobs at least 1")
+    try:
+        re.compile(args.only)
+    except re.error as error:
+        raise ValueError(f"--only: {args.only!r} is no regular expression: {error}") from None
     plan = Plan(FOLDER / "plan.yaml")
     if args.dry_run:
-        missing = missing_cells(plan, FOLDER, args.results)
+        missing = missing_cells(plan, FOLDER, args.results, args.only)
         width = max((len(one.cell.name) for one in missing), default=0) + 2
         for one in missing:
             print(f"{one.cell.name:{width}}tier {one.tier:16}{one.seconds:>5.0f} s")
         print(left_text(missing, args.jobs))
         return 0
     outcome = run_queue(
-        plan, FOLDER, args.results, minutes=args.minutes, jobs=args.jobs, say=lambda text: print(text, flush=True)
-    )
+        plan, FOLDER, args.results, minutes=args.minutes, jobs=args.jobs, only=args.only,
+        say=lambda text: print(text, flush=True),
+    )  # fmt: skip
     print(f"{len(outcome.finished)} cells finished, {len(outcome.failed)} failed; {left_text(outcome.left, args.jobs)}")
     return 128 + outcome.signal if outcome.signal else 1 if outcome.failed else 0
 

@@ -7,6 +7,7 @@ results.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -77,13 +78,14 @@ def expected_seconds(cell: Cell, plan: Plan, studies: Iterable[Study]) -> float:
     return START_SECONDS + (sum(known) / len(known) if known else float(plan.regimes[cell.regime]["seconds"]))
 
 
-def missing_cells(plan: Plan, folder: Path, results: Path) -> list[Planned]:
+def missing_cells(plan: Plan, folder: Path, results: Path, only: str = "") -> list[Planned]:
     """The planned cells that no results file has, in the order of the plan.
 
     Args:
         plan: the plan.
         folder: of the plan and of the comparisons' files.
         results: the folder of the results files.
+        only: a regular expression that the names of the cells contain.
     """
     comparisons = planned_comparisons(plan, folder)
     studies = [read_study(path) for path in sorted(results.glob("*.json"))]
@@ -98,7 +100,7 @@ def missing_cells(plan: Plan, folder: Path, results: Path) -> list[Planned]:
                 seconds = expected_seconds(cell, plan, studies)
                 file, out = str(folder / f"{config}.yaml"), results / f"{config}.json"
                 found.setdefault(cell.name, Planned(cell, tier["name"], file, out, seconds))
-    return list(found.values())
+    return [one for name, one in found.items() if re.search(only, name)]
 
 
 def lacking(comparison: Comparison, regime: str) -> str:
@@ -123,7 +125,7 @@ def lacking(comparison: Comparison, regime: str) -> str:
 
 
 def run_queue(
-    plan: Plan, folder: Path, results: Path, *, minutes: float, jobs: int = 1, say: Say = print,
+    plan: Plan, folder: Path, results: Path, *, minutes: float, jobs: int = 1, only: str = "", say: Say = print,
     runner: Runner | None = None, clock: Callable[[], float] = time.monotonic,
 ) -> QueueOutcome:  # fmt: skip
     """Run missing cells until none is left or the next one would not end within the budget.
@@ -134,6 +136,7 @@ def run_queue(
         results: the folder of the results files; every finished or failed cell is written there at once.
         minutes: the budget. Cells that still run when it is spent are stopped; they resume on this machine.
         jobs: cells at a time.
+        only: a regular expression; cells whose name it does not find are left.
         say: called with each message.
         runner: runs cells (default: `Children`, each in a process of its own).
         clock: seconds.
@@ -142,7 +145,7 @@ def run_queue(
         ValueError: the plan, a config or a results file is wrong.
     """
     end = clock() + 60 * minutes
-    waiting, absent = missing_cells(plan, folder, results), dict[str, str]()
+    waiting, absent = missing_cells(plan, folder, results, only), dict[str, str]()
     for one in waiting:
         regime = one.cell.regime
         if regime not in absent:
@@ -156,12 +159,15 @@ def run_queue(
         check_comparison(comparison, say)
         open_comparison(comparison)
     failures = Failures(cells)
+    begun, took = dict[str, float](), dict[str, float]()  # took: the longest cell of each regime in this queue
 
     def begin(cell: Cell) -> bool:
-        one = planned[cell.name]
-        if cell.regime in failures.given_up or clock() + one.seconds > end:
+        one, now = planned[cell.name], clock()
+        seconds = one.seconds if cell.objective == BASE else took.get(cell.regime, one.seconds)
+        if cell.regime in failures.given_up or now + seconds > end:
             return False
-        say(f"tier {one.tier}: {cell.name}, {one.seconds:.0f} s expected, {(end - clock()) / 60:.1f} minutes left")
+        begun[cell.name] = now
+        say(f"tier {one.tier}: {cell.name}, {seconds:.0f} s expected, {(end - now) / 60:.1f} minutes left")
         return True
 
     spent = False
@@ -181,6 +187,8 @@ def run_queue(
         if state == "finished":
             outcome.finished.append(cell.name)
             failures.finish(cell)
+            if cell.objective != BASE:
+                took[cell.regime] = max(took.get(cell.regime, 0.0), clock() - begun[cell.name])
         elif state == "failed":
             error = outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
             failures.add(cell, error)

@@ -151,6 +151,27 @@ def test_no_cell_starts_that_would_not_end_in_time(study):
     assert list(outcome.failed) == CELLS[:1] and [one.cell.name for one in outcome.left] == CELLS
 
 
+def test_a_queue_expects_what_its_own_cells_took_and_takes_the_cells_that_were_asked_for(study):
+    plan, folder, results = study
+    now = 0.0
+
+    def runner(cells, begin):
+        nonlocal now
+        for cell, state in run_here(cells, begin):
+            now += 90
+            yield cell, state
+
+    only = "weak/(deft|nll)"
+    assert [one.cell.name for one in missing_cells(plan, folder, results, only)] == [CELLS[0], CELLS[2]]
+    said = []
+    outcome = run_queue(
+        plan, folder, results, minutes=190 / 60, only=only, runner=runner, clock=lambda: now, say=said.append
+    )
+    # 90 s after the first cell 100 s are left: too few for the plan's 120 s, enough for the 90 s that a cell took
+    assert outcome.finished == [CELLS[0], CELLS[2]] and outcome.left == []
+    assert said[1].startswith("tier 2: weak/nll/lr0.002-s1, 90 s expected, 1.7 minutes left")
+
+
 def test_a_failure_is_merged_and_a_regime_without_its_files_is_left_out(study):
     plan, folder, results = study
     said = []
