@@ -30,6 +30,7 @@ RECORDS = 20  # training records of a cell that are kept, evenly spaced, the fir
 TRAINED = ("step", "loss", "nll", "p", "concentration", "focus", "gate", "conflicts", "eos_p")
 SECONDS = ("train_seconds", "eval_seconds", "tokens_seconds", "load_seconds", "overhead_seconds")
 MEASURED = ("scores", "held_out", "training")  # of a cell; all else may differ between two runs of the same cell
+SPEED = ("micro_batch_size", "compile")  # of `train`: they change speed, memory and rounding; each cell records its own
 
 
 # --- from a folder ----------------------------------------------------------------------------------------------------
@@ -55,6 +56,8 @@ def cell_record(cell: Cell, environment: int, file: str) -> Record:
     if state["state"] == "failed":
         return record
     cost: Mapping[str, float] = state.get("cost", {})
+    if cell.objective != BASE:
+        record["train"] = {name: getattr(cell.config.train, name) for name in SPEED}
     record["time"] = round(float(state.get("time", 0.0)))
     record["cost"] = {name: rounded(float(state.get(name, 0.0)), 4) for name in SECONDS}
     record["cost"] |= {"steps_seconds": rounded(cost.get("seconds", 0.0), 4),
@@ -280,11 +283,13 @@ def collect(
 
 
 def shared_config(comparison: Comparison) -> Record:
-    """The config without the folder and without the lists that the cells repeat."""
+    """The config without the folder, and without what the cells have themselves: lists that they repeat, speed."""
     content: Record = json.loads(comparison.model_dump_json())
     for regime in content["regimes"].values():
         if len(regime["tokens"]) == 1:  # one source has all rows, whatever its weight; 1.0 was the default once
             regime["tokens"][0]["weight"] = None
+    for section in (content, *content["regimes"].values()):
+        section["train"] = {key: value for key, value in section["train"].items() if key not in SPEED}
     return {key: value for key, value in content.items() if key == "regimes" or key not in (*GROWS, "folder")}
 
 

@@ -216,7 +216,8 @@ def cell_list(studies: Sequence[Study]) -> str:
         for name, cell in sorted(study.cells.items()):
             about = study.environments[cell["environment"]] if study.environments else {}
             spent = f", {seconds_of(cell):.0f} s" if "cost" in cell else ""
-            lines.append(f"# {name}: {cell['state']}{spent}; {environment_text(about)}\n{cell['command']}")
+            chosen = "".join(f", {key} {value}" for key, value in cell.get("train", {}).items())
+            lines.append(f"# {name}: {cell['state']}{spent}; {environment_text(about)}{chosen}\n{cell['command']}")
     return (
         "<details><summary>The command of every cell</summary>\n\n```bash\n" + "\n".join(lines) + "\n```\n\n</details>"
     )

@@ -159,7 +159,7 @@ def run_queue(
         check_comparison(comparison, say)
         open_comparison(comparison)
     failures = Failures(cells)
-    begun, took = dict[str, float](), dict[str, float]()  # took: the longest cell of each regime in this queue
+    begun, took = dict[str, float](), dict[str, float]()  # took: the newest cell of each regime
 
     def begin(cell: Cell) -> bool:
         one, now = planned[cell.name], clock()
@@ -188,7 +188,7 @@ def run_queue(
             outcome.finished.append(cell.name)
             failures.finish(cell)
             if cell.objective != BASE:
-                took[cell.regime] = max(took.get(cell.regime, 0.0), clock() - begun[cell.name])
+                took[cell.regime] = clock() - begun[cell.name]
         elif state == "failed":
             error = outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
             failures.add(cell, error)

@@ -91,6 +91,28 @@ def test_the_data_is_read_once_and_the_model_loaded_once(tmp_path, model, monkey
     assert calls == ["load_model", "read_data"]  # of the untuned model's cell, and of the first tuned one
 
 
+def test_compiled_layers_serve_every_cell_of_a_regime_and_keep_no_trained_model(tmp_path, model, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    compile_it = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *a, **k: compile_it(*a, **k, backend="aot_eager"))
+    fast = {"compile": "layers", "attention": "varlen", "precision": "bf16", "weights": "bfloat16_with_masters"}
+    what = content(model, tmp_path / "grid") | {"seeds": [0], "objectives": ["nll", "deft", "eaft"], "base": False}
+    what["keep_models"] = False
+    what["train"] |= fast
+    comparison = load_comparison(write(tmp_path / "compare.yaml", what))
+    shared, state, graphs, living = Shared(), ProcessState(), [], []
+    for cell in comparison.cells():
+        state.restore(keep_compiled=bool(graphs))
+        assert run_cell(cell, shared=shared) == "finished"
+        graphs.append(counters["stats"]["unique_graphs"])
+        state.restore(keep_compiled=True)
+        living.append(sum(issubclass(type(thing), torch.nn.Module) for thing in gc.get_objects()))
+    assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
+    assert len(set(living)) == 1, living
+    state.restore()
+
+
 @pytest.mark.parametrize("change", [{"train": {"seed": 1}}, {"data": {"max_length": 400}}, {"data": {"holdout": 0.3}}])
 def test_data_is_shared_only_if_it_is_the_same(tmp_path, model, change):
     """The seed of the training does not change the rows, unless it chooses those that are held out."""
