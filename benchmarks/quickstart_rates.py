@@ -38,7 +38,16 @@ Added after these results were seen, and before any run at the new rates: NLL an
 both, 1.25e-5 follows. Everything else stays as planned. What came of it: DEFT has learnt 0.61 at 2.5e-5, and the
 primary comparison confirms SmolLM2's result in both measures (docs/choosing.md).
 
-A command that was stopped continues. Needs deftune[train].
+Added before its runs: all four objectives with this model on one machine, with wrong labels and then with --clean, at
+the seven rates, since bfloat16 rounds differently on different machines. Nothing else changes. A seed now has all
+objectives before the next seed begins, so that a command that is cut off leaves whole seeds.
+
+    python benchmarks/quickstart_rates.py --out OUT --model models/gemma-3-270m.gguf --template plain \
+        --rates 2.5e-5 5e-5 1e-4 2e-4 5e-4 1e-3 2e-3 --precision bf16 --jobs 10
+
+With --jobs several runs go on at the same time, each in a process with one thread; for the same rounding with one job
+set OMP_NUM_THREADS=1. A command that was stopped or killed continues with the runs that OUT.json lacks. Needs
+deftune[train].
 """
 
 from __future__ import annotations
@@ -46,9 +55,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +94,7 @@ from deftune.training.reuse import Reuse
 from deftune.training.train import train_run
 
 OBJECTIVES = ("nll", "linear", "deft", "deft | floor(0.2)")
-PRIMARY = ("nll", "deft")  # run first
+PRIMARY = ("nll", "deft")
 RATES = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)
 SEEDS = (0, 1, 2)
 RESAMPLES = 2000
@@ -111,6 +125,8 @@ MATCHED = {  # how much was learnt -> what is compared where it is equal
     "new right, greedy": ("wrong, greedy", "held-out, greedy"),
 }
 Curve = NDArray[np.float64]
+Outcome = tuple[dict[str, dict[str, list[Any]]], float]
+"""What was measured, and the seconds it took."""
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -157,39 +173,126 @@ def measure(model: Any, tokenizer: Any, given: list[Question], template: str) ->
     return found
 
 
-def run_all(path: Path, clean: bool, model: str, template: str, rates: list[float]) -> None:
+class Task(NamedTuple):
+    """One model to train and measure; the untuned one is only measured."""
+
+    folder: Path
+    model: str
+    template: str
+    precision: str
+    clean: bool
+    seed: int
+    objective: str = "base"
+    rate: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return f"base {self.seed}" if self.objective == "base" else label(self.objective, self.rate, self.seed)
+
+
+def planned(untuned: Task, rates: list[float]) -> list[Task]:
+    """All tasks in the order in which they begin: seed by seed, and within a seed rate by rate.
+
+    >>> [task.key for task in planned(Task(Path(), "m", "plain", "bf16", False, 0), [1e-4])][:3]
+    ['base 0', 'nll 0.0001 0', 'linear 0.0001 0']
+    """
+    found: list[Task] = []
+    for seed in SEEDS:
+        found.append(base := untuned._replace(seed=seed))
+        found += [base._replace(rate=rate, objective=name) for rate, name in itertools.product(rates, OBJECTIVES)]
+    return found
+
+
+def write_data(folder: Path, clean: bool) -> None:
+    for seed in SEEDS:
+        taught = [row(question.country, question.taught) for question in asked(seed, clean) if question.taught]
+        data_file(folder, seed).write_text("".join(json.dumps(fields) + "\n" for fields in taught))
+
+
+_reuse = Reuse()  # of this process
+
+
+def outcome_of(task: Task, shown: bool = False) -> Outcome:
+    """Train and measure in this process; ``shown``: with the progress on stderr."""
+    start, given = time.perf_counter(), asked(task.seed, task.clean)
+    with quiet():
+        if task.objective == "base":
+            model, tokenizer = load_result(task.model)
+        else:
+            config = config_of(
+                task.folder, task.objective, task.rate, task.seed, task.precision, task.model, task.template
+            )
+            console = Console(stderr=True, quiet=not shown)
+            outcome = train_run(config, console, title=task.key, save=False, reuse=_reuse)
+            if outcome.state != "finished":
+                sys.exit("stopped; the same command continues")
+            model, tokenizer = outcome.model.eval(), outcome.tokenizer
+        return measure(model, tokenizer, given, task.template), time.perf_counter() - start
+
+
+def begin_worker() -> None:
+    """One thread for torch, and the end of this process when the one that started it is gone."""
+    torch.set_num_threads(1)
+    if parent := multiprocessing.parent_process():
+
+        def follow() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, daemon=True).start()
+
+
+def outcomes(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, Outcome | Exception]]:
+    """Of each task what it gave, or its error; with several jobs in the order in which they end."""
+    if jobs == 1:
+        for task in tasks:
+            yield task, outcome_of(task, shown=True)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=begin_worker)
+    try:
+        futures = {pool.submit(outcome_of, task): task for task in tasks}
+        for future in as_completed(futures):
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error  # a worker was told to stop
+            yield futures[future], error or future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run_all(
+    path: Path, clean: bool, model: str, template: str, rates: list[float], jobs: int = 1, precision: str | None = None
+) -> None:
     """Train and measure what ``path`` does not have yet; it is written after each run."""
     settings = {"model": shown_model(str(Path(model).absolute()) if Path(model).is_file() else model),
                 "template": template, "rates": rates}  # fmt: skip
     if path.is_file():
         results: dict[str, Any] = json.loads(path.read_text())
-        if (found := settings_of(results)) != settings:
-            sys.exit(f"{path} has results of {found}, not of {settings}; choose another --out")
+        found = {**settings_of(results), "precision": results["precision"]}
+        if found != (wanted := {**settings, "precision": precision or results["precision"]}):
+            sys.exit(f"{path} has results of {found}, not of {wanted}; choose another --out")
     else:
-        precision = precision_for(path.parent)
-        results = {"torch": torch.__version__, "precision": precision, **settings, "runs": {}}
-    runs = results["runs"]
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as name, quiet():
+        precision = precision or precision_for(path.parent)
+        gpu = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+        results = {"torch": torch.__version__, "precision": precision, **gpu, **settings, "runs": {}}
+    runs: dict[str, Any] = results["runs"]
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        reuse = Reuse()
-        others = [objective for objective in OBJECTIVES if objective not in PRIMARY]
-        for objectives, seed in itertools.product((PRIMARY, others), SEEDS):
-            given = asked(seed, clean)
-            taught = [row(question.country, question.taught) for question in given if question.taught]
-            data_file(folder, seed).write_text("".join(json.dumps(fields) + "\n" for fields in taught))
-            if (key := f"base {seed}") not in runs:
-                runs[key] = measure(*load_result(model), given, template)
-            for rate, objective in itertools.product(rates, objectives):
-                key = label(objective, rate, seed)
-                if key in runs:
-                    continue
-                config = config_of(folder, objective, rate, seed, results["precision"], model, template)
-                outcome = train_run(config, console, title=key, save=False, reuse=reuse)
-                if outcome.state != "finished":
-                    sys.exit("stopped; the same command continues")
-                runs[key] = measure(outcome.model.eval(), outcome.tokenizer, given, template)
-                write_atomic(path, json.dumps(results))
+        write_data(folder, clean)
+        tasks = planned(Task(folder, model, template, results["precision"], clean, seed=0), rates)
+        waiting = [task for task in tasks if task.key not in runs]
+        for task, outcome in outcomes(waiting, jobs):
+            if isinstance(outcome, Exception):
+                failed.append(f"{task.key}: {type(outcome).__name__}: {outcome}")
+                print(failed[-1], file=sys.stderr, flush=True)
+                continue
+            runs[task.key], seconds = outcome
+            write_atomic(path, json.dumps(results))
+            print(f"{len(runs)} of {len(tasks)}: {task.key}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    if failed:
+        sys.exit(f"{len(failed)} runs failed, the same command tries them again: {'; '.join(failed)}")
 
 
 # --- curves over rates ------------------------------------------------------------------------------------------------
@@ -291,8 +394,9 @@ def report(results: dict[str, Any], command: str) -> str:
     seeds = ", ".join(map(str, new.seeds))
     lines = [
         f"`{command}`", "",
-        f"{settings['model']}, CPU, {results['precision']}, torch {results['torch']}; seeds {seeds}. Means over "
-        f"answers: {', '.join(f'{name} {counts[name]}' for name in tables if 'greedy' not in name)}.", "",
+        f"{settings['model']}, {results.get('device', 'CPU')}, {results['precision']}, torch {results['torch']}; "
+        f"seeds {seeds}. Means over answers: "
+        f"{', '.join(f'{name} {counts[name]}' for name in tables if 'greedy' not in name)}.", "",
         "| objective | rate | " + " | ".join(tables) + " |",
         "|---|---:|" + "---:|" * len(tables),
         "| untuned | | " + " | ".join(f"{table.base:.3f}" for table in tables.values()) + " |",
@@ -356,11 +460,13 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL, help="as in model.name of a config (default: %(default)s)")
     parser.add_argument("--template", default=TEMPLATE, help="`plain` for a base model (default: %(default)s)")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="default: %(default)s")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: the faster one on this machine")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each with one thread")
     parser.add_argument("--report", action="store_true", help="only write OUT.md and OUT.png again")
     options = parser.parse_args()
     path: Path = options.out.with_suffix(".json")
     if not options.report:
-        run_all(path, options.clean, options.model, options.template, options.rates)
+        run_all(path, options.clean, options.model, options.template, options.rates, options.jobs, options.precision)
     results = json.loads(path.read_text())
     command = " ".join(
         ["python benchmarks/quickstart_rates.py", *(text for text in sys.argv[1:] if text != "--report")]

@@ -2,10 +2,16 @@
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,3 +186,49 @@ def test_a_curve_that_does_not_reach_a_share_has_no_value_there(rates):
     x, y = rates.np.array([0.2, 0.6, 0.5]), rates.np.array([0.0, 0.4, 0.9])
     assert rates.at_learnt(x, y, 0.5) == pytest.approx(0.3)  # where the curve first reaches it
     assert rates.np.isnan(rates.at_learnt(x, y, 0.7))
+
+
+@pytest.fixture(scope="module")
+def model(rates, tmp_path_factory) -> Path:
+    rows = [rates.row(question.country, question.capital) for question in rates.questions(0)]
+    tokenizer = tiny.make_tokenizer([text for fields in rows for text in fields.values()], 2000)
+    return tiny.save_model(tmp_path_factory.mktemp("models") / "tiny", tokenizer)
+
+
+def start(out, model, jobs):
+    command = [sys.executable, str(ROOT / "benchmarks" / "quickstart_rates.py"), "--out", str(out), "--rates", "1e-3"]
+    command += ["--model", str(model), "--template", "plain", "--precision", "fp32", "--jobs", str(jobs)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def lives(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the workers in /proc")
+def test_a_killed_command_leaves_no_process_and_continues_with_what_one_job_gives(rates, model, tmp_path):
+    path = tmp_path / "two.json"
+    killed = start(path, model, 2)
+    while not path.is_file():
+        assert killed.poll() is None, killed.communicate()[1]
+        time.sleep(0.02)
+    workers = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    before = json.loads(path.read_text())["runs"]
+    end = time.monotonic() + 60
+    while any(map(lives, workers)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert 0 < len(before) < 15 and len(workers) >= 2
+    for out, jobs in ((path, 2), (tmp_path / "one.json", 1)):
+        process = start(out, model, jobs)
+        _, text = process.communicate()
+        assert process.returncode == 0, text
+    two, one = (json.loads(file.read_text()) for file in (path, tmp_path / "one.json"))
+    assert two == one and len(two["runs"]) == 3 * (1 + len(rates.OBJECTIVES))
+    assert {key: two["runs"][key] for key in before} == before
+    assert (tmp_path / "two.md").is_file()
