@@ -86,7 +86,7 @@ TRAINING = {
     "qwen": f"benchmarks/training.py {QWEN_SHAPE} DATA/gsm8k/train.jsonl.gz --tokenizer {SMOLLM2} --micro 4",
     "smollm2": f"benchmarks/training.py {SMOLLM2} DATA/gsm8k/train.jsonl.gz --micro 16",
 }
-FEW_STEPS = " --steps 15 --warmup 4 --timeout 120 --json OUT/{0}.jsonl --markdown OUT/{0}.md --only '{1}'"
+FEW_STEPS = " --steps 15 --warmup 4 --timeout 200 --json OUT/{0}.jsonl --markdown OUT/{0}.md --only '{1}'"
 GENERATION = (
     "benchmarks/generation.py " + QWEN + " --sequences 256 --new-tokens {0} --kinds fixed --rounds 1 --contenders "
     "deftune,generate_batch --questions DATA/gsm8k/test.jsonl.gz --json OUT/generation_qwen_{0}.json --markdown "

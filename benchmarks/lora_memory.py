@@ -124,7 +124,8 @@ def train_with_axolotl(folder: Path, work: Path, options: dict[str, Any], args: 
         "base_model": str(folder), "adapter": "qlora" if "bits" in options else "lora", "lora_r": RANK,
         "lora_alpha": ALPHA, "lora_target_linear": True, "load_in_4bit": "bits" in options,
         "datasets": [{"path": str(work / "rows.jsonl"), "ds_type": "json", "type": "chat_template"}],
-        "dataset_prepared_path": str(work / "prepared"), "val_set_size": 0, "sequence_len": args.length,
+        "dataset_prepared_path": str(work / "prepared"), "dataset_num_proc": 1, "val_set_size": 0,
+        "sequence_len": args.length,
         "sample_packing": True, "micro_batch_size": args.micro, "gradient_accumulation_steps": 1, "bf16": cuda,
         "max_steps": args.steps, "gradient_checkpointing": bool(options.get("checkpointing")),
         "attn_implementation": "sdpa", "learning_rate": 1e-4, "logging_steps": 1, "save_strategy": "no",
@@ -144,9 +145,13 @@ def run_one(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     import torch
     import transformers
 
+    from peer_training import PeakMemory
+
     from deftune.training.trainer import peak_gib
 
     options = CONTENDERS[name]
+    peak = PeakMemory()
+    peak.watch()
     seconds: list[float] = []
 
     def now() -> float:
@@ -167,9 +172,9 @@ def run_one(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     transformers.Trainer.training_step = timed
     with tempfile.TemporaryDirectory() as work:
         TRAIN[options["stack"]](folder, Path(work), options, args)
-    peak = peak_gib(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    memory = peak.gib(peak_gib(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     step_seconds = statistics.median(seconds[1:])
-    return {"contender": name, "peak_gib": peak, "step_seconds": step_seconds,
+    return {"contender": name, "peak_gib": memory, "step_seconds": step_seconds,
             "tokens_per_second": args.micro * args.length / step_seconds}  # fmt: skip
 
 

@@ -22,6 +22,29 @@ from typing import Any
 IGNORED = -100
 
 
+class PeakMemory:
+    """The peak of the GPU's memory in a process in which something else resets torch's, as axolotl does at every log."""
+
+    def __init__(self) -> None:
+        self.before = 0  # the largest peak, in bytes, that a reset has forgotten
+
+    def watch(self) -> None:
+        """Keep the peak of every reset from here on."""
+        import torch
+
+        peak, reset = torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats
+
+        def keep(*args: Any, **named: Any) -> None:
+            self.before = max(self.before, peak(*args, **named))
+            reset(*args, **named)
+
+        torch.cuda.reset_peak_memory_stats = keep
+
+    def gib(self, now: float) -> float:
+        """The peak in GiB, of which ``now`` is what has been the peak since the last reset."""
+        return max(now, self.before / 2**30)
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a peer trains: a model folder with its tokenizer, rows as JSON lines of input_ids and labels, the sizes."""
@@ -115,7 +138,7 @@ def train_with_unsloth(job: Job) -> dict[str, Any]:
 
 
 def train_with_axolotl(job: Job) -> dict[str, Any]:
-    """axolotl's packing, Liger's layers and loss, and compiled layers, by a config as a user writes it."""
+    """axolotl's packing, Liger's layers and loss, by a config as a user writes it."""
     import torch
     import yaml
     from axolotl.cli.config import load_cfg  # pyright: ignore[reportMissingImports]
@@ -128,7 +151,8 @@ def train_with_axolotl(job: Job) -> dict[str, Any]:
         file.writelines(json.dumps(row | {"attention_mask": [1] * len(row["labels"])}) + "\n" for row in rows)
     config: dict[str, Any] = {
         "base_model": job.model, "datasets": [{"path": str(work / "tokens.jsonl"), "ds_type": "json", "type": None}],
-        "dataset_prepared_path": str(work / "prepared"), "val_set_size": 0, "sequence_len": job.length,
+        "dataset_prepared_path": str(work / "prepared"), "dataset_num_proc": 1, "val_set_size": 0,
+        "sequence_len": job.length,
         "sample_packing": True, "micro_batch_size": job.micro, "gradient_accumulation_steps": job.accumulation,
         "bf16": cuda, "max_steps": job.all_steps, "attn_implementation": "sdpa", "learning_rate": 1e-5,
         "optimizer": "adamw_torch_fused", "lr_scheduler": "linear", "gradient_checkpointing": False,
@@ -150,6 +174,8 @@ def main() -> None:
     peer, path = sys.argv[1:]
     job = Job(**json.loads(Path(path).read_text()))
     with contextlib.redirect_stdout(sys.stderr):  # the result alone goes to standard output
+        peak = PeakMemory()
+        peak.watch()
         result = TRAIN[peer](job)
         import torch
 
@@ -157,7 +183,7 @@ def main() -> None:
         from deftune.training.trainer import peak_gib
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        result["peak_gib"] = peak_gib(device)
+        result["peak_gib"] = peak.gib(peak_gib(device))
         result["tflops"] = sustained_tflops(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(json.dumps(result))
 
