@@ -144,7 +144,6 @@ def run_one(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     """Train one contender in this process; its peak memory and median step."""
     import torch
     import transformers
-
     from peer_training import PeakMemory
 
     from deftune.training.trainer import peak_gib

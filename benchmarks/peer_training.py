@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class PeakMemory:
-    """The peak of the GPU's memory in a process in which something else resets torch's, as axolotl does at every log."""
+    """The peak of the GPU's memory where something else resets torch's count, as axolotl does at every log."""
 
     def __init__(self) -> None:
         self.before = 0  # the largest peak, in bytes, that a reset has forgotten

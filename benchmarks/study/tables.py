@@ -258,6 +258,8 @@ def rerun_table(found: Sequence[Section]) -> str:
                     Section(Study(section.study.config, [], section.study.items, {name: one}), section.regime,
                             section.title) for one in (cell, again)
                 ]  # fmt: skip
+                if any(cell["objective"] not in twin.scores for twin in twins):
+                    continue  # the untuned model, with too many answers cut off
                 for temperature in section.temperatures:
                     first, second = (twin.chosen(cell["objective"], temperature) for twin in twins)
                     if first and second:
