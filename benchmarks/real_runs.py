@@ -15,7 +15,7 @@ or packed, with full fine-tuning or LoRA. In each cell
    logits, deftune's from float32 sums, and such differences grow; the largest one is stated.
 
 All runs start from the same weights. Cells that the results file already holds are not run again. The exit code is 1
-if any cell failed. Needs deftune[train].
+if any cell failed. --render adds the notes of out.notes.md, where that file exists. Needs deftune[train].
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def run_cell(args: argparse.Namespace, model: Any, source: str, dataset: str, pa
 
 
 def render(paths: list[Path]) -> str:
-    """A table of all cells, the failed ones with their reason."""
+    """A table of all cells, the failed ones with their reason, and the notes beside X.jsonl (X.notes.md)."""
     cells = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     lines = [
         *dict.fromkeys(f"`{cell['command']}`" for cell in cells),
@@ -196,7 +196,8 @@ def render(paths: list[Path]) -> str:
             f"{'LoRA' if c['lora'] else 'full'} | {figures} | {'; '.join(c['wrong']) or 'holds'} |"
         )
     failed = sum(bool(c["wrong"]) for c in cells)
-    return "\n".join([*lines, "", f"{len(cells) - failed} passed, {failed} failed"])
+    notes = [note.read_text().rstrip() for path in paths if (note := path.with_suffix(".notes.md")).is_file()]
+    return "\n".join([*lines, "", f"{len(cells) - failed} passed, {failed} failed", *(f"\n{note}" for note in notes)])
 
 
 def main() -> int:
@@ -222,11 +223,14 @@ def main() -> int:
         parser.error("give NAME=MODEL, --data and --results")
     if unknown := set(args.layouts.split(",")) - {"padded", "packed"}:
         parser.error(f"--layouts: unknown {', '.join(sorted(unknown))}; known: padded, packed")
+    import transformers
+
     from deftune.artifacts.models import load_model, resolve_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    machine += f", torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+    machine += f", torch {torch.__version__}, transformers {transformers.__version__}, "
+    machine += f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     done = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.is_file() else []
     failed = any(cell["wrong"] for cell in done)
     for given in args.models:

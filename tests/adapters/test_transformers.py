@@ -1,10 +1,15 @@
-"""`hf_loss` in transformers' own Trainer goes the way of a plain loop, in the oldest transformers too (.ci/stacks)."""
+"""`hf_loss` in transformers' own Trainer goes the way of a plain loop, in the oldest transformers too (.ci/stacks).
+
+And the oldest transformers reads the tokenizer of a GGUF file as the newest does.
+"""
 
 import pytest
 import transformers
 from stack_runs import CLIP, LEARNING_RATE, OBJECTIVES, STEPS, assert_trains, make_files
 
 import deftune
+from deftune.artifacts.vocabulary import read_tokenizer
+from tiny_gguf import GEMMA_TEXTS, write_gemma
 
 pytestmark = pytest.mark.smoke
 NAMES = ("nll", "deft", "eaft", "floor")
@@ -68,3 +73,9 @@ def test_context_parallelism_is_refused(monkeypatch):
     monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", SimpleNamespace(cp_enabled=True))
     with pytest.raises(ValueError, match="hf_loss: context parallelism divides each row among ranks"):
         loss(outputs, labels)
+
+
+def test_the_tokenizer_of_a_gguf_file(tmp_path):
+    """transformers 5.17 splits Gemma's words into characters; tests/artifacts/test_vocabulary.py has the rest."""
+    tokenizer = read_tokenizer(write_gemma(tmp_path / "model.gguf"))
+    assert {text: tokenizer.tokenize(text) for text in GEMMA_TEXTS} == GEMMA_TEXTS

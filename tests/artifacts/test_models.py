@@ -154,7 +154,7 @@ def test_a_failed_download_is_one_line(package):
 
 def test_a_damaged_copy_in_the_cache_is_made_anew(package, tmp_path):
     package(b"not it")
-    folder = tmp_path / "cache" / "models" / "smollm2"
+    folder = models.packaged_folder("smollm2")
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"half")
     notices = []
@@ -283,7 +283,7 @@ def test_of_two_processes_one_converts_a_model(tmp_path, monkeypatch, tiny_model
         return weights
 
     monkeypatch.setattr(models, "read_weights", slow)
-    killed = tmp_path / "cache" / "models" / ".gguf3-0123-99"  # what a process left that was killed two days ago
+    killed = tmp_path / "cache" / "models" / ".gguf4-0123-99"  # what a process left that was killed two days ago
     killed.mkdir(parents=True)
     os.utime(killed, (time.time() - 2 * 86400,) * 2)
     said: list[str] = []
@@ -298,18 +298,3 @@ def test_of_two_processes_one_converts_a_model(tmp_path, monkeypatch, tiny_model
         thread.join()
     assert len(read) == 1 and not killed.exists()
     assert any(line.startswith("another process is making") and line.endswith("waiting for it") for line in said)
-
-
-@pytest.mark.parametrize("said", [True, False, None])
-def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path, said):
-    """transformers does not read it: Gemma's NLL is 4.8 instead of 2.2 without the token."""
-    gguf_package = pytest.importorskip("gguf")
-    path = tmp_path / "model.gguf"
-    writer = gguf_package.GGUFWriter(path, "gemma3")
-    if said is not None:
-        writer.add_add_bos_token(said)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert models.tokenizer_facts(path) == ({} if said is None else {"add_bos_token": said})

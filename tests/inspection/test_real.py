@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deftune.artifacts.files import cache_folder
+from deftune.artifacts.models import packaged_folder
 from deftune.artifacts.results import load_result
 from deftune.data.sources import read_rows
 from deftune.tokens.table import read_rows_table, read_token_table, write_token_table
@@ -14,9 +14,7 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "trai
 
 
 @pytest.mark.skipif(not DATA.is_file(), reason=f"GSM8K is not part of the repository and not at {DATA}")
-@pytest.mark.skipif(
-    not (cache_folder() / "models" / "smollm2").is_dir(), reason="smollm2 is not in the cache: `deftune quickstart`"
-)
+@pytest.mark.skipif(not packaged_folder("smollm2").is_dir(), reason="smollm2 is not in the cache: `deftune quickstart`")
 def test_smollm2_on_gsm8k(tmp_path):
     path = tmp_path / "tokens.parquet"
     model, tokenizer = load_result("smollm2")

