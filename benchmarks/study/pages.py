@@ -362,26 +362,33 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
     section = next((s for s in found if s.primary and len(s.temperatures) > 1), None)
     if section is None:
         return README_NONE
-    about = plan.about(section)
     shown = [name for name in HEADLINE[1:] if name in section.primary]
     image = pictures(section, plan)[0].file
     lines = [f"![Accuracy against sampling temperature for {', '.join(HEADLINE)}](docs/images/{image})", ""]
-    kinds = [("greedy", 0.0), ("T = 1", 1.0), ("best temperature", None)]
-    kinds = [(title, t) for title, t in kinds if t is None or t in section.temperatures]
-    reference = [section.accuracy(REFERENCE, t) for _, t in kinds]
-    seeds = max((effect.seeds for effect in reference if effect), default=0)
-    rows = [[f"`nll`, {seeds_text(seeds)}", *(points(effect, sign=False) for effect in reference)]]
-    for one in shown:
-        label = f"{code(one)} minus NLL, {seeds_text(section.primary[one].seeds)}"
-        rows.append([label, *(points(section.difference(one, t)) for _, t in kinds)])
-    lines += [table(["accuracy", *(title for title, _ in kinds)], rows), ""]
+    regimes = [s for s in found if s.primary and not plan.is_variant(s.regime)]
+    rows: list[list[str]] = []
+    for one in regimes:
+        for title, temperature in (("greedy", 0.0), ("T = 1", 1.0)):
+            if temperature in one.temperatures:
+                plain = [one.accuracy(name, temperature) if name in one.scores else None for name in (BASE, REFERENCE)]
+                differences = [one.difference(name, temperature) for name in shown]
+                rows.append([f"{plan.about(one)['data']}, {title}", *(points(effect, sign=False) for effect in plain),
+                             *(points(effect) for effect in differences)])  # fmt: skip
+    lines += [table(["", "untuned", code(REFERENCE), *(f"{code(name)} minus NLL" for name in shown)], rows), ""]
+    models = [f"{plan.about(one)['data']}: {plan.about(one)['model']}, {', '.join(one.averaged)}, {spread(one)}"
+              for one in regimes]  # fmt: skip
     lines.append(wrapped(
-        f"*{about['model']} tuned on {about['data']}; points, with 95% intervals over items and seeds (one seed: over "
-        f"items).* "
-        f"[All results](docs/study/results.md) of the "
-        f"[study](docs/study/plan.md); [`deftune advise MODEL DATA`](docs/advise.md) applies them to your data."
+        f"*{'. '.join(models)}. Points, with 95% intervals over items and seeds (one seed: over items).* [All "
+        f"results](docs/study/results.md) of the [study](docs/study/plan.md); [`deftune advise MODEL "
+        f"DATA`](docs/advise.md) applies them to your data."
     ))  # fmt: skip
     return "\n".join(lines)
+
+
+def spread(section: Section) -> str:
+    """The seeds of the differences from NLL of `HEADLINE`: "2 seeds", or "2 to 3 seeds"."""
+    seeds = sorted({section.primary[name].seeds for name in HEADLINE if name in section.primary})
+    return seeds_text(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds_text(seeds[-1])}"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

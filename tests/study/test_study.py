@@ -270,7 +270,11 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
     hot = section.difference("deft", 1.0)
     value, low, high = hot.points
     assert f"`deft` {value:+.1f} [{low:+.1f}, {high:+.1f}]" in page
-    assert "`deft` minus NLL, 3 seeds" in readme and f"| {value:+.1f} [{low:+.1f}, {high:+.1f}] |" in readme
+    assert (
+        "3 seeds. Points" in readme
+        and "`deft` minus NLL" in readme
+        and f"| {value:+.1f} [{low:+.1f}, {high:+.1f}] |" in readme
+    )
     assert value == pytest.approx(20, abs=6)
     for text in ("Below NLL: `linear`", "Not decided (p of Holm at least 0.05): `deft`", "training helps",
                  "(run again, finished)", "## Cells that were run again", "| 1 | 7 | 4 | 3 |"):  # fmt: skip
