@@ -171,8 +171,14 @@ def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) ->
     return rows + paper_rows()
 
 
+BELOW_UNTUNED = "all tuned models were below the untuned model"
+
+
 def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
     about = plan.about(section)
+    tuned = [effect.value for name in section.objectives if (effect := section.accuracy(name, None))]
+    untuned = section.accuracy(BASE, None) if BASE in section.scores else None
+    note = {"note": BELOW_UNTUNED} if untuned and untuned.value > max(tuned, default=0.0) else {}
     base = next((cell["held_out"] for cell in section.cells(BASE) if "held_out" in cell), None)
     for name in section.primary:
         for measure, temperature in ((BEST, None), (GREEDY, 0.0), (HOT, 1.0)):
@@ -186,7 +192,7 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
                     "against": REFERENCE, "measure": measure, "difference": value, "low": low, "high": high,
                     "p_holm": section.holm(temperature)[name], "seeds": effect.seeds,
                     "learning_rates": sorted({o.learning_rate for o in pair[0].chosen if o.learning_rate is not None}),
-                    "source": "study", "where": "docs/study/results.md",
+                    "source": "study", "where": "docs/study/results.md", **(note if measure == BEST else {}),
                 }  # fmt: skip
 
 

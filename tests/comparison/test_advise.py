@@ -33,17 +33,14 @@ def row(name: str, measure: str, difference: float, *, half: float | None = 1.0,
 
 
 def test_the_shipped_evidence_gives_three_answers_for_three_regimes():
-    """Each follows from a measured row: DEFT decided above NLL, DEFT decided below NLL, and the rest."""
-    weak, intermediate = (advice_from(measured(p)) for p in (0.01, 0.36))
-    assert (weak.regime, weak.objective, weak.sampled) == ("weak", "deft", None)
-    assert weak.because == (  # the advice is no reason to train at all
-        "deft is above NLL at the best temperature of each, and the interval excludes 0; yet all tuned models were "
-        "below the untuned model",
-    )
-    assert (intermediate.regime, intermediate.objective, intermediate.sampled) == ("intermediate", "nll", None)
-    assert intermediate.because == ("measured below NLL at the best temperature of each: deft",)
-    strong = advice_from(measured(0.55))
-    assert strong.regime == "strong" and strong.objective in {e.objective for e in strong.evidence} | {"nll"}
+    """NLL for greedy answers in each, since no gain at the best temperature is decided; at T = 1 they differ."""
+    weak, intermediate, strong = (advice_from(measured(p)) for p in (0.01, 0.36, 0.55))
+    assert (weak.regime, weak.objective, weak.sampled) == ("weak", "nll", None)
+    assert weak.because == ("measured below NLL at the best temperature of each: linear",)
+    assert (intermediate.regime, intermediate.objective, intermediate.sampled) == ("intermediate", "nll", "deft")
+    assert "at T = 1 deft is 5.2 points above NLL (the interval excludes 0)" in intermediate.because
+    assert (strong.regime, strong.objective, strong.sampled) == ("strong", "nll", "deft | floor(0.2)")
+    assert "yet all tuned models were below the untuned model" in strong.because
     assert len({(a.objective, a.sampled) for a in (weak, intermediate, strong)}) == 3
     assert "GSM8K with SmolLM2-135M-Instruct (0.55)" in strong.place
 
@@ -94,10 +91,10 @@ def test_the_interval_of_p_may_reach_into_another_regime():
 
 
 def test_what_to_watch_comes_from_the_rows():
-    lines = advice_from(measured(0.01)).watch
+    lines = advice_from(measured(0.36)).watch
     assert any("4 of 50 confident conflicts are end or format tokens, where the gate of deft" in line for line in lines)
     assert any("5.0% of the tokens: `deftune inspect`" in line for line in lines)
-    lines = advice_from(measured(0.36, end_rows=0.0, end_p=None)).watch  # the advice there is nll: no gate is small
+    lines = advice_from(measured(0.01, end_rows=0.0, end_p=None)).watch  # the advice there is nll: no gate is small
     assert lines[0].startswith("no row has a supervised end token, so the tuned model will not learn to stop")
     assert not any("where the gate of" in line for line in lines)
     assert "25% of the rows have no supervised end token" in advice_from(measured(0.36, end_rows=0.75)).watch[0]

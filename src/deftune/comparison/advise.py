@@ -171,12 +171,12 @@ def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> li
     best = [row for row in ours if row.measure == BEST]
     if objective != NLL:
         row = max((r for r in best if r.objective == objective), key=lambda r: r.difference)
-        note = f"; yet {row.note}" if row.note else ""
-        lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0{note}")
+        lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0")
     elif lost := [row.objective for row in best if row.decided < 0]:
         lines.append(f"measured below NLL at the best temperature of each: {', '.join(dict.fromkeys(lost))}")
     else:
         lines.append("no objective was measured above NLL at the best temperature of each")
+    lines += [f"yet {note}" for note in dict.fromkeys(row.note for row in best if row.note)]
     if sampled:
         row = max((r for r in ours if r.objective == sampled and r.measure == HOT), key=lambda r: r.difference)
         interval = "no interval was recorded" if row.low is None else "the interval excludes 0"
