@@ -3,6 +3,8 @@
 import io
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,42 @@ def test_a_damaged_result_is_not_loaded(lora_run, tmp_path, capsys):
     weights.write_bytes(weights.read_bytes()[:-1])
     assert main(["chat", str(tmp_path / "copy")]) == 2
     assert "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("locked", "name", "text"),
+    [
+        ("model/adapter_model.safetensors", "", "{path}: cannot be read (Permission denied), so whether"),
+        ("model", "", "{path}/manifest.json: cannot be read (Permission denied), so whether"),
+        ("config.yaml", "", "{path}: Permission denied; change its permissions, or name another place"),
+        (
+            "merged/model.safetensors",
+            "merged",
+            "model: {path}: cannot be read (Permission denied); make it readable to",
+        ),
+        ("merged/config.json", "merged", "model: {path}: cannot be read (Permission denied); make it"),
+    ],
+)
+def test_a_model_that_may_not_be_read_is_not_called_missing(lora_run, tmp_path, locked, name, text):
+    run = tmp_path / "run"
+    shutil.copytree(lora_run.folder, run)
+    if name:
+        merge(lora_run, run / name)
+    path = run / locked
+    command = [sys.executable, "-m", "deftune", "chat", str(run / name)]
+    if os.geteuid() == 0:  # root reads everything, unless it gives that up
+        if shutil.which("setpriv") is None:
+            pytest.skip("root needs setpriv to be refused a file")
+        lost = "-dac_override,-dac_read_search"
+        command = ["setpriv", f"--bounding-set={lost}", f"--inh-caps={lost}", *command]
+    mode = path.stat().st_mode
+    path.chmod(0)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    finally:
+        path.chmod(mode)
+    assert done.returncode == 2
+    assert "deftune: " + text.format(path=path) in done.stderr and "No such file" not in done.stderr
 
 
 def test_verify_compares_every_byte(lora_run, tmp_path, capsys):

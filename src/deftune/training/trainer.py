@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,7 @@ from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 from trl.trainer import sft_trainer
 
-from deftune.artifacts.models import check_loaded
+from deftune.artifacts.models import check_loaded, check_readable
 from deftune.data.end_tokens import end_tokens_of
 from deftune.data.packing import fill_step
 from deftune.losses import Sparse
@@ -53,17 +54,19 @@ HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
 
 @contextlib.contextmanager
 def whole_models() -> Generator[None]:
-    """SFTTrainer loads a model without some of its tensors, at random values, with a warning; here that is an error.
+    """SFTTrainer loads a model whose files lack tensors, at random values, with a warning; here that is an error.
 
     Tensors of the files that the model does not have stay a warning of transformers, as long as none is missing.
 
     Raises:
-        ValueError: the files lack tensors of the model (`deftune.artifacts.models.check_loaded`).
+        ValueError: the files lack tensors of the model (`deftune.artifacts.models.check_loaded`), or cannot be read.
     """
     module: Any = sft_trainer
     load: Callable[..., Any] = module.create_model_from_path
 
     def load_whole(source: str, *args: Any, **options: Any) -> Any:
+        if os.path.isdir(source):
+            check_readable(Path(source))
         model, report = load(source, *args, **{**options, "output_loading_info": True})
         if report["missing_keys"]:
             check_loaded(source, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
