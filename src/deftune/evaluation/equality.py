@@ -245,7 +245,7 @@ def _by_name(answers: list[Any]) -> list[Any]:
 def hundredth(expression: Any) -> Any:
     """Of 5 and of x = 5, read from 5% and x = 5%, the number 5/100."""
     if _is_equation(expression):
-        return sympy.Eq(expression.lhs, expression.rhs / 100, evaluate=False)
+        return sympy.Eq(expression.lhs, expression.rhs / 100)
     return expression / 100
 
 

@@ -62,7 +62,10 @@ def whole_models() -> Generator[None]:
         ValueError: the files lack tensors of the model (`deftune.artifacts.models.check_loaded`), or cannot be read.
     """
     module: Any = sft_trainer
-    load: Callable[..., Any] = module.create_model_from_path
+    load: Callable[..., Any] | None = getattr(module, "create_model_from_path", None)
+    if load is None:  # a TRL that loads models in another way; `tests/training/test_weights.py` fails with it
+        yield
+        return
 
     def load_whole(source: str, *args: Any, **options: Any) -> Any:
         if os.path.isdir(source):
