@@ -675,6 +675,7 @@ SAME = [
             "Approximately $59$",
             r"\text{approximately } 59",
             r"\text{about 59}",
+            r"\text{about 59 miles}",
             "approx. 59",
             r"\text{roughly}~59 \text{ miles}",
             r"x=59",
