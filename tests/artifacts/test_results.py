@@ -3,6 +3,8 @@
 import io
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from deftune.cli import main
 from deftune.data.encoding import Encoder, encode_rows
 from deftune.data.rows import Row
 from deftune.data.sources import read_rows
-from deftune.training.results import merge
+from deftune.training.results import merge, reply
 from deftune.training.train import train_run
 
 LORA = {"model.lora": {"r": 4, "alpha": 8}, "train.learning_rate": 1e-2}
@@ -94,6 +96,42 @@ def test_a_damaged_result_is_not_loaded(lora_run, tmp_path, capsys):
     assert "is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("locked", "name", "text"),
+    [
+        ("model/adapter_model.safetensors", "", "{path}: cannot be read (Permission denied), so whether"),
+        ("model", "", "{path}/manifest.json: cannot be read (Permission denied), so whether"),
+        ("config.yaml", "", "{path}: Permission denied; change its permissions, or name another place"),
+        (
+            "merged/model.safetensors",
+            "merged",
+            "model: {path}: cannot be read (Permission denied); make it readable to",
+        ),
+        ("merged/config.json", "merged", "model: {path}: cannot be read (Permission denied); make it"),
+    ],
+)
+def test_a_model_that_may_not_be_read_is_not_called_missing(lora_run, tmp_path, locked, name, text):
+    run = tmp_path / "run"
+    shutil.copytree(lora_run.folder, run)
+    if name:
+        merge(lora_run, run / name)
+    path = run / locked
+    command = [sys.executable, "-m", "deftune", "chat", str(run / name)]
+    if os.geteuid() == 0:  # root reads everything, unless it gives that up
+        if shutil.which("setpriv") is None:
+            pytest.skip("root needs setpriv to be refused a file")
+        lost = "-dac_override,-dac_read_search"
+        command = ["setpriv", f"--bounding-set={lost}", f"--inh-caps={lost}", *command]
+    mode = path.stat().st_mode
+    path.chmod(0)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    finally:
+        path.chmod(mode)
+    assert done.returncode == 2
+    assert "deftune: " + text.format(path=path) in done.stderr and "No such file" not in done.stderr
+
+
 def test_verify_compares_every_byte(lora_run, tmp_path, capsys):
     import shutil
 
@@ -159,6 +197,41 @@ def test_a_template_that_refuses_the_conversation_is_one_line(tiny_model, tmp_pa
     assert main(["chat", str(tiny_model), "--template", str(template), *more]) == 2
     refusal = "deftune: the chat template refuses the conversation (System role not supported); "
     assert capsys.readouterr().err.startswith(refusal + hint)
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_chat_stops_where_the_logits_are_not_finite(tiny_model, tmp_path, monkeypatch, capsys, temperature):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "nan"))
+    model.save_pretrained(folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    capsys.readouterr()
+    assert main(["chat", str(folder), "--temperature", temperature]) == 2
+    out, err = capsys.readouterr()
+    assert out.strip() == ""
+    where = f"deftune: model: {folder}: the model's logits are not finite after 0 tokens "
+    cause = "(model.layers.1.mlp.up_proj.weight has NaN or inf); "
+    assert err == f"{where}{cause}use an earlier checkpoint of the run (RUN:STEP), or another copy of the model\n"
+
+
+def test_chat_says_where_finite_weights_give_logits_that_are_not(tiny_model, monkeypatch):
+    model, tokenizer = load_result(str(tiny_model))
+    true, calls = type(model).forward, []
+
+    def forward(self, *args, **given):
+        out = true(self, *args, **given)
+        calls.append(out)
+        if len(calls) == 3:
+            out.logits[..., 5] = float("inf")
+        return out
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    messages = [{"role": "user", "content": "hello"}]
+    with pytest.raises(
+        ValueError, match="after 2 tokens \\(its weights are finite, the forward pass is not\\); use an ear"
+    ):
+        list(reply(model, tokenizer, Encoder(tokenizer, max_length=99), messages))
 
 
 def test_chat_refuses_a_negative_temperature(lora_run, capsys):

@@ -95,7 +95,7 @@ def test_the_error_of_a_cell(tmp_path, model, capsys):
     (folder / "comparison.yaml").write_text(yaml.safe_dump(content))
     (cell / "cell.json").write_text(json.dumps({"state": "failed", "error": EVIL}))
     assert main(["compare", "show", str(folder)]) == 0
-    shown = capsys.readouterr().out  # as Markdown, in which brackets and backslashes are escaped once more
+    shown = capsys.readouterr().out
     assert "pwned" in shown and not CONTROLS & set(shown), repr(shown)
 
 

@@ -279,7 +279,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(tmp_path, model, capsys):
     assert list(outcome.failed) == [broken.name] and len(outcome.finished) == 2
     assert "is not a folder" in outcome.failed[broken.name]
     assert broken.state()["state"] == "failed" and broken.state()["stage"] == "train"
-    assert main(["compare", "show", comparison.folder]) == 0
+    assert main(["compare", "show", comparison.folder, "--format", "markdown"]) == 0
     out = capsys.readouterr().out
     assert f"failed: {broken.name}: FolderError" in out
     assert "| deft |" in out and "| nll |" not in out
@@ -565,6 +565,10 @@ def test_show_prints_tables_differences_tokens_and_cost(finished, capsys):
         "By seed (0, 1)",
     ):
         assert words in out
+    assert "\\" not in out and "**" not in out  # no Markdown on a terminal
+    assert f"T=0\n{' ' * 4}" in out and "* best, + second, ties alike" in out
+    assert main(["compare", "show", finished.folder, "--format", "markdown"]) == 0
+    assert "|---|---|" in capsys.readouterr().out
     assert main(["compare", "show", finished.folder, "--format", "latex"]) == 0
     assert capsys.readouterr().out.count(r"\begin{tabular}") == 3
     assert main(["compare", "show", finished.folder, "--format", "json"]) == 0

@@ -169,7 +169,7 @@ def test_an_objective_without_end_tokens_fails_in_its_own_cell_only(tmp_path, ca
     assert f"Token tables lack {why}." in cautions(summarize_comparison(comparison))
     assert main(["compare", "show", comparison.folder]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("left out of the token tables: the columns of \\`deft \\| eos(nll)\\`: the tokens") == 1
+    assert shown.count("left out of the token tables: the columns of `deft | eos(nll)`: the tokens") == 1
     base.set_state("running", stage="measure")  # the answers and the table are there: nothing is measured again
     assert run_grid(comparison, run_here, said.append).exit_code == 1
     assert base.state()["left_out"] == [why]
@@ -256,8 +256,10 @@ def test_states_are_escaped_in_what_show_prints(finished, tmp_path, capsys):
     assert main(["compare", "show", str(folder)]) == 0
     out = capsys.readouterr().out
     assert f"failed: {nll.name}: ConfigError" not in out and "\x1b" not in out
-    assert f"failed: {nll.name}: \\*bold\\* \\[link\\](x) \\x1b\\[2J \\| \\<b\\>" in out
+    assert f"failed: {nll.name}: *bold* [link](x) \\x1b[2J | <b>" in out
     assert f"interrupted: {deft.name}\n" in out
+    assert main(["compare", "show", str(folder), "--format", "markdown"]) == 0
+    assert f"failed: {nll.name}: \\*bold\\* \\[link\\](x) \\x1b\\[2J \\| \\<b\\>" in capsys.readouterr().out
 
 
 def test_scores_name_a_dequantised_model(finished, capsys):

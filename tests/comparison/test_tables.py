@@ -14,6 +14,7 @@ from deftune.comparison.tables import (
     render_html,
     render_latex,
     render_markdown,
+    render_text,
 )
 from deftune.paper.beside import beside_paper
 from deftune.paper.printed import paper_tables, printed_tables
@@ -181,6 +182,18 @@ def test_markdown_keeps_its_columns():
     lines = [line for line in render_markdown(hostile()).splitlines() if line.startswith("|")]
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [4, 4, 4]
     assert "<script>" not in "\n".join(lines).replace("\\<script\\>", "")
+
+
+def test_text_has_no_escapes():
+    rows = {"nll": {"top_k": Score(1.234, 0.5, 2.0, 10)}, "linear | eos(nll)": {"top_k": Score(2.0, 1.0, 3.0, 10)}}
+    assert render_text(ResultTable("weak: tiny (Q4_1)", ("top_k",), rows)) == (
+        "weak: tiny (Q4_1)\n"
+        "                   top_k\n"
+        "nll                1.23+ [0.50, 2.00]\n"
+        "linear | eos(nll)  2.00* [1.00, 3.00]\n"
+        "* best, + second, ties alike; the untuned model is not ranked.\n"
+        "In brackets: 95% interval over items.\n"
+    )
 
 
 def test_intervals_and_seeds_are_shown():

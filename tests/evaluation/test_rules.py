@@ -177,14 +177,27 @@ def test_olympiad_units_and_errors(data, grader):
     with_error = [item for item in items.values() if item.rule.absolute]
     assert [item.gold for item in with_error] == ["4.2"] and with_error[0].rule == Rule(absolute=0.101, unit="%")
     units = {item.rule.unit: item for item in items.values() if item.rule.unit}
-    assert len(units) == 8
-    percent, area = units["%"], units["$cm^2$"]
+    assert len(units) == 8 and {item.gold for item in items.values() if item.rule.unit == "%"} == {
+        "4.2", "62.5%", "17.5%", r"8 \%"}  # fmt: skip
+    percent, area = with_error[0], units["$cm^2$"]
+    signed = next(item for item in items.values() if item.gold == "62.5%")
     right = [(percent, r"\boxed{4.2\%}"), (percent, r"\boxed{4.25}"), (percent, r"\boxed{4.3\%}"),
              (area, r"\boxed{166 \mathrm{~cm}^{2}}"), (area, r"\boxed{166}"),
              (units["minute"], r"\boxed{45 \text{ minutes}}"), (units["km"], r"\boxed{\frac{41}{12}} km"),
              (units["km/h"], r"\boxed{\frac{600}{7} \text{ km/h}}")]  # fmt: skip
+    right += [(signed, text) for text in (r"\boxed{62.5}", r"\boxed{62.5\%}", r"\boxed{0.625}")]
     wrong = [(percent, r"\boxed{4.4\%}"), (area, r"\boxed{167 \mathrm{~cm}^{2}}"), (units["km"], r"\boxed{12 km}")]
+    wrong += [(signed, text) for text in (r"\boxed{6250}", r"\boxed{6.25}")]
     assert scores(grader, right + wrong) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_approximately_in_a_box_counts_for_every_task_but_gsm8k(data, grader):
+    """Of GSM8K's recorded answers no grade changes."""
+    texts = [r"\boxed{approximately %s}", r"\boxed{\text{about } %s \text{ apples}}"]
+    for task in ("math500", "aime24", "amc23", "minerva_math", "olympiadbench", "gsm8k"):
+        item = next(item for item in read_task(TASKS[task], data) if item.gold.isdigit())
+        found = scores(grader, [(item, text % item.gold) for text in texts])
+        assert found == [float(task != "gsm8k")] * 2, task
 
 
 def test_every_olympiad_gold_is_its_own_answer(data, grader):

@@ -3,12 +3,15 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -179,6 +182,59 @@ def test_a_thread_leaves_signals_alone():
 
     with ThreadPoolExecutor() as pool:
         assert pool.submit(handle).result()
+
+
+# --- a launcher that starts the ranks again ---------------------------------------------------------------------------
+
+ELASTIC = (
+    *("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "test"),
+    *("--rdzv-conf", "last_call_timeout=1"),  # the seconds that it waits for a second node
+)
+
+
+@contextmanager
+def torchrun(config: Path) -> Generator[subprocess.Popen[bytes]]:
+    """`deftune train` on two ranks, launched as docs/launch.md says, to the end; what it prints is in CONFIG.txt."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **hidden, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [sys.executable, *ELASTIC, "-m", "deftune", "train", str(config)]
+    path = config.with_suffix(".txt")
+    with path.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            yield process
+            assert process.wait(HANG_SECONDS) == 0, path.read_text()[-6000:]
+        finally:
+            process.terminate()  # it ends its workers, too
+            process.wait(HANG_SECONDS)
+
+
+def worker_of(launcher: int, rank: int) -> int:
+    """The process id of a torchrun's worker."""
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError(f"torchrun {launcher} has no worker of rank {rank}")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="the workers of torchrun are found in /proc")
+def test_torchrun_starts_killed_ranks_again(tmp_path, make_config):
+    """With --max-restarts the ranks go on at the newest checkpoint, and train what they would have trained."""
+    settings = {"train.max_steps": 60, "train.save_steps": 5, "train.batch_size": 4, "train.micro_batch_size": 2}
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    with torchrun(write_config(make_config(undisturbed, settings))):
+        pass
+    with torchrun(write_config(make_config(run, settings))) as process:
+        wait_for(lambda: last_checkpoint(run) >= 10 or process.poll() is not None)
+        killed_at = last_record(run)
+        os.kill(worker_of(process.pid, 1), signal.SIGKILL)
+    resumed = re.findall(r"resuming from \S+/checkpoint-(\d+)", (tmp_path / "run.txt").read_text())
+    assert resumed and 10 <= int(resumed[0]) < 60 and killed_at < 60
+    assert " 2 ranks x 2 x 1" in (run / "data.json").read_text()
+    check_same(run, undisturbed, 60)
+    assert litter(run) == []
 
 
 # --- a full disk ------------------------------------------------------------------------------------------------------

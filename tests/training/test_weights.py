@@ -6,11 +6,14 @@ import os
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import transformers
+import trl
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from trl.trainer import sft_trainer
 
 import tiny
 from deftune.artifacts import models
@@ -20,6 +23,7 @@ from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.cli import main
 from deftune.training.train import train_run
+from deftune.training.trainer import DeftSFTTrainer
 
 NORM = "model.norm.weight"
 
@@ -94,6 +98,49 @@ def test_every_command_that_loads_weights_refuses(copy, chat_file, make_config, 
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert f"deftune: model: {model}: the weights do not fit config.json: 21 tensors missing" in err
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        ("one missing", "1 tensor missing (model.norm.weight);"),
+        ("renamed prefix", DAMAGES["renamed prefix"][2]),
+        ("a head that is not tied", "1 tensor missing (lm_head.weight);"),
+        ("none at all", "21 tensors missing (lm_head.weight, model.embed_tokens.weight, "),
+    ],
+)
+def test_the_trainer_refuses_a_folder_without_some_tensors(copy, tmp_path, damage, text):
+    edit, config, _ = DAMAGES[damage]
+    change(copy, edit, **config)
+    load = sft_trainer.create_model_from_path
+    with pytest.raises(ValueError) as caught:
+        make_trainer(copy, tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"model: {copy}: the weights do not fit config.json: ") and text in message
+    assert message.endswith("; download or convert the model again, or correct config.json")
+    assert sft_trainer.create_model_from_path is load
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda tensors: tensors,
+        lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)},
+        lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        lambda tensors: {**tensors, "value_head.bias": torch.zeros(3)},  # a warning of transformers
+    ],
+)
+def test_the_trainer_loads_a_folder_with_all_tensors(copy, tmp_path, edit):
+    model = make_trainer(change(copy, edit), tmp_path).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    change(copy, lambda tensors: {k: v for k, v in tensors.items() if k in dict(model.named_parameters())})
+    check_equal(model, copy)
+
+
+def make_trainer(folder: Path, out: Path) -> DeftSFTTrainer:
+    args = trl.SFTConfig(output_dir=str(out / "out"), report_to=[], use_cpu=True, bf16=False)
+    rows = datasets.Dataset.from_list([{"prompt": "What is 1 + 2?", "completion": "3"}])
+    return DeftSFTTrainer(str(folder), args, train_dataset=rows)
 
 
 # --- what is right is loaded ------------------------------------------------------------------------------------------

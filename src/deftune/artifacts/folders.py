@@ -273,7 +273,7 @@ def verify(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
 
     Args:
         folder: a sealed folder.
-        hashes: False leaves the sha256 out, which takes a second or more for each GB of weights.
+        hashes: False leaves the sha256 out, which takes a second or more for each GB of weights; files are opened only.
 
     Returns:
         The facts that the folder was sealed with, and under "files" the size and sha256 of each file.
@@ -292,7 +292,9 @@ def verify(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
             path = folder / name
             if path.stat().st_size != size:
                 raise FolderError(f"{path}: is damaged ({path.stat().st_size} bytes where {size} were written)")
-            if hashes and sha256(path) != digest:
+            if not hashes:
+                path.open("rb").close()  # safetensors reports a file that it may not read as missing
+            elif sha256(path) != digest:
                 raise FolderError(f"{path}: is damaged (its sha256 is not the one written)")
     except OSError as error:
         raise _unverified(folder, error) from error

@@ -120,11 +120,28 @@ def _check_folder(path: Path) -> None:
         raise ValueError(f"model: {path}: is the folder of a run, not a model; {remedy}")
     if not (path / "config.json").is_file():
         raise ValueError(f"model: {path}: has no config.json; pass the folder that save_pretrained wrote")
+    check_readable(path)
     _check_model_config(path / "config.json")
     if not any(path.glob("*.safetensors")):
         pickled = sorted(p.name for p in [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
         hint = f" ({pickled[0]} is a pickle, which can run code; convert it to safetensors)" if pickled else ""
         raise ValueError(f"model: {path}: has no .safetensors file{hint}")
+
+
+def check_readable(folder: Path) -> None:
+    """Refuse a model folder whose files this process may not read: safetensors reports them as missing.
+
+    Raises:
+        ValueError: the folder, its config.json or a file of weights cannot be read.
+    """
+    try:
+        for name in sorted(os.listdir(folder)):
+            if name == "config.json" or name.endswith(".safetensors"):
+                (folder / name).open("rb").close()
+    except PermissionError as error:
+        raise ValueError(
+            f"model: {error.filename}: cannot be read ({error.strerror}); make it readable to this user (chmod, chown)"
+        ) from error
 
 
 def read_object(path: Path, before: str = "", after: str = "") -> dict[str, Any]:

@@ -128,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:  # a file that cannot be read or written
         what = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
-        notice(f"deftune: {what}")
+        hint = "; change its permissions, or name another place" if isinstance(error, PermissionError) else ""
+        notice(f"deftune: {what}{hint}")
         return 2
     except ValueError as error:
         notice(f"deftune: {error_text(error)}")

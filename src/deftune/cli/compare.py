@@ -16,7 +16,7 @@ from deftune.cli.output import notice, say
 from deftune.cli.progress import Progress, progress
 from deftune.cli.train import refuse_recorded_trust, write_starter
 
-FORMATS = ("markdown", "latex", "html", "json")
+FORMATS = ("text", "markdown", "latex", "html", "json")
 
 
 def add_to(commands: Any) -> None:
@@ -59,7 +59,7 @@ def add_to(commands: Any) -> None:
 
     show = actions.add_parser("show", help="scores, differences, token statistics and cost of what is finished")
     show.add_argument("config", type=Path, help="a comparison's folder, or its YAML file")
-    show.add_argument("--format", choices=FORMATS, default="markdown", help="format of the tables (default: markdown)")
+    show.add_argument("--format", choices=FORMATS, default="text", help="format of the tables (default: text)")
     show.add_argument("--beside", metavar="MODEL", help="print the paper's numbers for this model beside yours")
     show.add_argument(
         "--rank-base", action="store_true", help="rank the untuned model too (best bold, second underlined)"
@@ -193,11 +193,11 @@ def run_show(args: argparse.Namespace) -> int:
         return 0
     unfinished = {name: shown_state(cell) for name, cell in summary["cells"].items() if cell["state"] != "finished"}
     tables = tables_beside_paper(summary, beside=args.beside, rank_base=args.rank_base)
-    if args.format != "markdown":
+    if args.format not in ("text", "markdown"):
         say(render(tables, args.format).rstrip("\n"))
         return 0
     for table in tables:
-        say(render([table], "markdown"))
+        say(render([table], args.format))
     for regime, about in summary["regimes"].items():
         for evaluation in about["evaluations"]:
             for view in evaluation["views"]:
@@ -208,11 +208,12 @@ def run_show(args: argparse.Namespace) -> int:
             say(f"{regime}: held-out tokens\n{align(token_lines(about['tokens']))}\n")
         if about["cost"]:
             say(f"{regime}: training, a cell on average\n{align(cost_lines(about['cost']))}\n")
+    plain = escape_markdown if args.format == "markdown" else lambda text: text.replace("\n", " ")
     for line in dict.fromkeys(line for cell in summary["cells"].values() for line in cell.get("left_out", ())):
-        say(escape_markdown(f"left out of the token tables: {line}"))
+        say(plain(f"left out of the token tables: {line}"))
     for name, state in unfinished.items():
         error = summary["cells"][name].get("error", "no reason recorded")
-        say(escape_markdown(f"{state}: {name}" + (f": {error}" if state == "failed" else "")))
+        say(plain(f"{state}: {name}" + (f": {error}" if state == "failed" else "")))
     return 0
 
 

@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deftune.artifacts.terminal import align
+
 BASE = "base"
 AVERAGE = "average"
 DECIMALS = 2
@@ -74,15 +76,15 @@ class ResultTable:
             found |= {(name, column): "bold" for name in best} | {(name, column): "underline" for name in second}
         return found
 
-    def footnotes(self) -> list[str]:
+    def footnotes(self, marks: str = "Best bold, second underlined", printed: str = "italics") -> list[str]:
         """Notes on how to read the table, and on cells whose set differs from the paper's."""
         base = "the untuned model is ranked too" if self.rank_base else "the untuned model is not ranked"
-        lines = [f"Best bold, second underlined, ties alike; {base}."]
+        lines = [f"{marks}, ties alike; {base}."]
         if any(score.interval for row in self.rows.values() for score in row.values()):
             seeds = any(score.seeds > 1 for row in self.rows.values() for score in row.values())
             lines.append(f"In brackets: 95% interval over items{' and seeds' * seeds}.")
         if self.paper:
-            lines.append("In italics: the paper's printed number.")
+            lines.append(f"In {printed}: the paper's printed number.")
         differing = dict.fromkeys(
             f"{column}: {cell.differs}" for row in self.paper.values() for column, cell in row.items() if cell.differs
         )
@@ -136,6 +138,16 @@ def _cells(table: ResultTable, escape: Style, bold: Style, underline: Style, sma
 
 def _same(text: str) -> str:
     return text
+
+
+def render_text(table: ResultTable) -> str:
+    """A table for the terminal: columns of text, in which nothing is escaped."""
+    header, body = _cells(
+        table, lambda text: text.replace("\n", " "), lambda text: f"{text}*", lambda text: f"{text}+", _same,
+        lambda text: f"({text})",
+    )  # fmt: skip
+    notes = table.footnotes("* best, + second", "parentheses")
+    return "\n".join([table.caption, align([header, *body]), *notes]) + "\n"
 
 
 def escape_markdown(text: str) -> str:
@@ -216,6 +228,7 @@ def render_html(table: ResultTable) -> str:
 
 
 RENDERERS: dict[str, Callable[[ResultTable], str]] = {
+    "text": render_text,
     "markdown": render_markdown,
     "latex": render_latex,
     "html": render_html,

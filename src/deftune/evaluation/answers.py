@@ -31,13 +31,14 @@ class Rule:
 
     For numbers, and for lists of numbers in any order. ``unit``: the gold's unit, which the benchmark writes outside
     the box; it is removed from the end of an answer. ``several``: the gold is a list, and an answer may have several
-    boxes.
+    boxes. ``hedges``: an answer may begin with "approximately" or the like.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
     unit: str = ""
     several: bool = False
+    hedges: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("relative", self.relative), ("absolute", self.absolute)):
@@ -133,6 +134,11 @@ def _lowest(ratio: str) -> list[int]:
     return [term // math.gcd(*terms) for term in terms]
 
 
+def _is_time(clock: re.Match[str]) -> bool:
+    """Whether 3:30 or 3:05 is a time of day: a ratio is in lowest terms, and without zeros before its numbers."""
+    return clock[2].startswith("0") or math.gcd(int(clock[1]), int(clock[2])) != 1
+
+
 def decide_by_text(gold: str, answer: str) -> Verdict | None:
     """The verdict on answers that math-verify reads incompletely: numerals with a base, times of day, sets."""
     if gold == answer:
@@ -144,9 +150,11 @@ def decide_by_text(gold: str, answer: str) -> Verdict | None:
         return Verdict((theirs[1], theirs[2]) == (gold, "10"), "exact", "a numeral with a base")
     if _RATIO.fullmatch(gold) and _RATIO.fullmatch(answer) and (gold + answer).count(":") > 2:  # 1:2:3 would be 1/6
         return Verdict(_lowest(gold) == _lowest(answer), "exact", "ratios")
-    if (clock := _CLOCK.fullmatch(gold)) and math.gcd(int(clock[1]), int(clock[2])) != 1:  # no ratio is written 3:30
-        other = _CLOCK.fullmatch(answer)
+    clock, other = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
+    if clock and _is_time(clock):
         return Verdict(other is not None and other.groups() == clock.groups(), "exact", "times of day")
+    if other and other[2].startswith("0") and not _INTEGER.fullmatch(gold):  # 3:05 would be 3/5
+        return Verdict(False, "exact", "a time of day")
     ours, theirs = _BRACKETS.fullmatch(gold), _BRACKETS.fullmatch(answer)
     points = r"\{(" in gold + answer  # {(1,2)} is the point (1,2)
     if ours and theirs and (ours[1] == r"\{") != (theirs[1] == r"\{") and r"\cup" not in gold + answer and not points:
@@ -207,6 +215,11 @@ _PERCENT = re.compile(
     r"(?<!\s)\s*+(?:\\?%|\\text\s*\{\s*\\?%\s*\}|(?:\\text\s*\{)?\s*\b(?:percent|percentage|pct)\b\s*\}?)\s*$"
 )
 _ABOUT = re.compile(r"\s*(?:=|\\(?:approx|simeq|sim)(?![A-Za-z])|\N{ALMOST EQUAL TO})")
+_HEDGE = re.compile(
+    r"(\\(?:text|textrm|mathrm|mbox)\s*\{\s*)?(?:approximately|approx|about|around|roughly)\b\.?[\s~]*+(\})?[\s~]*+"
+    r"(?=[-+]?\s?(?:\.?[0-9]|\\(?:[dtc]?frac|sqrt|pi)(?![A-Za-z])|\\\$))",
+    re.IGNORECASE,
+)
 _IN_DOLLARS = re.compile(r"(?<!\\)\$([^$]*)(?<!\\)\$")
 # what a figure calls the value that is asked for: AB, |AB|, S_1 : S_2, \frac{AB}{CD}, \angle ABC
 _LABEL = r"(?:\\(?:angle|triangle|overline)\s*)?\{?[A-Z]{1,6}(?:_(?:\w|\{\w+\}))?\}?"
@@ -224,11 +237,15 @@ def _has_variables(gold: str) -> bool:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers ready to be compared: their units split off, and which of them is a percentage."""
+    """Two answers ready to be compared: their units split off, and which of them is a percentage.
+
+    ``percentage``: "" where both have a percent sign or none has. "answer": for a gold 5 or 0.05, 5% is right. "gold":
+    for a gold 5%, 0.05 is right, and 5 is not. "unit": for a gold 5% whose sign stands outside the box, 5 is, too.
+    """
 
     gold: str
     answer: str
-    percentage: str = ""  # "gold" or "answer", where only one of them is
+    percentage: str = ""
     differ: str = ""  # why they are different whatever their numbers are
 
 
@@ -236,6 +253,8 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
     gold, answer = (tidy_answer(_IN_DOLLARS.sub(r"\1", text)) for text in (gold, answer))
     if about := _ABOUT.match(answer):
         answer = answer[about.end() :].strip()
+    if rule.hedges and (hedge := _HEDGE.match(answer)):
+        answer = (hedge[1] if hedge[1] and not hedge[2] else "") + answer[hedge.end() :]
     if "=" not in answer:
         gold = _LABELLED.sub(r"\1", gold)
     gold, answer = join_thousands(gold, answer), join_thousands(answer, gold)
@@ -251,7 +270,7 @@ def prepare_pair(gold: str, answer: str, rule: Rule) -> Pair:
     theirs, other = split_unit(said, words=not named)
     percents: list[str] = []
     if percent := _PERCENT.search(value):
-        value, percents = value[: percent.start()].strip(), ["gold"]
+        value, percents = value[: percent.start()].strip(), ["unit" if rule.unit == "%" else "gold"]
     if percent := _PERCENT.search(theirs):
         theirs, percents = theirs[: percent.start()].strip(), [*percents, "answer"]
     unit = unit or rule.unit

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deftune.evaluation.chance import draw, exponentials
 from deftune.evaluation.sampler import Finish, Prompt, Settings
+from deftune.tokens.finite import finite_note, finite_rows
 
 DRAWN_AT_ONCE = 2**24  # logits: their noise, its bits and the scores are half a GiB
 
@@ -36,7 +37,7 @@ class Answer:
     note: str = ""
 
     def fail(self) -> None:
-        self.finish, self.note = "error", f"the model's logits are not finite after {len(self.made)} tokens"
+        self.finish, self.note = "error", finite_note(len(self.made))
 
 
 class LanguageModel:
@@ -67,7 +68,7 @@ class LanguageModel:
             tokens, close, finite = (torch.cat(column) for column in zip(*parts))
             return tokens, close, finite
         logits = logits.float()
-        finite = logits.amax(-1).isfinite()  # NaN stays; a token with logit -inf is never chosen
+        finite = finite_rows(logits)
         logits = logits.where(finite[:, None], 0.0)
         noise = exponentials(keys, steps, logits.shape[-1]) if settings.temperature > 0 else None
         tokens, close = draw(logits, noise, settings.temperature, settings.top_p, self.tie_margin)

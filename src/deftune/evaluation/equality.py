@@ -135,6 +135,8 @@ class Comparison:
         parts = _ordered(gold)
         if parts is not None and len(answers) > 1:  # 1, 2 for the pair (1, 2)
             return self._each(parts, _by_name(answers))
+        if (solved := _solved(gold, answers)) is not None:  # x = 2, x = -2 for x^2 = 4
+            return self.without_tolerance()._match(solved, [answer.rhs for answer in answers])
         if len(answers) == 1:
             return self.compare(gold, answers[0])
         return self._by_math_verify(gold, answer) if isinstance(gold, sympy.Set) else DIFFERENT
@@ -238,6 +240,13 @@ def _by_name(answers: list[Any]) -> list[Any]:
     """Equations for x, y and z in this order, in which a point has the values; other answers as they are."""
     names = [str(answer.lhs) if _is_equation(answer) else "" for answer in answers]
     return [answers[names.index(name)] for name in sorted(names)] if set(names) <= {"x", "y", "z"} else answers
+
+
+def hundredth(expression: Any) -> Any:
+    """Of 5 and of x = 5, read from 5% and x = 5%, the number 5/100."""
+    if _is_equation(expression):
+        return sympy.Eq(expression.lhs, expression.rhs / 100)
+    return expression / 100
 
 
 def joined(expression: Any, word: str) -> Any:
@@ -435,6 +444,17 @@ def _constant_factor(ours: Any, theirs: Any) -> bool:
     if factor.free_symbols:
         factor = sympy.simplify(factor)
     return not factor.free_symbols and factor.is_finite is not False and factor != 0
+
+
+def _solved(gold: Any, answers: list[Any]) -> list[Any] | None:
+    """The real solutions of a gold equation of one unknown, where answers state values of it; else None."""
+    if not all(_is_equation(one) and isinstance(one.lhs, sympy.Expr) for one in (gold, *answers)):
+        return None
+    equation = _plain(gold.lhs - gold.rhs)
+    names = {answer.lhs for answer in answers}
+    if len(equation.free_symbols) != 1 or {_plain(name) for name in names} != equation.free_symbols:
+        return None
+    return _solutions(equation, equation.free_symbols.pop()) or None
 
 
 def _solutions(equation: Any, symbol: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """The worker process of a `Grader`: this file runs as a program and imports nothing of deftune.
 
-It reads a line of JSON per pair, [gold, answer, relative, absolute, which of the two is a percentage, the words between
-the parts of each], and answers ["equal" | "close" | "different", what math-verify could read]. Its limits and its audit
+It reads a line of JSON per pair, [gold, answer, relative, absolute, `Pair.percentage`, the words between the parts of
+each], and answers ["equal" | "close" | "different", what math-verify could read]. Its limits and its audit
 hook are described in `deftune.evaluation.grading`, what is equal in `equality`, the only other file of deftune's that
 is loaded here.
 """
@@ -130,9 +130,9 @@ def make_judge() -> Callable[..., list[str]]:
             return "equal" if not percentage and same(gold, answer) else "different"
         try:
             one, other = equality.joined(one, words[0]), equality.joined(other, words[1])
-            found = comparison.compare(one, other)
-            if percentage and found == equality.DIFFERENT:  # 50% is 50, and 1/2
-                one, other = (one / 100, other) if percentage == "gold" else (one, other / 100)
+            found = equality.DIFFERENT if percentage == "gold" else comparison.compare(one, other)
+            if percentage and found == equality.DIFFERENT:  # 50% is 1/2
+                one, other = (one, other / 100) if percentage == "answer" else (equality.hundredth(one), other)
                 found = comparison.compare(one, other)
         except Exception:  # sympy raises whatever it likes on odd expressions
             return "different"

@@ -157,11 +157,13 @@ def each(read: Callable[[Fields], Question | None]) -> Reader:
 
 
 def read_gsm8k(row: Fields) -> Question:
+    """Golds are integers. Without ``hedges``: a recorded answer with "approximately 18" in its box keeps its grade."""
     answer = filled(row, "answer")
     _, marker, final = answer.rpartition("#### ")
     if not marker or not final.strip():
         raise Fault("no gold answer", "the answer has no last line '#### N'")
-    return Question(filled(row, "question"), number_text(final.replace(",", "")), key=key_of(row, "id"))
+    gold = number_text(final.replace(",", ""))
+    return Question(filled(row, "question"), gold, key=key_of(row, "id"), rule=Rule(hedges=False))
 
 
 def read_math(row: Fields) -> Question:
@@ -175,14 +177,18 @@ def read_minerva(row: Fields) -> Question:
 
 
 def read_olympiad(row: Fields) -> Question:
-    """One gold or several, with commas between them; ``error`` is an absolute tolerance, ``unit`` stays unboxed."""
+    """One gold or several, with commas between them; ``error`` is an absolute tolerance, ``unit`` stays unboxed.
+
+    The percent sign of a gold is such a unit, since the benchmark's own grader drops percent signs.
+    """
     answers = read_field(row, "final_answer")
     answers = cast("list[Any]", answers) if isinstance(answers, list) else [answers]
     if not answers or not all(isinstance(answer, str) and answer.strip(" $") for answer in answers):
         raise Fault("no gold answer", "'final_answer' holds no text")
     # dollar signs are around each answer, around all of them, or around one side
     gold = ", ".join(answers).replace("$", "").strip()
-    error, unit, several = row.get("error") or 0, row.get("unit") or "", row.get("is_multiple_answer") is True
+    error, several = row.get("error") or 0, row.get("is_multiple_answer") is True
+    unit = row.get("unit") or ("%" if gold.endswith("%") else "")
     try:
         rule = Rule(absolute=OLYMPIAD_SLACK * float(error), unit=str(unit), several=several)
     except ValueError:

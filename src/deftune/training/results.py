@@ -17,6 +17,7 @@ from deftune.artifacts.runs import Run
 from deftune.data.encoding import Encoder
 from deftune.data.end_tokens import stop_ids
 from deftune.data.rows import Row
+from deftune.tokens.finite import FiniteLogits
 from deftune.training.card import render_merged_card
 
 
@@ -55,9 +56,9 @@ def reply(
 
     Raises:
         EncodingError: the chat template refuses the conversation.
-        ValueError: a token of the conversation has no embedding.
+        ValueError: a token of the conversation has no embedding, or the model's logits are not finite.
     """
-    from transformers import TextIteratorStreamer
+    from transformers import LogitsProcessorList, TextIteratorStreamer
 
     unanswered = (*messages, {"role": "assistant", "content": ""})
     prompt = encoder.encode_prompt(Row(unanswered, None, "this conversation", "chat"))
@@ -69,6 +70,7 @@ def reply(
         options = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
     options |= {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id, "streamer": streamer}
     options["eos_token_id"] = sorted(stop_ids(model, encoder.end_ids.values()))
+    options["logits_processor"] = LogitsProcessorList([FiniteLogits(model, len(prompt))])  # pyright: ignore
     failure: list[BaseException] = []
 
     def work() -> None:

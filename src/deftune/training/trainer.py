@@ -6,10 +6,12 @@ step is divided does not change it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
+import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from trl import SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+from trl.trainer import sft_trainer
 
+from deftune.artifacts.models import check_loaded, check_readable
 from deftune.data.end_tokens import end_tokens_of
 from deftune.data.packing import fill_step
 from deftune.losses import Sparse
@@ -46,6 +50,36 @@ from deftune.training.refusals import check_arguments, check_divided, check_mast
 from deftune.training.stopping import Undisturbed
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
+
+
+@contextlib.contextmanager
+def whole_models() -> Generator[None]:
+    """SFTTrainer loads a model whose files lack tensors, at random values, with a warning; here that is an error.
+
+    Tensors of the files that the model does not have stay a warning of transformers, as long as none is missing.
+
+    Raises:
+        ValueError: the files lack tensors of the model (`deftune.artifacts.models.check_loaded`), or cannot be read.
+    """
+    module: Any = sft_trainer
+    load: Callable[..., Any] | None = getattr(module, "create_model_from_path", None)
+    if load is None:  # a TRL that loads models in another way; `tests/training/test_weights.py` fails with it
+        yield
+        return
+
+    def load_whole(source: str, *args: Any, **options: Any) -> Any:
+        if os.path.isdir(source):
+            check_readable(Path(source))
+        model, report = load(source, *args, **{**options, "output_loading_info": True})
+        if report["missing_keys"]:
+            check_loaded(source, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
+        return (model, report) if options.get("output_loading_info") else model
+
+    module.create_model_from_path = load_whole
+    try:
+        yield
+    finally:
+        module.create_model_from_path = load
 
 
 class DeftSFTTrainer(GuardedTrainer):
@@ -110,7 +144,7 @@ class DeftSFTTrainer(GuardedTrainer):
         check_arguments(self.objective, args, given.arguments)
         adapter = given.arguments.get("peft_config")
         check_divided(model, self.objective, getattr(args, "parallelism_config", None), adapter)
-        with unsaved(args if distributed_checkpoints else None):
+        with whole_models(), unsaved(args if distributed_checkpoints else None):
             super().__init__(model, args, *positional, **kwargs)
         parallel = self.accelerator.parallelism_config  # from an accelerate YAML, of which args know nothing
         check_parallelism(self.objective, parallel)
