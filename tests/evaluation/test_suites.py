@@ -64,6 +64,15 @@ def test_golds_of_known_questions(data):
     assert [sum(item.gold == letter for item in pubmed) for letter in "ABC"] == [276, 169, 55]
 
 
+@pytest.mark.parametrize("name", ["math500", "minerva_math", "aime24", "amc23"])
+def test_an_answer_may_leave_out_the_percent_sign_of_a_gold(tmp_path, name):
+    rows = [{"problem": "By what percent?", "answer": answer} for answer in (r"44\%", "44")]
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    signed, plain = read_task(TASKS[name], tmp_path)
+    assert (signed.rule.unit, plain.rule.unit) == ("%", "")
+    assert signed.rule.relative == plain.rule.relative
+
+
 def test_a_limit_is_a_fair_sample_that_grows(data):
     few, more = (read_task(TASKS["gsm8k"], data, limit=n) for n in (20, 100))
     assert len(few) == 20 and {item.id for item in few} < {item.id for item in more}

@@ -167,13 +167,19 @@ def read_gsm8k(row: Fields) -> Question:
 
 
 def read_math(row: Fields) -> Question:
-    """MATH-500, Minerva, AIME, AMC: a problem, an answer (or the one that is boxed in the solution)."""
-    return Question(filled(row, "problem", "question"), boxed_gold(row), key=key_of(row, "unique_id", "id", "idx"))
+    """MATH-500, Minerva, AIME, AMC: a problem, an answer (or the one that is boxed in the solution).
+
+    An answer may leave out the percent sign of the gold, as MATH's own grader drops percent signs.
+    """
+    gold = boxed_gold(row)
+    rule = Rule(unit="%") if gold.endswith("%") else Rule()
+    return Question(filled(row, "problem", "question"), gold, key=key_of(row, "unique_id", "id", "idx"), rule=rule)
 
 
 def read_minerva(row: Fields) -> Question:
     """Golds are rounded physical quantities: answers have the relative tolerance of the released grader."""
-    return replace(read_math(row), rule=Rule(relative=MINERVA_TOLERANCE))
+    question = read_math(row)
+    return replace(question, rule=replace(question.rule, relative=MINERVA_TOLERANCE))
 
 
 def read_olympiad(row: Fields) -> Question:
