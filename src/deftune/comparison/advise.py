@@ -176,7 +176,7 @@ def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> li
         lines.append(f"measured below NLL at the best temperature of each: {', '.join(dict.fromkeys(lost))}")
     else:
         lines.append("no objective was measured above NLL at the best temperature of each")
-    lines += [f"yet {note}" for note in dict.fromkeys(row.note for row in best if row.note)]
+    lines += dict.fromkeys(row.note for row in best if row.note)
     if sampled:
         row = max((r for r in ours if r.objective == sampled and r.measure == HOT), key=lambda r: r.difference)
         interval = "no interval was recorded" if row.low is None else "the interval excludes 0"
