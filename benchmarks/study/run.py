@@ -16,7 +16,7 @@ from pathlib import Path
 from deftune.artifacts.models import PACKAGED
 from deftune.comparison.cells import evaluation_items
 from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
-from deftune.comparison.schedule import CROWDED, Children, Failures, Runner, check_comparison
+from deftune.comparison.schedule import CROWDED, RUNS_AGAIN, Children, Failures, Runner, check_comparison
 from deftune.data.sources import is_hub_id
 from deftune.evaluation.items import MissingData
 
@@ -182,7 +182,7 @@ def run_queue(
     for cell, state in (runner or children)(cells, begin):
         one = planned[cell.name]
         if state == CROWDED:
-            say(f"  {cell.name} ran out of GPU memory beside other cells; it runs again alone, after the others")
+            say(f"  {cell.name} {RUNS_AGAIN}")
             continue
         if state == "finished":
             outcome.finished.append(cell.name)

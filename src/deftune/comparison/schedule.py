@@ -189,7 +189,7 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
             outcome.finished.append(cell.name)
             failures.finish(cell)
         elif state == CROWDED:
-            say(f"  {cell.name} ran out of GPU memory beside other cells; it runs again alone, after the others")
+            say(f"  {cell.name} {RUNS_AGAIN}")
         else:
             error = outcome.failed[cell.name] = str(cell.state().get("error", "no reason recorded"))
             alike = failures.add(cell, error) and not keep_going
@@ -215,7 +215,8 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
 WATCH_SECONDS = 5.0
 CLOSE_SECONDS = 60.0  # for a process without a cell to end, before it is killed
 OUT_OF_MEMORY = "OutOfMemoryError"  # the name of torch's error, as a cell records it
-CROWDED = "crowded"  # the state of such a cell, until it runs alone
+CROWDED = "crowded"  # the state of such a cell beside others, until it runs again
+RUNS_AGAIN = "ran out of GPU memory beside other cells; it runs again, with fewer cells at a time"
 
 
 class Children:
@@ -225,11 +226,13 @@ class Children:
     stops. To that process alone: its helpers (data loaders, graders) would die of the signal before it has saved. They
     go with it.
 
-    A cell that runs out of GPU memory beside other cells runs once more, alone, after all others, in a new process.
+    A cell that runs out of GPU memory beside other cells runs again next, and from then on one cell fewer runs at a
+    time: with too little memory for ``jobs`` cells, others would fail in the same way. Alone it runs once.
     """
 
     def __init__(self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic):
         self.jobs, self.watch, self.clock = jobs, watch, clock
+        self.room = jobs  # cells that may run at a time: fewer after one ran out of memory
         self.signal: int | None = None  # that asked to stop
         self.running: list[Child] = []
         self.idle: list[Child] = []  # processes that wait for a cell
@@ -241,15 +244,15 @@ class Children:
             child.stop()
 
     def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
-        waiting, alone = list(cells), list[Cell]()
+        waiting, self.room = list(cells), self.jobs
         before = {number: signal.signal(number, self.stop) for number in (signal.SIGTERM, signal.SIGINT)}
         watched = self.clock()
         try:
-            while self.running or ((waiting or alone) and not self.signal):
-                if not waiting:  # idle processes would keep memory from the cells that still run
-                    self._close_idle()
-                if not self.signal and (len(self.running) < self.jobs if waiting else alone and not self.running):
-                    cell = (waiting or alone).pop(0)
+            while self.running or (waiting and not self.signal):
+                # idle processes would keep memory from the cells that run
+                self._close_idle(keep=self.room - len(self.running) if waiting else 0)
+                if waiting and not self.signal and len(self.running) < self.room:
+                    cell = waiting.pop(0)
                     if begin(cell):
                         self._start(cell)
                     continue
@@ -260,7 +263,9 @@ class Children:
                     if not child.has_exited:
                         self.idle.append(child)
                     if state == "failed" and child.shared and OUT_OF_MEMORY in str(cell.state().get("error")):
-                        alone.append(cell)
+                        if child.room == self.room:  # not of the same crowd as one that failed while it ran
+                            self.room = max(1, self.room - 1)
+                        waiting.insert(0, cell)
                         state = CROWDED
                     yield cell, state
                 if self.clock() - watched >= WATCH_SECONDS:
@@ -280,10 +285,9 @@ class Children:
         child = next((child for child in self.idle if child.suits(cell)), None)
         if child is not None:
             self.idle.remove(child)
-        else:
-            if len(self.running) + len(self.idle) >= self.jobs:
-                self.idle.pop().close()
-            child = Child(cell)
+        self._close_idle(keep=self.room - len(self.running) - 1)
+        child = child or Child(cell)
+        child.room = self.room
         self.running.append(child)
         child.start(cell)
         for other in self.running:
@@ -291,8 +295,8 @@ class Children:
         if self.signal:  # while it started
             child.stop()
 
-    def _close_idle(self) -> None:
-        while self.idle:
+    def _close_idle(self, keep: int = 0) -> None:
+        while len(self.idle) > max(0, keep):
             self.idle.pop().close()
 
 
@@ -301,6 +305,7 @@ class Child:
 
     def __init__(self, cell: Cell):
         self.cell, self.shared, self.liger = cell, False, False  # shared: another cell ran at the same time
+        self.room = 1  # cells that might run at a time when this one started
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--worker"]
         if any(other.config.model.trust_remote_code for other in cell.comparison.cells()):
