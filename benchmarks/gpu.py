@@ -104,13 +104,14 @@ JOBS = (
     Job("cells", 160, f"benchmarks/cell_overhead.py {QWEN} --data DATA --json OUT/cell_overhead.json --markdown "
         "OUT/cell_overhead.md", "--rows 64 --steps 1 --micro 1 --questions 4 --cells 2 --repeats 1"),
     *(Job(f"training-peers-{model}", 200, f"{command} {PEERS_GIVEN}"
-          + FEW_STEPS.format(f"training_peers_{model}", BESIDE_PEERS), SMALL_TRAINING + " --timeout 1200")
+          + FEW_STEPS.format(f"training_peers_{model}", BESIDE_PEERS), SMALL_TRAINING + " --timeout 1200",
+          committed="training_h200_peers.md")
       for model, command in TRAINING.items()),
     Job("lora-memory-axolotl", 150, LORA + " --only axolotl --axolotl PEERS/axolotl --out OUT/lora_memory_axolotl.json",
-        SMALL_LORA),
+        SMALL_LORA, committed="lora_memory_h200_axolotl.json"),
     Job("generation-qwen-1024", 90, GENERATION.format(1024), SMALL_GENERATION),
     Job("fast-path-parts", 160, FAST_PATH.format("fast_path_parts") + " --parts --objectives deft", SMALL_PATH,
-        timed=False),
+        timed=False, committed="fast_path_h200_parts.json"),
     Job("fast-path-large", 160, FAST_PATH.format("fast_path_large") + " --rows 64", SMALL_PATH, timed=False),
     Job("real-runs-gemma", 160, REAL_GEMMA + " --datasets medquad --results OUT/real_runs_gemma.jsonl", SMALL_RUNS,
         timed=False),
