@@ -16,6 +16,7 @@ from deftune.comparison.grid import Comparison, load_comparison, open_comparison
 from deftune.comparison.report import cautions, render_report, verdicts
 from deftune.comparison.report_figures import by_entropy, first_tables, gradient_figures, report_figures, score_lines
 from deftune.comparison.schedule import run_grid
+from deftune.comparison.show import score_tables
 from deftune.comparison.summary import summarize_comparison
 from serial import run_here
 from tiny_comparison import comparison_at, content, save_model, write
@@ -160,6 +161,26 @@ def test_little_is_called_little(finished):
     assert "Sets with few items, too few to rank by: weak, tasks: 6." in lines
     (((decided, sentence), *_),) = verdicts(summarize_comparison(finished)).values()
     assert not decided and "deft is not distinguishable from nll" in sentence
+
+
+def test_answers_that_were_cut_off_are_named_first(finished):
+    """The limit of tokens decides such a score: an untuned model that explains at length looks worse than it is."""
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    (evaluation,) = summary["regimes"]["weak"]["evaluations"]
+    (base,) = (cell for cell in finished.cells() if cell.objective == "base")
+    shares = {f"T={row['temperature']:g}": row["finished"].get("length", 0) / sum(row["finished"].values())
+              for row in base.result(finished.regimes["weak"].evaluate[0]).summary()["rows"]}  # fmt: skip
+    assert evaluation["cut_off"]["base"] == shares and set(evaluation["cut_off"]) == {"base", "nll", "deft"}
+    first, *_ = evaluation["views"]
+    evaluation["cut_off"] = {"base": {first["name"]: 0.7}, "nll": {first["name"]: 0.1}}
+    line = (
+        "weak, tasks: cut off at the limit of tokens: base (70% of the answers). Their scores measure the limit, not "
+    )
+    assert any(one.startswith(line) for one in cautions(summary))
+    shown = [table for table in score_tables(summary) if table.caption.endswith(first["name"])]
+    assert all("Answers cut off at the limit of tokens (max_new_tokens): base 70%." in table.notes for table in shown)
+    evaluation["cut_off"] = {"base": {first["name"]: 0.1}}
+    assert not any("cut off" in one for one in cautions(summary))
 
 
 def test_versions_of_the_grading_that_differ_are_named(finished):

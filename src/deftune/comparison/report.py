@@ -23,7 +23,15 @@ from deftune._version import __version__
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import shown_model, shown_path
 from deftune.comparison.grid import CONFIG, Comparison, render_comparison
-from deftune.comparison.show import cost_lines, difference_lines, evaluations, score_tables, token_lines, view_title
+from deftune.comparison.show import (
+    cost_lines,
+    cut_off,
+    difference_lines,
+    evaluations,
+    score_tables,
+    token_lines,
+    view_title,
+)
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.tables import AVERAGE, LEVEL, ResultTable, render_html
 
@@ -86,6 +94,13 @@ def cautions(summary: Record) -> list[str]:
         lines.append(
             f"Cells were graded by different versions of {'; '.join(mixed)}: a difference may be the grading's."
         )
+    for regime, evaluation in evaluations(summary):
+        if cut := cut_off(evaluation):
+            shares = ", ".join(f"{name} ({share:.0%} of the answers)" for name, share in cut.items())
+            lines.append(
+                f"{regime}, {evaluation['title']}: cut off at the limit of tokens: {shares}. Their scores measure the "
+                f"limit, not only the model; raise max_new_tokens."
+            )
     seeds = len(summary["config"]["seeds"])
     if seeds == 1:
         lines.append(

@@ -58,6 +58,9 @@ def view_notes(evaluation: Record, view: Record) -> list[str]:
     notes = [f"{task}: {note}." for task, note in evaluation["notes"].items()]
     if evaluation["missing"]:
         notes.append(f"Without {', '.join(evaluation['missing'])}: no data.")
+    if cut := cut_off(evaluation, view["name"]):
+        texts = [f"{name} {share:.0%}" for name, share in cut.items()]
+        notes.append(f"Answers cut off at the limit of tokens (max_new_tokens): {', '.join(texts)}.")
     if (averaged := evaluation["averaged"]) and len(averaged) > 1:
         notes.append(f"The average is over {', '.join(averaged)}.")
     chosen = {name: list(dict.fromkeys(setting_text(*o) for o in row["chosen"])) for name, row in view["rows"].items()}
@@ -72,6 +75,20 @@ def view_notes(evaluation: Record, view: Record) -> list[str]:
         what = "average" if len(averaged) > 1 else averaged[0]
         notes.append(f"By seed ({', '.join(seeds)}), {what}: {'; '.join(texts)}.")
     return notes
+
+
+MOST_CUT = 0.1  # of the answers; with more the limit of tokens is measured, not only the model
+
+
+def cut_off(evaluation: Record, view: str = BEST) -> dict[str, float]:
+    """Objective -> the share of its answers that were cut off, at the worst temperature, where it is above a tenth.
+
+    >>> cut_off({"cut_off": {"base": {"T=0": 0.7, "T=1": 0.6}, "nll": {"T=0": 0.02, "T=1": 0.0}}}, "T=1")
+    {'base': 0.6}
+    """
+    shares = {name: max((share for title, share in by.items() if view in (title, BEST)), default=0.0)
+              for name, by in evaluation["cut_off"].items()}  # fmt: skip
+    return {name: share for name, share in shares.items() if share > MOST_CUT}
 
 
 def setting_text(temperature: float, rate: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from deftune.tokens.table import read_rows_table, read_token_table, token_table_
 
 Record = dict[str, Any]
 BEST = "best"
-REVISION = 3  # of the numbers: raise it with a change of how they are computed, so that stored summaries are made anew
+REVISION = 4  # of the numbers: raise it with a change of how they are computed, so that stored summaries are made anew
 TOKEN_COLUMNS = ("nll", "p", "concentration", "entropy")
 
 
@@ -38,18 +38,23 @@ def summarize_evaluation(finished: Finished, evaluation: Evaluation) -> Record:
     scores: dict[str, Scores] = {}
     notes: dict[str, str] = {}
     missing: dict[str, str] = {}
+    cut: dict[str, dict[str, float]] = {}
     for objective, cells in finished.items():
         scores[objective] = Scores()
+        rows: list[Record] = []
         for cell in cells:
             result = cell.result(evaluation)
             with readable(result.folder / "summary.json", cell):
                 summary = result.summary()
                 notes |= {str(row["task"]): str(row["note"]) for row in summary["rows"] if row["note"]}
+                rows += summary["rows"]
                 missing |= {str(task): str(why) for task, why in summary["missing"].items()}
             with readable(result.graded, cell):
                 scores[objective].add(cell, result.read_graded())
+        cut[objective] = {f"T={t:g}": cut_share(row for row in rows if row["temperature"] == t)
+                          for t in evaluation.sweep()}  # fmt: skip
     if not scores:
-        return {"title": evaluation.title, "views": [], "notes": notes, "missing": missing}
+        return {"title": evaluation.title, "views": [], "notes": notes, "missing": missing, "cut_off": cut}
     columns = list(next(iter(next(iter(scores.values())).values.values())))
     averaged = averaged_columns(evaluation, columns)
     sweep = evaluation.sweep()
@@ -59,9 +64,20 @@ def summarize_evaluation(finished: Finished, evaluation: Evaluation) -> Record:
     return {
         "title": evaluation.title, "suite": evaluation.suite, "columns": columns, "averaged": averaged,
         "kinds": {column: kind_of(evaluation, column) for column in columns}, "samples": evaluation.samples_each(),
-        "notes": notes, "missing": missing,
+        "notes": notes, "missing": missing, "cut_off": cut,
         "views": [view_record(name, t, scores, columns, averaged) for name, t in views],
     }  # fmt: skip
+
+
+def cut_share(rows: Iterable[Record]) -> float:
+    """The share of the answers that ended at the limit of tokens; 0 without answers.
+
+    >>> cut_share([{"finished": {"stop": 1, "length": 3}}])
+    0.75
+    """
+    counts = [row.get("finished", {}) for row in rows]
+    total = sum(sum(count.values()) for count in counts)
+    return sum(count.get("length", 0) for count in counts) / total if total else 0.0
 
 
 @contextmanager
