@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from deftune.comparison.grid import BASE
+from deftune.comparison.grid import BASE, Evaluation
 from deftune.comparison.scores import Scores, Shown, averaged_columns, common, show
 from deftune.evaluation.statistics import drawn_counts, holm, interval_of
 
@@ -109,8 +109,8 @@ class Section:
         answers = [answer for cell in self.cells(BASE) for task in cell["scores"][title].values()
                    for answer in task.values()]  # fmt: skip
         self.base_cut = share(answers, "finished", ("length",)) or 0.0  # of the untuned model's answers
-        if self.base_cut > MOST_CUT:
-            self.scores.pop(BASE, None)
+        self.left_out = self.scores.pop(BASE, None) if self.base_cut > MOST_CUT else None  # of the untuned model
+        self.base_section: Section = self  # whose cell the untuned model's scores are from
         self._accuracies: dict[tuple[str, float | None, float | None], Effect | None] = {}
         self._differences: dict[tuple[str, str, float | None], Effect | None] = {}
 
@@ -119,7 +119,7 @@ class Section:
         same = self.study.items[self.regime][self.title] == other.study.items[other.regime].get(self.title)
         if not same or not other.cells(BASE):
             return
-        self.base_cut = other.base_cut
+        self.base_cut, self.left_out, self.base_section = other.base_cut, other.left_out, other
         self.scores.pop(BASE, None)
         if BASE in other.scores:
             asked = {option.temperature for scores in self.scores.values() for _, option in scores.values}
@@ -128,10 +128,19 @@ class Section:
             mine.values = {key: known[key] for key in known if not asked or key[1].temperature in asked}
 
     @cached_property
+    def best_scores(self) -> dict[str, float]:
+        """The score of each tuned objective at the temperature and rate that suit it."""
+        found = {name: self.accuracy(name, None) for name in self.objectives}
+        return {name: effect.value for name, effect in found.items() if effect}
+
+    @property
+    def evaluation(self) -> Evaluation:
+        return next(e for e in self.study.comparison().regimes[self.regime].evaluate if e.title == self.title)
+
+    @cached_property
     def averaged(self) -> list[str]:
-        evaluation = next(e for e in self.study.comparison().regimes[self.regime].evaluate if e.title == self.title)
         columns = list(dict.fromkeys(c for s in self.scores.values() for by in s.values.values() for c in by))
-        return averaged_columns(evaluation, columns)
+        return averaged_columns(self.evaluation, columns)
 
     @cached_property
     def objectives(self) -> list[str]:
@@ -165,6 +174,11 @@ class Section:
         if not seeds or not scores.options(seeds, temperature):
             return None
         return show(scores, self.averaged, temperature, seeds)
+
+    def left_out_score(self, temperature: float) -> Effect | None:
+        """The untuned model's score that is left out because too many answers were cut off; None where none is."""
+        found = self.left_out and self._best(self.left_out, temperature)
+        return found and effect_of([found.columns[column] for column in self.averaged])
 
     def accuracy(self, objective: str, temperature: float | None, rate: float | None = None) -> Effect | None:
         """The score of an objective, at one learning rate or at the rate that the other half of the items chose."""

@@ -124,7 +124,11 @@ def ledger(found: Sequence[Section], plan: Plan) -> dict[str, dict[str, str]]:
         lacking = [setting for setting in asked if not board.cases(setting)]
         differs = ". ".join(board.differs(setting) for setting in asked if setting not in lacking)
         if finding is None:
-            why = f"no cells yet: {', '.join(lacking)}" if lacking else "an objective of the sentence has no cells yet"
+            why = (
+                f"no cells yet: {', '.join(lacking)}"
+                if lacking
+                else ("an objective of the sentence has no cells yet, or its score is left out")
+            )
             if not asked:
                 why = "rests on token tables, which are not among the committed results"
             entries[claim.name] = {"verdict": "", "because": why, "best": "", "differs": differs}
@@ -178,7 +182,10 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
     about = plan.about(section)
     tuned = [effect.value for name in section.objectives if (effect := section.accuracy(name, None))]
     untuned = section.accuracy(BASE, None) if BASE in section.scores else None
-    note = {"note": BELOW_UNTUNED} if untuned and untuned.value > max(tuned, default=0.0) else {}
+    note: Record = {"note": BELOW_UNTUNED} if untuned and untuned.value > max(tuned, default=0.0) else {}
+    idle: Record = {}
+    if plan.teaches_nothing(section):
+        note, idle = {"note": "no tuned model was above a constant answer"}, {"counts": False}
     base = next((cell["held_out"] for cell in section.cells(BASE) if "held_out" in cell), None)
     for name in section.primary:
         for measure, temperature in ((BEST, None), (GREEDY, 0.0), (HOT, 1.0)):
@@ -192,7 +199,7 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
                     "against": REFERENCE, "measure": measure, "difference": value, "low": low, "high": high,
                     "p_holm": section.holm(temperature)[name], "seeds": effect.seeds,
                     "learning_rates": sorted({o.learning_rate for o in pair[0].chosen if o.learning_rate is not None}),
-                    "source": "study", "where": "docs/study/results.md", **(note if measure == BEST else {}),
+                    "source": "study", "where": "docs/study/results.md", **(note if measure == BEST else {}), **idle,
                 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from .tables import (
     primary_table,
     rate_table,
     rate_text,
+    rerun_difference,
     rerun_table,
     seeds_text,
     series_table,
@@ -77,6 +78,9 @@ def answers(section: Section, plan: Plan) -> list[str]:
         f"({plan.about(section)['model']}, up to {seeds_text(seeds)}, {rates}), minus NLL in points. "
         f"{'. '.join(texts)}."
     ]
+    if plan.teaches_nothing(section):
+        lines.append(f"**{section.regime}: no knowledge shown**: {constant_text(section, plan)} A difference at T = 1 "
+                     "tells how often a sampled answer keeps its form.")  # fmt: skip
     for title, temperature in (("greedy", 0.0), ("T = 1", 1.0)):
         if temperature in section.temperatures:
             shown = [name for name in ORDER if name in section.primary]
@@ -84,6 +88,14 @@ def answers(section: Section, plan: Plan) -> list[str]:
             if texts := [f"{code(name)} {points(effect)}" for name, effect in found if effect]:
                 lines.append(f"**{section.regime}, {title}**, minus NLL: {', '.join(texts)}.")
     return lines
+
+
+def constant_text(section: Section, plan: Plan) -> str:
+    """That the tuned models are no better than a constant answer."""
+    constant, best = plan.constant_score(section), max(section.best_scores.values())
+    assert constant is not None
+    return (f"the most frequent right answer of each task, given to every question, would score {100 * constant:.1f}; "
+            f"the best tuned objective scores {100 * best:.1f}.")  # fmt: skip
 
 
 def meets(section: Section, objective: str) -> tuple[bool, bool]:
@@ -102,11 +114,26 @@ def helped(section: Section) -> tuple[Effect, Effect] | None:
     return (max(found, key=lambda effect: effect.value), base) if base and found else None
 
 
+def left_out_text(section: Section) -> str:
+    """What the untuned model scores where that is left out: " (48.8 greedily, 53.5 at T = 1)"; else ""."""
+    kinds = (("greedily", 0.0), ("at T = 1", 1.0))
+    texts = [f"{100 * effect.value:.1f} {how}" for how, t in kinds if (effect := section.left_out_score(t))]
+    return f" ({', '.join(texts)})" if texts else ""
+
+
+def tokens_text(section: Section) -> str:
+    """The limits of tokens, where the untuned model had another one; else ""."""
+    theirs, ours = section.base_section.evaluation.max_new_tokens, section.evaluation.max_new_tokens
+    if BASE not in section.scores or theirs == ours:
+        return ""
+    return f"the untuned model's answers had at most {theirs:,} tokens, those of the tuned models {ours:,}."
+
+
 def cut_text(section: Section) -> str:
     return f"{section.base_cut:.0%} of its answers were cut off at the limit of tokens"
 
 
-def default_answer(sections: Sequence[Section]) -> list[str]:
+def default_answer(sections: Sequence[Section], plan: Plan) -> list[str]:
     """Question 4: an objective within 1 point of NLL greedily and 5 points above NLL at T = 1, in every regime."""
     rule = f"within {GREEDY_WITHIN:g} point of NLL greedily and at least {HOT_ABOVE:g} points above NLL at T = 1"
     judged = [s for s in sections if s.primary and {0.0, 1.0} <= set(s.temperatures)]
@@ -121,12 +148,14 @@ def default_answer(sections: Sequence[Section]) -> list[str]:
         scores = helped(section)
         trained = "the untuned model was not measured"
         if section.base_cut > MOST_CUT:
-            trained = f"the untuned model's score is not known ({cut_text(section)})"
-        if scores:
+            trained = f"the untuned model's score is left out ({cut_text(section)})"
+        if plan.teaches_nothing(section):
+            trained = f"training is not shown to help: {constant_text(section, plan)[:-1]}"
+        elif scores:
             better = scores[0].value > scores[1].value
             trained = (f"training {'helps' if better else 'does not help'}: {points(scores[0], sign=False)} with the "
                        f"best objective, {points(scores[1], sign=False)} untuned")  # fmt: skip
-        if scores and scores[0].value > scores[1].value:
+        if scores and scores[0].value > scores[1].value and not plan.teaches_nothing(section):
             counted.append({name for name, (yes, _) in found.items() if yes})
         lines.append(f"**Default, {section.regime}** ({rule}): {', '.join(names) or 'no objective'}; {trained}.")
     if not counted:
@@ -189,8 +218,9 @@ def variance_intervals(found: Sequence[Section]) -> list[str]:
 
 def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> str:
     lines = [f"- {plan.about(s)['model']} only, in the regime {s.regime}." for s in found]
-    lines += [f"- {s.regime}: the untuned model's score is left out: {cut_text(s)}."
+    lines += [f"- {s.regime}: the untuned model's score{left_out_text(s)} is left out: {cut_text(s)}."
               for s in found if s.base_cut > MOST_CUT]  # fmt: skip
+    lines += [f"- {s.regime}: {tokens_text(s)}" for s in found if tokens_text(s)]
     lines += [line for study in studies for line in (environments_text(study), versions_text(study)) if line]
     few = [f"{s.regime} {code(n)}" for s in found for n, e in s.primary.items() if e.seeds < 3]
     if few:
@@ -313,7 +343,7 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan)
     if not found:
         return NONE_YET
     regimes = [section for section in found if not plan.is_variant(section.regime)]
-    sentences = [line for section in found for line in answers(section, plan)] + default_answer(regimes)
+    sentences = [line for section in found for line in answers(section, plan)] + default_answer(regimes, plan)
     planned = sum(len(list(plan.wanted(tier))) for tier in plan.tiers)
     missing = sum(len(plan.missing(tier, studies)) for tier in plan.tiers)
     pages = [
@@ -331,7 +361,8 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan)
         if tokens := token_table(section):
             pages += [f"Held-out tokens, {rate_text(section)}, means over seeds:", tokens]
             pages += [text] if (text := entropy_text(section, found, plan)) else []
-        pages += [f"Form of the answers, {rate_text(section)}:", form_table(section)]
+        form = "; ".join(filter(None, [f"Form of the answers, {rate_text(section)}", tokens_text(section).rstrip(".")]))
+        pages += [wrapped(f"{form}:"), form_table(section)]
     for title, regimes_of in plan.series.items():
         if text := series_table(found, regimes_of):
             pages += [f"## By {title}", text]
@@ -377,10 +408,23 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
     lines += [table(["", "untuned", code(REFERENCE), *(f"{code(name)} minus NLL" for name in shown)], rows), ""]
     models = [f"{plan.about(one)['data']}: {plan.about(one)['model']}, {', '.join(one.averaged)}, {spread(one)}"
               for one in regimes]  # fmt: skip
+    limits = [f"{plan.about(one)['data']}: {text}" for one in regimes if (text := tokens_text(one))]
+    limits += [f"{plan.about(one)['data']}: the untuned model's score{left_out_text(one)} is left out, since "
+               f"{cut_text(one)}." for one in regimes if one.base_cut > MOST_CUT]  # fmt: skip
+    limits += [f"{plan.about(one)['data']}: {constant_text(one, plan)}" for one in regimes if plan.teaches_nothing(one)]
+    for one in regimes:
+        if effect := rerun_difference(one, REFERENCE, 1.0):
+            limits.append(f"{plan.about(one)['data']}: a cell of NLL that was run again, by a newer version, differs "
+                          f"from the first run by {points(effect)} at T = 1.")  # fmt: skip
     lines.append(wrapped(
-        f"*{'. '.join(models)}. Points, with 95% intervals over items and seeds (one seed: over items).* [All "
-        f"results](docs/study/results.md) of the [study](docs/study/plan.md); [`deftune advise MODEL "
-        f"DATA`](docs/advise.md) applies them to your data."
+        f"*{'. '.join(models)}. Points, one learning rate for each model. The 95% intervals are over items and seeds; "
+        f"they leave out half (two seeds) or a third (three) of the variance between seeds. A difference is on the "
+        f"seeds that both have.*"
+    ))  # fmt: skip
+    lines += ["", *(wrapped(f"- {text[0].upper()}{text[1:]}", "  ") for text in limits), ""]
+    lines.append(wrapped(
+        "[All results](docs/study/results.md) of the [study](docs/study/plan.md); [`deftune advise MODEL "
+        "DATA`](docs/advise.md) applies them to your data."
     ))  # fmt: skip
     return "\n".join(lines)
 

@@ -23,6 +23,7 @@ class Plan:
 
     A regime has ``kind`` (the paper's), ``model`` and ``data`` for the page, ``config`` (the comparison's file beside
     the plan; the results file has its name too) and ``seconds`` (expected of a tuned cell, two at a time on one H200).
+    ``constant`` has by task what a constant answer would score, per cent.
     ``base`` names a regime whose untuned model counts here too; ``variant_of`` marks a regime that changes one thing
     about another one and is no regime of the paper's.
     """
@@ -42,6 +43,17 @@ class Plan:
         regime = section.study.comparison().regimes[section.regime]
         model = {**section.study.config["model"], **regime.model}
         return {"kind": section.regime, "model": shown_model(str(model["name"])), "data": section.regime}
+
+    def constant_score(self, section: Section) -> float | None:
+        """What the most frequent right answer of each task would score, if that is known: 0.386, not 38.6."""
+        known = self.regimes.get(section.regime, {}).get("constant", {})
+        columns = section.averaged
+        return sum(known[c] for c in columns) / len(columns) / 100 if set(columns) <= set(known) else None
+
+    def teaches_nothing(self, section: Section) -> bool:
+        """Whether no tuned model scores above a constant answer, so that the scores show no knowledge of the task."""
+        constant, scores = self.constant_score(section), section.best_scores
+        return constant is not None and bool(scores) and max(scores.values()) <= constant
 
     def is_variant(self, regime: str) -> bool:
         """Whether the regime changes one thing about another one: noise, epochs, a control."""

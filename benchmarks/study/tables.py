@@ -6,7 +6,7 @@ import itertools
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from deftune.comparison.grid import BASE
 from deftune.comparison.tables import LEVEL, escape_markdown
@@ -139,8 +139,10 @@ def rate_table(section: Section) -> str:
 
 
 def reference_cells(section: Section, objective: str) -> list[Record]:
-    """The cells of an objective at the rate of most cells."""
-    return section.cells(objective, None if objective == BASE else section.reference_rate)
+    """The cells of an objective at the rate of most cells; of the untuned model the one that the scores are from."""
+    if objective == BASE:
+        return section.base_section.cells(BASE)
+    return section.cells(objective, section.reference_rate)
 
 
 def token_table(section: Section) -> str:
@@ -172,12 +174,17 @@ def entropy_curve(cells: Iterable[Record]) -> dict[float, float]:
     return dict(sorted({0.0: 0.0, **curve, 1.0: statistics.mean(one["entropy"][0] for one in found)}.items()))
 
 
+def with_reruns(cells: Iterable[Record]) -> list[Record]:
+    return [run for cell in cells for run in (cell, *cell.get("reruns", ()))]
+
+
 def entropy_text(section: Section, found: Sequence[Section], plan: Plan) -> str:
     """NLL's entropy by temperature, and where it is DEFT's at T = 1; "" where it was not measured."""
-    curve = entropy_curve(section.cells(REFERENCE, section.reference_rate))
+    curve = entropy_curve(with_reruns(section.cells(REFERENCE, section.reference_rate)))
     of = plan.regimes.get(section.regime, {}).get("variant_of")
     places = [section, *(other for other in found if other.regime == of)]  # where the regime has no DEFT: the other one
-    cells = [[c for c in one.cells("deft", section.reference_rate) if "held_out" in c] for one in places]
+    cells = [with_reruns(one.cells("deft", section.reference_rate)) for one in places]
+    cells = [[cell for cell in group if "held_out" in cell] for group in cells]
     tuned = next(filter(None, cells), [])
     if not curve or not tuned:
         return ""
@@ -231,7 +238,7 @@ def form_table(section: Section) -> str:
     for temperature in section.temperatures:
         header += [f"explicit, T = {temperature:g}", "cut off", "tokens"]
     rows: list[list[str]] = []
-    for name in [BASE, *section.objectives] if section.cells(BASE) else section.objectives:
+    for name in [BASE, *section.objectives] if section.base_section.cells(BASE) else section.objectives:
         row = [code(name)]
         cells = reference_cells(section, name)
         for temperature in section.temperatures:
@@ -246,28 +253,44 @@ def form_table(section: Section) -> str:
     return table(header, rows)
 
 
+Twins = tuple[Section, Section]  # a cell alone, and the same cell run again
+
+
+def reruns(section: Section) -> Iterator[tuple[str, Record, Twins]]:
+    """(name, cell, twins) of every cell that was run again and whose score is not left out."""
+    config, items = section.study.config, section.study.items
+    for name, cell in section.study.cells.items():
+        for again in cell.get("reruns", ()) if cell["regime"] == section.regime else ():
+            first, second = (
+                Section(Study(config, [], items, {name: one}), section.regime, section.title) for one in (cell, again)
+            )
+            if cell["objective"] in first.scores and cell["objective"] in second.scores:
+                yield name, cell, (first, second)
+
+
+def difference_of(twins: Twins, objective: str, temperature: float) -> Effect | None:
+    """The second run minus the first."""
+    first, second = (twin.chosen(objective, temperature) for twin in twins)
+    return effect_of(second.minus(first, twins[0].averaged)) if first and second else None
+
+
+def rerun_difference(section: Section, objective: str, temperature: float) -> Effect | None:
+    """Of the first cell of an objective that was run again: the second score minus the first; None without one."""
+    found = (twins for _, cell, twins in reruns(section) if cell["objective"] == objective)
+    return next((effect for twins in found if (effect := difference_of(twins, objective, temperature))), None)
+
+
 def rerun_table(found: Sequence[Section]) -> str:
     """Cells that were run a second time: their scores, and the difference of the two runs with its interval."""
     rows: list[list[str]] = []
     for section in found:
-        for name, cell in section.study.cells.items():
-            if cell["regime"] != section.regime:
-                continue
-            for again in cell.get("reruns", ()):
-                twins = [
-                    Section(Study(section.study.config, [], section.study.items, {name: one}), section.regime,
-                            section.title) for one in (cell, again)
-                ]  # fmt: skip
-                if any(cell["objective"] not in twin.scores for twin in twins):
-                    continue  # the untuned model, with too many answers cut off
-                for temperature in section.temperatures:
-                    first, second = (twin.chosen(cell["objective"], temperature) for twin in twins)
-                    if first and second:
-                        rows.append([
-                            escape_markdown(name), f"{temperature:g}",
-                            *(points(twin.accuracy(cell["objective"], temperature), sign=False) for twin in twins),
-                            points(effect_of(second.minus(first, section.averaged))),
-                        ])  # fmt: skip
+        for name, cell, again in reruns(section):
+            for temperature in section.temperatures:
+                first, second = (run.accuracy(cell["objective"], temperature) for run in again)
+                difference = difference_of(again, cell["objective"], temperature)
+                if first and second and difference:
+                    rows.append([escape_markdown(name), f"{temperature:g}", points(first, sign=False),
+                                 points(second, sign=False), points(difference)])  # fmt: skip
     return table(["cell", "T", "first", "again", "difference"], rows) if rows else ""
 
 
@@ -314,9 +337,10 @@ def cost_tables(studies: Sequence[Study], plan: Plan) -> str:
     parts: dict[str, list[Record]] = {}
     for cell in done:
         parts.setdefault(cell["regime"], []).append(cell)
+    most = {regime: max(cell["cost"]["memory_gib"] for cell in cells) for regime, cells in parts.items()}
     each = [
         [regime, str(len(cells)), *(f"{sum(c['cost'][n] for c in cells) / len(cells):.0f}" for n in names),
-         f"{max(c['cost']['memory_gib'] for c in cells):.1f}"] for regime, cells in parts.items()
+         f"{most[regime]:.1f}" if most[regime] else "-"] for regime, cells in parts.items()
     ]  # fmt: skip
     second = table(["regime", "cells", "steps, s", "answers, s", "token table, s", "overhead, s", "peak GiB"], each)
     failed = [
@@ -327,5 +351,6 @@ def cost_tables(studies: Sequence[Study], plan: Plan) -> str:
     failures = "Failures:\n\n" + "\n".join(failed) if failed else "No cell recorded a failure."
     return "\n\n".join([
         first, "Minutes: the time in which at least one cell of the tier ran (cells run beside each other).",
-        second, "Seconds are means over cells, while other cells ran on the same GPU.", failures,
+        second, "Seconds are means over cells, while other cells ran on the same GPU; of the memory it is the largest.",
+        failures,
     ])  # fmt: skip

@@ -33,15 +33,18 @@ def row(name: str, measure: str, difference: float, *, half: float | None = 1.0,
 
 
 def test_the_shipped_evidence_gives_three_answers_for_three_regimes():
-    """NLL for greedy answers in each, since no gain at the best temperature is decided; at T = 1 they differ."""
+    """NLL in each, since no gain at the best temperature is decided; the reasons and the answer at T = 1 differ."""
     weak, intermediate, strong = (advice_from(measured(p)) for p in (0.01, 0.36, 0.55))
     assert (weak.regime, weak.objective, weak.sampled) == ("weak", "nll", None)
     assert weak.because == ("measured below NLL at the best temperature of each: linear",)
-    assert (intermediate.regime, intermediate.objective, intermediate.sampled) == ("intermediate", "nll", "deft")
-    assert "at T = 1 deft is 5.2 points above NLL (the interval excludes 0)" in intermediate.because
+    assert (intermediate.regime, intermediate.objective, intermediate.sampled) == ("intermediate", "nll", None)
+    assert intermediate.because == (
+        "measured below NLL at the best temperature of each: deft",  # MedQuAD
+        "no tuned model was above a constant answer (medicine)",
+    )
     assert (strong.regime, strong.objective, strong.sampled) == ("strong", "nll", "deft | floor(0.2)")
-    assert "all tuned models were below the untuned model" in strong.because
-    assert len({(a.objective, a.sampled) for a in (weak, intermediate, strong)}) == 3
+    assert "all tuned models were below the untuned model (GSM8K)" in strong.because
+    assert len({(a.objective, a.sampled, a.because) for a in (weak, intermediate, strong)}) == 3
     assert "GSM8K with SmolLM2-135M-Instruct (0.55)" in strong.place
 
 
@@ -61,6 +64,14 @@ def test_an_objective_is_advised_where_a_decided_difference_says_so():
     assert "Holm" not in str(row("deft", BEST, 3.0, p_holm=0.01)) + str(row("deft", BEST, 0.5, p_holm=0.9))
     assert best_of([up, row("deft", BEST, -3.0, model="another")]) == "nll"
     assert best_of([row("deft", HOT, 9.0), row("deft", GREEDY, 9.0)]) == "nll"
+
+
+def test_rows_that_show_no_knowledge_are_printed_and_decide_nothing():
+    idle = [row("deft", measure, 9.0, counts=False, note="no tuned model was above a constant answer", data="trivia")
+            for measure in (BEST, HOT)]  # fmt: skip
+    advice = advice_from(measured(0.6), known=idle)
+    assert (advice.objective, advice.sampled) == ("nll", None) and len(advice.evidence) == 2
+    assert advice.because[-1] == "no tuned model was above a constant answer (trivia)"
 
 
 def test_for_sampled_answers_an_objective_that_costs_little_greedily_goes_first():
@@ -91,7 +102,7 @@ def test_the_interval_of_p_may_reach_into_another_regime():
 
 
 def test_what_to_watch_comes_from_the_rows():
-    lines = advice_from(measured(0.36)).watch
+    lines = advice_from(measured(0.55)).watch
     assert any("4 of 50 confident conflicts are end or format tokens, where the gate of deft" in line for line in lines)
     assert any("5.0% of the tokens: `deftune inspect`" in line for line in lines)
     lines = advice_from(measured(0.01, end_rows=0.0, end_p=None)).watch  # the advice there is nll: no gate is small

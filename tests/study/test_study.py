@@ -5,6 +5,9 @@ import doctest
 import importlib
 import json
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from benchmarks.study.__main__ import main
 from benchmarks.study.cells import Study, collect, read_study, shared_config, write_study
 from benchmarks.study.effects import Section, effect_of, sections
 from benchmarks.study.ledger import StudyBoard, evidence, ledger
-from benchmarks.study.pages import EVIDENCE, LEDGER, default_answer, limits, put_between, report, results_page
+from benchmarks.study.pages import EVIDENCE, LEDGER, answers, default_answer, limits, put_between, report, results_page
 from benchmarks.study.plan import Plan
 from benchmarks.study.tables import entropy_text, form_table, points, primary_table, series_table, wall_seconds
 
@@ -23,11 +26,14 @@ from deftune.comparison.schedule import run_grid
 from deftune.comparison.scores import Option, Scores, common
 from deftune.evaluation.crossed import crossed
 from deftune.evaluation.evaluate import Result
+from deftune.evaluation.items import read_task
+from deftune.evaluation.suites import TASKS
 from deftune.objectives import objective
 from serial import run_here
 from tiny_comparison import comparison_at, save_model
 
 REPOSITORY = Path(__file__).parents[2]
+DATA = REPOSITORY.parent / "shared/data"
 INPUTS = ("benchmarks/study/plan.yaml", "benchmarks/study/earlier.yaml", "docs/study/results.md", "README.md",
           "docs/claims.md")  # fmt: skip
 
@@ -309,10 +315,10 @@ def test_the_rule_for_a_default_counts_regimes_where_training_helps(root):
     plan = Plan(root / "benchmarks/study/plan.yaml")
     helps = Section(invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6)), "strong", "tasks")
     hurts = Section(invented(base=(0.9, 0.9, 0.9), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6)), "strong", "tasks")
-    assert default_answer([helps])[-1] == "**Default**, over the 1 regime where training helps: `deft`."
-    assert "in no regime here is training known to help" in default_answer([hurts])[-1]
+    assert default_answer([helps], plan)[-1] == "**Default**, over the 1 regime where training helps: `deft`."
+    assert "in no regime here is training known to help" in default_answer([hurts], plan)[-1]
     lacking = Section(invented(base=(0.9, 0.9, 0.9), nll=(0.5, 0.45, 0.3), linear=(0.6, 0.6, 0.6)), "strong", "tasks")
-    assert default_answer([lacking, helps])[-1] == "**Default**, over the 1 regime where training helps: `deft`."
+    assert default_answer([lacking, helps], plan)[-1] == "**Default**, over the 1 regime where training helps: `deft`."
     assert evidence([helps], plan, [{"until": "strong", "regime": "strong"}])[0]["source"] == "study"
 
 
@@ -323,8 +329,38 @@ def test_an_untuned_model_whose_answers_were_cut_off_has_no_score(root):
     section = Section(study, "strong", "tasks")
     assert section.base_cut == 0.7 and "base" not in section.scores and "`base`" in form_table(section)
     why = "70% of its answers were cut off at the limit of tokens"
-    assert f"the untuned model's score is not known ({why})" in default_answer([section])[0]
-    assert why in limits([study], [section], Plan(root / "benchmarks/study/plan.yaml"))
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    assert f"the untuned model's score is left out ({why})" in default_answer([section], plan)[0]
+    left_out = 100 * section.left_out_score(0.0).value
+    assert left_out == pytest.approx(20, abs=6)
+    text = limits([study], [section], plan)
+    assert f"score ({left_out:.1f} greedily, " in text and why in text
+
+
+def test_scores_below_a_constant_answer_show_no_knowledge(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study = invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6))
+    (section,) = plan.arranged(sections([study]))
+    assert not plan.teaches_nothing(section) and evidence([section], plan, [])[0].get("counts") is None
+    plan.regimes["strong"]["constant"] = {"gsm8k": 90.0}
+    assert plan.teaches_nothing(section)
+    assert "in no regime here is training known to help" in default_answer([section], plan)[-1]
+    assert any("strong: no knowledge shown" in line and "would score 90.0" in line for line in answers(section, plan))
+    rows = [row for row in evidence([section], plan, []) if row["source"] == "study"]
+    assert all(row["counts"] is False for row in rows)
+    assert {row.get("note") for row in rows} == {"no tuned model was above a constant answer", None}
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not here ({DATA})")
+def test_the_constant_answers_of_the_plan_are_those_of_the_data(tmp_path):
+    """What the most frequent gold among the items that the cells were asked would score."""
+    command = [sys.executable, str(REPOSITORY / "benchmarks/study/data.py"), str(DATA), str(tmp_path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    study = read_study(REPOSITORY / "benchmarks/study/results/intermediate.json")
+    for task, score in Plan(REPOSITORY / "benchmarks/study/plan.yaml").regimes["intermediate"]["constant"].items():
+        golds = {item.id: item.gold for item in read_task(TASKS[task], tmp_path)}
+        found = Counter(golds[name] for name in study.items["intermediate"]["tasks"][task])
+        assert round(100 * max(found.values()) / found.total(), 1) == score
 
 
 def renamed(study: Study, regime: str) -> Study:
@@ -346,7 +382,7 @@ def test_the_untuned_model_with_room_for_its_answers_counts_where_the_plan_says(
     (section,) = plan.arranged(sections([renamed(longer, "strong-base"), study]))  # which has no objectives to show
     assert section.regime == "strong" and section.base_cut == 0
     assert section.accuracy("base", 0.0).value == pytest.approx(0.8, abs=0.1)
-    assert "training does not help" in default_answer([section])[0]
+    assert "training does not help" in default_answer([section], plan)[0]
     other = renamed(longer, "strong-base")
     other.items["strong-base"]["tasks"]["gsm8k"][0] = "another item"
     (section,) = plan.arranged(sections([other, study]))

@@ -95,7 +95,8 @@ def advice_from(
     known = evidence() if known is None else known
     regime, place = place_of(measured, known)
     here = [row for row in known if row.regime == regime]
-    ours = [row for row in here if row.measured and row.against == NLL]
+    all_ours = [row for row in here if row.measured and row.against == NLL]
+    ours = [row for row in all_ours if row.counts]
     objective = best_of(ours)
     sampled = best_when_sampled(ours, objective)
     chosen = sampled or objective
@@ -103,7 +104,7 @@ def advice_from(
     rates = sorted({rate for row in about for rate in row.learning_rates})
     return Advice(
         model=model, data=data, measured=measured, regime=regime, place=place, objective=objective, sampled=sampled,
-        learning_rates=tuple(rates), strength=strength_of(ours), because=tuple(reasons(ours, objective, sampled)),
+        learning_rates=tuple(rates), strength=strength_of(ours), because=tuple(reasons(all_ours, objective, sampled)),
         evidence=tuple([*(row for row in here if row.measured), *(row for row in here if not row.measured)]),
         watch=tuple(watch(measured, regime, [name for name in (objective, sampled) if name and name != NLL], here)),
     )  # fmt: skip
@@ -169,6 +170,8 @@ def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> li
     """Why these objectives, in sentences about measured rows."""
     lines: list[str] = []
     best = [row for row in ours if row.measure == BEST]
+    notes = dict.fromkeys(f"{row.note} ({row.data})" for row in best if row.note)
+    best = [row for row in best if row.counts]
     if objective != NLL:
         row = max((r for r in best if r.objective == objective), key=lambda r: r.difference)
         lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0")
@@ -176,7 +179,7 @@ def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> li
         lines.append(f"measured below NLL at the best temperature of each: {', '.join(dict.fromkeys(lost))}")
     else:
         lines.append("no objective was measured above NLL at the best temperature of each")
-    lines += dict.fromkeys(row.note for row in best if row.note)
+    lines += notes
     if sampled:
         row = max((r for r in ours if r.objective == sampled and r.measure == HOT), key=lambda r: r.difference)
         interval = "no interval was recorded" if row.low is None else "the interval excludes 0"

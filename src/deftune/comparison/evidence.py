@@ -22,7 +22,8 @@ class Evidence:
     """A difference of two objectives in points, with its 95% interval where one was recorded.
 
     ``base_p`` and ``base_concentration`` are the untuned model's means on the data. ``source`` is study, comparison,
-    first look, or paper.
+    first look, or paper. ``counts``: False where the scores show no knowledge of the task, so that no advice rests on
+    the row.
     """
 
     regime: str
@@ -43,6 +44,7 @@ class Evidence:
     base_p: float | None = None
     base_concentration: float | None = None
     note: str = ""
+    counts: bool = True
 
     @property
     def measured(self) -> bool:
