@@ -396,7 +396,8 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
     shown = [name for name in HEADLINE[1:] if name in section.primary]
     image = pictures(section, plan)[0].file
     lines = [f"![Accuracy against sampling temperature for {', '.join(HEADLINE)}](docs/images/{image})", ""]
-    regimes = [s for s in found if s.primary and not plan.is_variant(s.regime)]
+    every = [s for s in found if s.primary and not plan.is_variant(s.regime)]
+    regimes = [s for s in every if s is section or (BASE in s.scores and not plan.teaches_nothing(s))]
     rows: list[list[str]] = []
     for one in regimes:
         for title, temperature in (("greedy", 0.0), ("T = 1", 1.0)):
@@ -409,9 +410,6 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
     models = [f"{plan.about(one)['data']}: {plan.about(one)['model']}, {', '.join(one.averaged)}, {spread(one)}"
               for one in regimes]  # fmt: skip
     limits = [f"{plan.about(one)['data']}: {text}" for one in regimes if (text := tokens_text(one))]
-    limits += [f"{plan.about(one)['data']}: the untuned model's score{left_out_text(one)} is left out, since "
-               f"{cut_text(one)}." for one in regimes if one.base_cut > MOST_CUT]  # fmt: skip
-    limits += [f"{plan.about(one)['data']}: {constant_text(one, plan)}" for one in regimes if plan.teaches_nothing(one)]
     for one in regimes:
         if effect := rerun_difference(one, REFERENCE, 1.0):
             limits.append(f"{plan.about(one)['data']}: a cell of NLL that was run again, by a newer version, differs "
@@ -421,6 +419,10 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
         f"they leave out half (two seeds) or a third (three) of the variance between seeds. A difference is on the "
         f"seeds that both have.*"
     ))  # fmt: skip
+    if others := [f"{plan.about(s)['data']} with {str(plan.about(s)['model']).split(' (')[0]}" for s in every
+                  if s not in regimes]:  # fmt: skip
+        limits.append(f"{' and '.join(others)}: no tuned model is shown to have learnt the task, so that the scores "
+                      "decide little ([why](docs/choosing.md)).")  # fmt: skip
     lines += ["", *(wrapped(f"- {text[0].upper()}{text[1:]}", "  ") for text in limits), ""]
     lines.append(wrapped(
         "[All results](docs/study/results.md) of the [study](docs/study/plan.md); [`deftune advise MODEL "
