@@ -183,6 +183,21 @@ def test_answers_that_were_cut_off_are_named_first(finished):
     assert not any("cut off" in one for one in cautions(summary))
 
 
+def test_scores_below_a_constant_answer_are_called_that(finished):
+    summary = json.loads(json.dumps(summarize_comparison(finished)))
+    (evaluation,) = summary["regimes"]["weak"]["evaluations"]
+    assert evaluation["constant"] == {}  # for multiple choice alone
+    (column, *_), rows = evaluation["columns"], evaluation["views"][-1]["rows"]
+    best = max(rows[name]["columns"][column]["value"] for name in ("nll", "deft"))
+    evaluation["constant"] = {column: {"answer": "A", "score": best}}
+    line = "weak, tasks: no tuned model is above the most frequent right answer, given to every question: "
+    assert any(one.startswith(f"{line}{column} (always A: {100 * best:.1f}).") for one in cautions(summary))
+    note = f"No tuned model is above a constant answer: {column} (always A: {100 * best:.1f})."
+    assert all(note in table.notes for table in score_tables(summary))
+    evaluation["constant"][column]["score"] = best - 0.01
+    assert not any("constant" in one or "most frequent" in one for one in cautions(summary))
+
+
 def test_versions_of_the_grading_that_differ_are_named(finished):
     summary = json.loads(json.dumps(summarize_comparison(finished)))
     assert not any("versions" in line for line in cautions(summary))

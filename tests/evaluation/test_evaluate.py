@@ -72,6 +72,18 @@ def test_scores_are_means_over_samples_then_items(tmp_path, tasks):
     assert greedy["interval"][0] <= greedy["score"] <= greedy["interval"][1]
 
 
+def test_multiple_choice_says_what_a_constant_answer_would_score(tmp_path, tasks):
+    """A model that answers A to everything looks as if it knew something."""
+    golds = {"a": "B", "b": "A", "c": "B"}
+    items = [Item(key, f"question {key}", gold, options={"A": "iron", "B": "zinc"}) for key, gold in golds.items()]
+    told = Told({key: "Answer: A" for key in golds})
+    _, _, summary = run(tmp_path / "r", {"medqa": (task_named("medqa"), items)}, told)
+    assert [row["constant"] for row in summary["rows"]] == [{"answer": "B", "score": 2 / 3}] * 2
+    assert "always B: 66.67" in render_summary(summary)
+    *_, maths = run(tmp_path / "maths", tasks, Told())
+    assert not any("constant" in row for row in maths["rows"]) and "always" not in render_summary(maths)
+
+
 def test_a_server_that_dies_loses_nothing(tmp_path, tasks):
     whole = run(tmp_path / "whole", tasks, Told())[2]
     result = Result(tmp_path / "r")

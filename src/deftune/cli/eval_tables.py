@@ -34,6 +34,8 @@ def render_sampled(summary: Record) -> str:
         failed = row["finished"].get("error", 0)
         extra += f"{failed} errors; " if failed else ""
         extra += f"{stopped} gradings stopped; " if stopped else ""
+        if constant := row.get("constant"):
+            extra += f"always {constant['answer']}: {100 * constant['score']:.2f}; "
         interval = f"  [{100 * low:.2f}, {100 * high:.2f}]"
         lines.append(
             f"{row['task']:24}{row['temperature']:>5g}{row['items']:>7}{row['samples']:>4}{100 * row['score']:>9.2f}"

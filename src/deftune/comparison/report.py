@@ -24,6 +24,7 @@ from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import shown_model, shown_path
 from deftune.comparison.grid import CONFIG, Comparison, render_comparison
 from deftune.comparison.show import (
+    below_constant,
     cost_lines,
     cut_off,
     difference_lines,
@@ -100,6 +101,12 @@ def cautions(summary: Record) -> list[str]:
             lines.append(
                 f"{regime}, {evaluation['title']}: cut off at the limit of tokens: {shares}. Their scores measure the "
                 f"limit, not only the model; raise max_new_tokens."
+            )
+        if constant := below_constant(evaluation):
+            tasks = ", ".join(f"{task} ({text})" for task, text in constant.items())
+            lines.append(
+                f"{regime}, {evaluation['title']}: no tuned model is above the most frequent right answer, given to "
+                f"every question: {tasks}. The scores show no knowledge of the task."
             )
     seeds = len(summary["config"]["seeds"])
     if seeds == 1:

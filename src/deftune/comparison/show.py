@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deftune.artifacts.names import shown_model
+from deftune.comparison.grid import BASE
 from deftune.comparison.summary import BEST
 from deftune.comparison.tables import AVERAGE, ResultTable, Score
 
@@ -61,6 +62,9 @@ def view_notes(evaluation: Record, view: Record) -> list[str]:
     if cut := cut_off(evaluation, view["name"]):
         texts = [f"{name} {share:.0%}" for name, share in cut.items()]
         notes.append(f"Answers cut off at the limit of tokens (max_new_tokens): {', '.join(texts)}.")
+    if constant := below_constant(evaluation):
+        texts = [f"{task} ({text})" for task, text in constant.items()]
+        notes.append(f"No tuned model is above a constant answer: {', '.join(texts)}.")
     if (averaged := evaluation["averaged"]) and len(averaged) > 1:
         notes.append(f"The average is over {', '.join(averaged)}.")
     chosen = {name: list(dict.fromkeys(setting_text(*o) for o in row["chosen"])) for name, row in view["rows"].items()}
@@ -89,6 +93,17 @@ def cut_off(evaluation: Record, view: str = BEST) -> dict[str, float]:
     shares = {name: max((share for title, share in by.items() if view in (title, BEST)), default=0.0)
               for name, by in evaluation["cut_off"].items()}  # fmt: skip
     return {name: share for name, share in shares.items() if share > MOST_CUT}
+
+
+def below_constant(evaluation: Record) -> dict[str, str]:
+    """Task -> the constant answer that no tuned model is above, each at its best, as "always A: 32.9"."""
+    found: dict[str, str] = {}
+    for task, constant in evaluation["constant"].items():
+        rows = evaluation["views"][-1]["rows"] if evaluation["views"] else {}
+        scores = [row["columns"][task]["value"] for name, row in rows.items() if name != BASE]
+        if scores and max(scores) <= constant["score"]:
+            found[task] = f"always {constant['answer']}: {100 * constant['score']:.1f}"
+    return found
 
 
 def setting_text(temperature: float, rate: float | None) -> str:

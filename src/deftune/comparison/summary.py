@@ -39,6 +39,7 @@ def summarize_evaluation(finished: Finished, evaluation: Evaluation) -> Record:
     notes: dict[str, str] = {}
     missing: dict[str, str] = {}
     cut: dict[str, dict[str, float]] = {}
+    constant: dict[str, Record] = {}
     for objective, cells in finished.items():
         scores[objective] = Scores()
         rows: list[Record] = []
@@ -48,13 +49,15 @@ def summarize_evaluation(finished: Finished, evaluation: Evaluation) -> Record:
                 summary = result.summary()
                 notes |= {str(row["task"]): str(row["note"]) for row in summary["rows"] if row["note"]}
                 rows += summary["rows"]
+                constant |= {str(row["task"]): row["constant"] for row in summary["rows"] if "constant" in row}
                 missing |= {str(task): str(why) for task, why in summary["missing"].items()}
             with readable(result.graded, cell):
                 scores[objective].add(cell, result.read_graded())
         cut[objective] = {f"T={t:g}": cut_share(row for row in rows if row["temperature"] == t)
                           for t in evaluation.sweep()}  # fmt: skip
     if not scores:
-        return {"title": evaluation.title, "views": [], "notes": notes, "missing": missing, "cut_off": cut}
+        return {"title": evaluation.title, "views": [], "notes": notes, "missing": missing, "cut_off": cut,
+                "constant": constant}  # fmt: skip
     columns = list(next(iter(next(iter(scores.values())).values.values())))
     averaged = averaged_columns(evaluation, columns)
     sweep = evaluation.sweep()
@@ -64,7 +67,7 @@ def summarize_evaluation(finished: Finished, evaluation: Evaluation) -> Record:
     return {
         "title": evaluation.title, "suite": evaluation.suite, "columns": columns, "averaged": averaged,
         "kinds": {column: kind_of(evaluation, column) for column in columns}, "samples": evaluation.samples_each(),
-        "notes": notes, "missing": missing, "cut_off": cut,
+        "notes": notes, "missing": missing, "cut_off": cut, "constant": constant,
         "views": [view_record(name, t, scores, columns, averaged) for name, t in views],
     }  # fmt: skip
 

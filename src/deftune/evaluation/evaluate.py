@@ -239,6 +239,8 @@ def summarize(
                 "finished": dict(Counter(r["finish"] for r in mine)), "errors": error_record(mine),
                 "note": size_note(task, len(items)) if settings.limit is None else f"a sample of {len(items)} items",
             }  # fmt: skip
+            if task.kind == "choice":
+                row["constant"] = constant_answer(items)
             for column in KINDS[task.kind].columns:
                 row[column] = mean_over_items(list(by_item(mine, name, temperature, column).values()))
             if verdicts := Counter(r["verdict"] for r in mine if "verdict" in r):
@@ -256,6 +258,12 @@ def summarize(
     if suite is not None:
         summary["averages"] = [average(suite, rows, temperature) for temperature in settings.temperatures]
     return summary
+
+
+def constant_answer(items: Sequence[Item]) -> Record:
+    """The most frequent right answer, and what it would score if it were given to every question."""
+    (answer, count), *_ = Counter(item.gold for item in items).most_common(1)
+    return {"answer": answer, "score": count / len(items)}
 
 
 def average(suite: Suite, rows: list[Record], temperature: float) -> Record:
