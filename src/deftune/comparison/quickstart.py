@@ -28,6 +28,7 @@ from deftune.artifacts.config import RunConfig, load_config
 from deftune.artifacts.display import quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import shown_model
+from deftune.artifacts.pages import page
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
@@ -167,7 +168,7 @@ def quickstart(folder: Path, console: Console) -> None:
         f"\nuses {gigabytes(size_of(folder))} of disk; `deftune quickstart --out {folder} --clean` removes it\n"
         f"\npicture: {picture}\nruns:    deftune runs {folder}\n"
         f"chat:    deftune chat {run_folder(folder, 'deft', SEEDS[0])}\n"
-        f"study:   {STUDY}: a larger model, a real task, graded answers"
+        f"study:   {page(STUDY)}: a larger model, a real task, graded answers"
     )
     say("next:    deftune init run.yaml, put your data in it, deftune train run.yaml")
 
@@ -378,7 +379,7 @@ def conclusions(means: dict[str, Means]) -> list[str]:
         f"Held-out countries, greedy: {after['base']:.0%} are right before training, {after['nll']:.0%} after NLL and "
         f"{after['deft']:.0%} after DEFT."
     )
-    return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])), rates=RATES_PAGE)]
+    return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])), rates=page(RATES_PAGE))]
 
 
 def verdict(name: str, found: Means) -> str:
