@@ -200,6 +200,8 @@ def _layout(path: Path, head: bytes) -> str:
         return "parquet"
     if suffix == ".arrow":
         return "arrow"
+    if suffix in (".xlsx", ".xls", ".ods"):  # a zip archive inside
+        raise RowError(str(path), Fault("is a spreadsheet", "", "save the sheet as CSV (UTF-8)"))
     for magic, what, remedy in _FOREIGN:
         if head[:64].lower().startswith(magic.lower()):
             raise RowError(str(path), Fault(f"is {what}", "", remedy))
