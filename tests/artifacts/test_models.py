@@ -36,6 +36,15 @@ def test_unknown_names(name, text):
     assert text in str(caught.value)
 
 
+def test_the_folder_of_runs_names_them(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("run: x\n")
+    with pytest.raises(ValueError) as caught:
+        resolve_model(str(tmp_path))
+    assert f"holds runs, not a model; name one of them: {tmp_path}/first, {tmp_path}/second" in str(caught.value)
+
+
 def test_a_hub_id_is_passed_on():
     assert resolve_model("org/name") == "org/name"
 

@@ -119,6 +119,8 @@ def _check_folder(path: Path) -> None:
             remedy = f"merge its adapter, deftune merge {path} --out FOLDER, and name that folder"
         raise ValueError(f"model: {path}: is the folder of a run, not a model; {remedy}")
     if not (path / "config.json").is_file():
+        if runs := sorted(str(config.parent) for config in path.glob("*/config.yaml")):
+            raise ValueError(f"model: {path}: holds runs, not a model; name one of them: {', '.join(runs[:5])}")
         raise ValueError(f"model: {path}: has no config.json; pass the folder that save_pretrained wrote")
     check_readable(path)
     _check_model_config(path / "config.json")
