@@ -128,6 +128,17 @@ def can_shard() -> bool:
     return torch.accelerator.is_available()
 
 
+def check_token() -> None:
+    """Refuse an upload that would fail after training."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ConfigError(
+            "train.push_to_hub: this machine has no token of the hub, so that the upload would fail after training; "
+            "log in with `hf auth login`, or set HF_TOKEN"
+        )
+
+
 def check_config(config: RunConfig) -> None:
     """Refuse a config that this machine cannot run."""
     train, ranks, with_rows = config.train, world_size(), data_ranks(config)
@@ -148,6 +159,8 @@ def check_config(config: RunConfig) -> None:
             f"{cores} cores; at most {max(MOST_WORKERS, 4 * cores) // here}"
         )
     check_trackers(train.report_to)
+    if train.push_to_hub:
+        check_token()
     if config.model.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
     if config.model.attention_implementation.startswith("flash") and not torch.cuda.is_available():
