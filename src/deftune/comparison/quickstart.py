@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from deftune.artifacts.config import RunConfig, load_config
@@ -140,9 +139,9 @@ def product_seconds(dtype: torch.dtype) -> float:
 
 def quickstart(folder: Path, console: Console) -> None:
     """Train, compare, draw, and say what to do next; a second call resumes the first."""
-    say: Callable[[str], None] = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
+    say: Callable[[str], None] = lambda text: console.print(text, highlight=False)  # noqa: E731
     check_disk(folder)
-    say(escape(f"{takes(folder)}; `deftune quickstart --out {folder} --clean` removes all of it"))
+    line_printer(console)(f"{takes(folder)}; `deftune quickstart --out {folder} --clean` removes all of it")
     say(
         f"[bold]1. Train[/bold] {shown_model(MODEL)} on the capitals of {TRAIN_ROWS} countries, {WRONG_ROWS} of them "
         f"wrong, once with each objective and each of {len(SEEDS)} seeds"
