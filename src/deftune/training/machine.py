@@ -18,6 +18,7 @@ from deftune.training.compiling import why_no_compiler
 from deftune.training.trackers import check_trackers
 
 EARNS_COMPILING = 300  # micro-batches: compiling takes 10 to 15 s, and saves 0.06 to 0.1 s of each (8k to 32k tokens)
+FLASH = ("flash_attn", "flash_attn_interface", "kernels")  # packages with transformers' flash attention, any of them
 MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
 
 
@@ -165,6 +166,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
     if config.model.attention_implementation.startswith("flash") and not torch.cuda.is_available():
         raise ConfigError("model.attention_implementation: flash attention needs a GPU; leave it out")
+    if config.model.attention_implementation.startswith("flash") and not any(map(importlib.util.find_spec, FLASH)):
+        raise ConfigError(
+            "model.attention_implementation: neither flash-attn nor kernels is installed; pip install one of them, or "
+            "leave it out: train.attention has torch's own flash kernels"
+        )
     if train.liger and importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError("train.liger: liger-kernel is not installed; pip install liger-kernel")
     if train.liger and not torch.cuda.is_available():
