@@ -248,7 +248,7 @@ def test_every_key_of_other_stacks_leads_to_a_key():
 def test_the_page_for_users_of_other_stacks_has_no_key_without_advice():
     """The table of docs/coming_from.md: what a user copies from an old config is answered with our key."""
     page = (Path(__file__).parents[2] / "docs/coming_from.md").read_text()
-    rows = [line.split("|")[2:5] for line in page.split("## Keys")[1].split("\n\n")[2].splitlines()[2:]]
+    rows = [line.split("|")[3:6] for line in page.split("## Keys")[1].split("\n\n")[2].splitlines()[2:]]
     keys = set(re.findall(r"`([a-z_0-9]+)[:`]", " ".join(cell for row in rows for cell in row)))
     ours = {key.path.rpartition(".")[2] for key in keys_of(RunConfig)}
     kept_names = {"model", "model_init_kwargs"}  # a section of ours, and an argument of Python
