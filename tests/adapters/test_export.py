@@ -211,6 +211,9 @@ def test_no_key_is_dropped(stack, key, prepared, exported, tmp_path):
     assert own != before or any(line.startswith(key) for line in set(done.notes) - set(base.notes))
 
 
+EARLY = {"data.holdout": 0.1, "train.eval_steps": 1, "train.best": "eval_loss", "train.stop_after": 2}
+
+
 @pytest.mark.parametrize(
     "stack, changes, message",
     [
@@ -219,6 +222,8 @@ def test_no_key_is_dropped(stack, key, prepared, exported, tmp_path):
         ("swift", {"train.sparse": 0.1}, "export swift: train.sparse: swift has no sparse head gradients"),
         ("verl", {"train.schedule": "linear"}, "export verl: train.schedule: verl has cosine and constant"),
         ("axolotl", {"train.warmup_ratio": 0.2}, "axolotl takes two instead"),
+        ("axolotl", EARLY, "export axolotl: train.best: an exported run ends with its last step; --set"),
+        ("llamafactory", EARLY, "export llamafactory: train.stop_after: is not exported to llamafactory; leave it out"),
         ("torchtitan", {}, "its configs are Python modules"),
         ("lamafactory", {}, "unknown stack 'lamafactory'. Did you mean 'llamafactory'"),
         ("ggguf", {}, "unknown stack 'ggguf'. Did you mean 'gguf'? Known: verl, axolotl, llamafactory, swift, gguf"),

@@ -1,12 +1,16 @@
 """A config is right, or says where it is wrong and what would be right."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deftune.artifacts.config import STARTER, ConfigError, RunConfig, apply_override, load_config, render_yaml
+from deftune.artifacts.keys import keys_of
+from deftune.artifacts.other_keys import ADVICE, NAMES
 
 LAUGHS = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))])
 BASE = {"model": {"name": "org/model"}, "data": {"train": [{"path": "rows.jsonl"}]}}
@@ -111,6 +115,12 @@ EVALUATED = ["data.holdout=0.1", "train.eval_steps=5"]
         (BASE, ["run="], "run: Input should be a valid string; it is empty"),
         (BASE, ["run=3"], "run: Input should be a valid string (got 3); write it in quotes"),
         (BASE, ["data.train=a.csv"], "valid list (got 'a.csv'); write a list of sources: [{path: a.csv}]"),
+        (BASE, ["train.report_to=wandb"], "train.report_to: Input should be a valid list (got 'wandb'); write [wandb]"),
+        (BASE, ["train.deepspeed=z3.json"], "train.deepspeed: unknown key. DeepSpeed is not supported, because its"),
+        (BASE, ["deepspeed=z3.json"], "and shard over several GPUs with train.fsdp"),
+        (BASE, ["per_device_train_batch_size=2"], "unknown key. Here it is train.micro_batch_size."),
+        (BASE, ["train.gradient_accumulation_steps=2"], "unknown key. Write the rows of a whole step as train.batch"),
+        (BASE, ["data.train[0].weight=-1"], "data.train.0.weight: Input should be greater than 0 (got -1)"),
         (BASE, ["train.max_length=9"], "train.max_length: unknown key. Did you mean 'data.max_length'? Known here:"),
         ({"data": {"train": [{"generate": "x"}]}}, [], "`generate` needs `limit`"),
         ({"data": {"train": []}}, [], "data.train: List should have at least 1 item"),
@@ -225,3 +235,22 @@ def test_starter(tmp_path):
     assert (train.batch_size, train.micro_batch_size, config.data.max_length, train.max_steps) == (8, 4, 384, 40)
     kept = config.data.train[0].limit * (1 - config.data.holdout)
     assert kept >= train.batch_size * train.max_steps  # less than an epoch
+
+
+def test_every_key_of_other_stacks_leads_to_a_key():
+    ours = {key.path.replace("[]", "") for key in keys_of(RunConfig)}
+    for name, here in NAMES.items():
+        assert re.split("[:,]", here)[0] in ours, name
+    names = {path.rpartition(".")[2] for path in ours}
+    assert not names & (NAMES.keys() | ADVICE.keys()), "a key of ours needs no translation"
+
+
+def test_the_page_for_users_of_other_stacks_has_no_key_without_advice():
+    """The table of docs/coming_from.md: what a user copies from an old config is answered with our key."""
+    page = (Path(__file__).parents[2] / "docs/coming_from.md").read_text()
+    rows = [line.split("|")[3:6] for line in page.split("## Keys")[1].split("\n\n")[2].splitlines()[2:]]
+    keys = set(re.findall(r"`([a-z_0-9]+)[:`]", " ".join(cell for row in rows for cell in row)))
+    ours = {key.path.rpartition(".")[2] for key in keys_of(RunConfig)}
+    kept_names = {"model", "model_init_kwargs"}  # a section of ours, and an argument of Python
+    assert len(keys) > 50
+    assert sorted(keys - ours - kept_names - NAMES.keys() - ADVICE.keys()) == []

@@ -36,6 +36,34 @@ def test_unknown_names(name, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        (
+            "We couldn't connect to 'https://huggingface.co' to load the files.\nCheck",
+            "files; check the network, or name",
+        ),
+        ("a/b is not a local folder and is not a valid model identifier listed on 'x'\nIf", "'x'; check the name; a "),
+        (
+            "You are trying to access a gated repo.\nMake sure",
+            "gated repo; ask for access on the model's page, and log",
+        ),
+        ("no file named model.safetensors", "no file named model.safetensors"),
+    ],
+)
+def test_an_error_of_the_hub_says_what_to_do(message, advice):
+    assert advice in str(models.cannot_load("a/b", OSError(message)))
+
+
+def test_the_folder_of_runs_names_them(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("run: x\n")
+    with pytest.raises(ValueError) as caught:
+        resolve_model(str(tmp_path))
+    assert f"holds runs, not a model; name one of them: {tmp_path}/first, {tmp_path}/second" in str(caught.value)
+
+
 def test_a_hub_id_is_passed_on():
     assert resolve_model("org/name") == "org/name"
 

@@ -9,7 +9,15 @@ import pytest
 import yaml
 
 import tiny
-from deftune.cli import build_parser, main
+from deftune.cli import GREETING, build_parser, main
+
+
+def every_parser(parser, name="deftune"):
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command, inner in action.choices.items():
+                yield from every_parser(inner, f"{name} {command}")
 
 
 def test_init_writes_a_config_that_is_read_back(tmp_path, capsys):
@@ -53,17 +61,19 @@ def test_what_is_missing_is_one_line_and_exit_code_2(arguments, capsys, monkeypa
 
 
 def test_every_command_and_argument_is_explained():
-    def walk(parser):
-        assert parser.description, parser.prog
-        assert parser.format_help(), parser.prog
+    for name, parser in every_parser(build_parser()):
+        assert parser.description, name
         for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for one in action.choices.values():
-                    walk(one)
-            else:
-                assert action.help, f"{parser.prog} {action.option_strings or action.dest}"
+            if not isinstance(action, argparse._SubParsersAction):
+                assert action.help, f"{name} {action.option_strings or action.dest}"
 
-    walk(build_parser())
+
+def test_every_help_page_fits_a_terminal_of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    pages = {"deftune": GREETING, **{name: parser.format_help() for name, parser in every_parser(build_parser())}}
+    assert len(pages) > 40
+    wide = [f"{name}: {line}" for name, page in pages.items() for line in page.splitlines() if len(line) > 80]
+    assert wide == []
 
 
 def test_without_a_command_the_five_things_one_does_are_named(capsys):

@@ -137,6 +137,8 @@ def test_a_finished_folder_is_shown_again_without_training(tmp_path, monkeypatch
     text = console.export_text()
     assert f"{folder} is trained already" in text and "DEFT is better: wrong answers it was taught" in text
     assert "docs/study/results.md" in text
+    sentences = text.split("In brackets:")[1].split("\nuses ")[0].splitlines()
+    assert len(sentences) > 6 and all(len(line) <= 80 for line in sentences)  # wrapped between words
     lines = data_file(folder, 0).read_text().splitlines()
     assert len(lines) == TRAIN_ROWS
     assert json.loads(lines[0])["completion"].endswith(f" is {questions(0)[0].taught}.")

@@ -22,6 +22,11 @@ def texts(rows) -> list[tuple[str, ...]]:
         ("rows.jsonl", b'{"q": "1+1?", "a": "2", "id": 7}\n{"q": "2,2", "a": "a\\nb", "id": 8}\n'),
         ("rows.csv", b'\xef\xbb\xbfid,q,a\r\n7,1+1?,2\r\n8,"2,2","a\nb"\r\n'),
         ("rows.tsv", b'id\tq\ta\n7\t1+1?\t2\n8\t2,2\t"a\nb"\n'),
+        (
+            "rows.csv",
+            b'\xef\xbb\xbf"id";q;a\r\n7;1+1?;2\r\n8;2,2;"a\nb"\r\n',
+        ),  # Excel where a comma is the decimal sign
+        ("rows.csv", b'id\tq\ta\n7\t1+1?\t2\n8\t2,2\t"a\nb"\n'),
         ("rows.csv.gz", gzip.compress(b'id,q,a\n7,1+1?,2\n8,"2,2","a\nb"\n', mtime=0)),
     ],
 )
@@ -46,8 +51,8 @@ def test_a_file_with_the_formats_own_names_needs_no_fields(tmp_path):
         ("q,q\n1,2\n", r"rows\.csv:1: wrong header \('q', 'q'\); the first line names the columns, each once"),
         (",\n1,2\n", r"rows\.csv:1: wrong header \('', ''\); the first line names the columns, each once"),
         (
-            "q;a\n1;2\n",
-            r"rows\.csv:1: wrong header \('q;a'\); the columns of this file are separated by ';'; write it with ','",
+            "q|a\n1|2\n",
+            r"rows\.csv:1: wrong header \('q\|a'\); the columns of this file are separated by '\|'; write it with ','",
         ),
         ('q,a\n1,"2\n', r"rows\.csv:2: not CSV \(unexpected end of data\); check the quotes"),
         ("q,b\n1,2\n", r"rows\.csv:2: no field 'a' \(the row has 'q', 'b'\); correct `fields`"),
@@ -60,6 +65,16 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(RowError, match=message):
         read_rows(path, fields=FIELDS)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+def test_the_first_line_that_is_not_utf8_is_named(tmp_path, packed):
+    """Far behind the header, and in the header."""
+    path = tmp_path / ("rows.csv.gz" if packed else "rows.csv")
+    for content, place in ((b"q,a\n" + b"1+1?,2\n" * 5000 + b"caf\xe9,2\n", "5002"), (b"caf\xe9,a\n1,2\n", "1")):
+        path.write_bytes(gzip.compress(content) if packed else content)
+        with pytest.raises(RowError, match=rf":{place}: not UTF-8 \(byte 0xe9 at position 4\); save the file as UTF-8"):
+            read_rows(path, fields=FIELDS)
 
 
 def test_names_of_columns_are_trimmed_and_empty_ones_left_out(tmp_path):

@@ -177,10 +177,11 @@ BAD_FILES = {
     "bzip2": ("a.json", b"BZh91AY", ": is bzip2 data"),
     "LFS pointer": ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", ": is a Git LFS pointer, not the data"),
     "HTML": ("a.json", b"<!DOCTYPE html><html>", ": is an HTML page; the download failed"),
-    "spreadsheet": (
-        "a.xlsx",
+    "spreadsheet": ("a.xlsx", b"PK\x03\x04rest", ": is a spreadsheet; save the sheet as CSV (UTF-8)"),
+    "text": (
+        "a.txt",
         b"a,b\n1,2\n",
-        ": unknown file type '.xlsx'; known: .jsonl, .ndjson, .json, .parquet, .arrow, .csv,",
+        ": unknown file type '.txt'; known: .jsonl, .ndjson, .json, .parquet, .arrow, .csv,",
     ),
     "JSON cut off": ("a.json", b"[" + GOOD + b",\n" + GOOD[:-20], ":2: JSON cut off ("),
     "JSON list not closed": ("a.json", b"[" + GOOD + b"\n", ":2: JSON cut off (Expecting ',' delimiter, column 1)"),

@@ -92,6 +92,8 @@ def test_rankings():
     assert inspection.ranked_rows("max_nll").tolist()[0] == PROSE
     assert inspection.ranked_rows("mean_p").tolist()[0] == int(np.argmin(inspection.scores["mean_p"]))
     assert make_inspection(ROWS[2:]).default_ranking == "conflict"
+    # a few short answers among prose: ranked by them, nearly all rows would have no score
+    assert make_inspection([*ROWS[:1], *ROWS[2:] * 2]).default_ranking == "conflict"
     with pytest.raises(ValueError, match=r"unknown score 'loss'\. Known: answer, conflict, noise"):
         inspection.ranked_rows("loss")
 

@@ -213,6 +213,16 @@ def test_the_attention_is_the_one_that_is_named(tmp_path, make_config):
         check_config(make_config(tmp_path / "flash", {"model.attention_implementation": "flash_attention_2"}))
 
 
+def test_flash_attention_without_its_package_is_refused_before_the_data_are_read(tmp_path, make_config, monkeypatch):
+    config = make_config(tmp_path / "flash", {"model.attention_implementation": "flash_attention_2"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match="neither flash-attn nor kernels is installed; pip install one of them, or leav"
+    ):
+        check_config(config)
+
+
 def test_noise_on_the_embeddings_changes_the_training_and_not_the_evaluation(tmp_path, make_config):
     records = {}
     for alpha in (None, 5.0):

@@ -9,8 +9,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from deftune.artifacts.config import RunConfig, Source
+from deftune.artifacts.config import ConfigError, RunConfig, Source
 from deftune.artifacts.runs import Run
+from deftune.training import machine
 from deftune.training.card import card_text, hub_dataset, render_merged_card
 from deftune.training.ending import push
 from deftune.training.results import merge
@@ -115,6 +116,15 @@ def test_the_result_is_uploaded(tmp_path, monkeypatch, private):
         {"repo_id": "org/name", "folder_path": str(tmp_path / "model")},
     ]
     assert said == ["uploaded to org/name"]
+
+
+def test_an_upload_without_a_token_is_refused_before_training(monkeypatch):
+    checked = config(train={"push_to_hub": "org/name"})
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(ConfigError, match=r"train\.push_to_hub: this machine has no token .* `hf auth login`"):
+        machine.check_config(checked)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+    machine.check_config(checked)
 
 
 def test_a_private_upload_needs_a_name():

@@ -189,6 +189,22 @@ def test_rows_longer_than_the_models_context_are_a_warning(make_config, tmp_path
         assert any(line.startswith(expected) for line in facts(prepared)) is warned
 
 
+@pytest.mark.parametrize(
+    ("eval_steps", "stop_after", "warning"),
+    [
+        (7, None, "WARNING: train.eval_steps 7 is more than the run's 6 steps: it is evaluated only at the end"),
+        (3, 2, "WARNING: train.stop_after 2 cannot stop a run of 6 steps that is evaluated every 3; lower"),
+        (2, 2, None),
+        (6, None, None),
+    ],
+)
+def test_evaluations_that_come_too_late_are_named(make_config, tmp_path, eval_steps, stop_after, warning):
+    more = {"data.holdout": 0.25, "train.max_steps": 6, "train.epochs": 50, "train.eval_steps": eval_steps}
+    more |= {"train.best": "eval_nll", "train.stop_after": stop_after} if stop_after else {}
+    found = [line for line in facts(prepare(make_config(tmp_path / "run", more), silent)) if "WARNING: train." in line]
+    assert [line[: len(warning or "")] for line in found] == ([warning] if warning else [])
+
+
 def test_a_second_start_takes_the_encoded_rows_from_the_cache(make_config, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DEFTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DEFTUNE_DATA_CACHE_GB", "1")

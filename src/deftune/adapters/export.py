@@ -16,6 +16,7 @@ from deftune._suggest import did_you_mean
 from deftune.adapters.export_job import Job, Keys, check_common
 from deftune.adapters.export_stacks import STACKS
 from deftune.artifacts.config import ConfigError, RunConfig
+from deftune.artifacts.pages import page
 from deftune.objectives import objective as parse_objective
 from deftune.training.data_record import facts
 from deftune.training.preparation import Prepared, prepare
@@ -56,7 +57,8 @@ def export_run(
     if stack == "torchtitan":
         raise ValueError(
             "export torchtitan: its configs are Python modules, its models are its own definitions, and its loader "
-            "packs rows into sequences, so that no file of it is the same run; docs/stacks/torchtitan.md has a config"
+            "packs rows into sequences, so that no file of it is the same run; "
+            f"{page('docs/stacks/torchtitan.md')} has a config"
         )
     if stack not in STACKS:
         known = (*STACKS, "gguf")  # gguf: of the command, which writes a model

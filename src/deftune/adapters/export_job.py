@@ -56,7 +56,7 @@ class Keys:
             ConfigError: keys that were refused, and keys that nobody took.
         """
         untaken = sorted(name for name in self.left if self.values[name] != self.defaults.get(name))
-        problems = [*self.problems, *(f"{name}: {self.stack} has no counterpart; leave it out" for name in untaken)]
+        problems = [*self.problems, *(f"{name}: is not exported to {self.stack}; leave it out" for name in untaken)]
         if problems:
             raise ConfigError("\n".join(f"export {self.stack}: {problem}" for problem in problems))
 
@@ -168,7 +168,7 @@ def check_common(job: Job) -> None:
     keys.refuse("train.sparse", f"{keys.stack} has no sparse head gradients; leave it out")
     if keys.take("train.weights") not in ("auto", "float32"):
         keys.problems.append(f"train.weights: {keys.stack} has no masters; leave it out")
-    keys.refuse("train.best", f"{keys.stack} ends with the last step; --set train.best=none")
+    keys.refuse("train.best", "an exported run ends with its last step; --set train.best=none")
     keys.note("train.save_at", f"not exported; {keys.stack} saves every train.save_steps steps")
     keys.note("train.async_checkpoints", f"not exported; {keys.stack} saves in its own way")
     keys.note("train.push_to_hub", "not exported; upload the result yourself")

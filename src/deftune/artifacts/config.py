@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin
@@ -11,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from deftune._suggest import did_you_mean, nearest
 from deftune.artifacts.keys import keys_of
+from deftune.artifacts.other_keys import advice
 from deftune.artifacts.sections import Data, Model, Section, Train
 from deftune.artifacts.sections import Lora as Lora  # and these: a config is described by all of them
 from deftune.artifacts.sections import NotNegative as NotNegative
@@ -234,7 +236,7 @@ def read_yaml(path: Path, root: type[BaseModel] = RunConfig) -> dict[str, Any]:
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:
-    """``train.learning_rate=1e-5``, ``data.train.0.limit=100``: the value is YAML."""
+    """``train.learning_rate=1e-5``, ``data.train.0.limit=100`` or ``data.train[0].limit=100``: the value is YAML."""
     key, equals, text = override.partition("=")
     if len(override) > 200:
         override = f"{override[:200]}..."  # as an error shows it
@@ -251,7 +253,7 @@ def apply_override(content: dict[str, Any], override: str) -> None:
             value = float(value)
         except ValueError:
             pass
-    *parents, last = key.strip().split(".")
+    *parents, last = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
     place: Any = content
     for i, part in enumerate(parents):
         if isinstance(place, list):
@@ -281,6 +283,9 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             known = known_keys(problem["loc"][:-1], root)
+            if root is RunConfig and (elsewhere := advice(problem["loc"][-1])):
+                lines.append(f"{where}: unknown key. {elsewhere}")
+                continue
             hint = did_you_mean(problem["loc"][-1], known) or _elsewhere(str(problem["loc"][-1]), root)
             lines.append(f"{where}: unknown key.{hint} Known here: {', '.join(known)}")
         elif problem["type"] == "missing":
@@ -294,6 +299,8 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
                 given = "; it is empty" if problem["input"] is None else f"{given}; write it in quotes"
             if problem["type"] == "list_type" and where in ("data.train", "data.eval"):
                 given += f"; write a list of sources: [{{path: {problem['input']}}}]"
+            elif problem["type"] == "list_type" and isinstance(problem["input"], str | int):
+                given += f"; write [{problem['input']}]"
             lines.append(f"{where}: {message}{given}" if where else message)
     return lines
 

@@ -119,6 +119,8 @@ def _check_folder(path: Path) -> None:
             remedy = f"merge its adapter, deftune merge {path} --out FOLDER, and name that folder"
         raise ValueError(f"model: {path}: is the folder of a run, not a model; {remedy}")
     if not (path / "config.json").is_file():
+        if runs := sorted(str(config.parent) for config in path.glob("*/config.yaml")):
+            raise ValueError(f"model: {path}: holds runs, not a model; name one of them: {', '.join(runs[:5])}")
         raise ValueError(f"model: {path}: has no config.json; pass the folder that save_pretrained wrote")
     check_readable(path)
     _check_model_config(path / "config.json")
@@ -470,6 +472,13 @@ download or convert the model again, or correct config.json
         )
 
 
+HUB_ADVICE = {  # by words of transformers' first line; its second line has the advice, and is not shown
+    "couldn't connect to": "check the network, or name a folder, a .gguf file or smollm2",
+    "is not a valid model identifier": "check the name; a private model needs `hf auth login`",
+    "gated repo": "ask for access on the model's page, and log in with `hf auth login`",
+}
+
+
 def cannot_load(what: str, error: Exception) -> ValueError:
     """A one-line error for any exception that a library raises about a model's files."""
     if "trust_remote_code" in str(error):
@@ -479,7 +488,9 @@ def cannot_load(what: str, error: Exception) -> ValueError:
         )
     usual = isinstance(error, (OSError, ValueError, RuntimeError)) or type(error).__module__ == "safetensors_rust"
     kind = "" if usual else f"{type(error).__name__}: "
-    return ValueError(f"model: cannot load {what}: {kind}{first_line(error)}")
+    text = first_line(error)
+    advice = next((f"; {advice}" for words, advice in HUB_ADVICE.items() if words in text), "")
+    return ValueError(f"model: cannot load {what}: {kind}{text.rstrip('.') if advice else text}{advice}")
 
 
 def first_line(error: BaseException) -> str:

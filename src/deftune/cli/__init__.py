@@ -7,6 +7,7 @@ import os
 import runpy
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,16 @@ IMPORTS = "DEFTUNE_IMPORT"  # files of --import, for the processes of a comparis
 
 
 FIRST_STEPS = """first steps:
-  deftune quickstart                           compare two objectives on a small model, some minutes on two cores
-  deftune init, deftune train run.yaml         write a config, and train on your data
-  deftune inspect runs/first rows.jsonl        see on which tokens the data contradicts the model
-  deftune advise smollm2 rows.jsonl            see which objective the evidence supports for your data
-  deftune compare run compare.yaml             compare objectives at the same seeds, with intervals
-  deftune eval run runs/first --task gsm8k     evaluate a model or a run"""
-GREETING = f"""deftune {__version__}: fine-tune language models with losses that scale each token's gradient
+  deftune quickstart                     compare two losses on a small model
+  deftune init                           write a config, run.yaml
+  deftune train run.yaml                 train on your data
+  deftune inspect runs/first rows.jsonl  see where data and model disagree
+  deftune advise smollm2 rows.jsonl      see which objective suits your data
+  deftune compare run compare.yaml       compare objectives at the same seeds
+  deftune eval run runs/first --task gsm8k
+                                         evaluate a model or a run"""
+GREETING = f"""deftune {__version__}: fine-tune language models with losses that scale each
+token's gradient
 
 {FIRST_STEPS}
 
@@ -83,7 +87,10 @@ def describe(commands: Any) -> None:
     """Give each command's own help page the line that the list of commands has for it."""
     lines = {action.dest: action.help for action in commands._get_subactions()}
     for name, parser in commands.choices.items():
-        parser.description = parser.description or sentence(lines[name])
+        described = parser.description or sentence(lines[name])
+        if parser.formatter_class is argparse.RawDescriptionHelpFormatter:  # which keeps the lines as they are
+            described = textwrap.fill(described, 78)
+        parser.description = described
         for action in parser._actions:
             if isinstance(action.choices, dict):  # its own commands
                 describe(action)

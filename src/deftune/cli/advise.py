@@ -23,8 +23,9 @@ def add_to(commands: Any) -> None:
         "advise",
         help="recommend an objective and learning rates for your model and data, with the evidence",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n  deftune advise MODEL DATA --rows 100            one pass over the rows, no training\n"
-        "  deftune advise MODEL DATA --rows 100 --probe    also train three objectives for some steps and compare them",
+        epilog="examples:\n"
+        "  deftune advise MODEL DATA --rows 100          one pass over the rows\n"
+        "  deftune advise MODEL DATA --rows 100 --probe  also train three objectives",
     )
     add_model_and_data(parser)
     add_data_options(parser)

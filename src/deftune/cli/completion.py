@@ -7,8 +7,9 @@ from typing import Any
 
 from deftune.cli.output import say
 
-EPILOG = """Bash: deftune completion bash > ~/.local/share/bash-completion/completions/deftune
-Zsh: deftune completion zsh > a file _deftune in a folder of $fpath"""
+EPILOG = """for the shells that you open from now on:
+  deftune completion bash >> ~/.bash_completion
+  deftune completion zsh > FOLDER/_deftune    with a FOLDER of $fpath"""
 
 
 def add_to(commands: Any, parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,10 @@ def add_to(commands: Any) -> None:
     export.add_argument("--out", type=Path, required=True, metavar="PATH", help="a new folder; with gguf a new file")
     add_set(export)
     export.add_argument("--ranks", type=int, metavar="N", help="processes that will train (default: 1)")
-    export.add_argument("--type", choices=TYPES, help="type of the matrices in a GGUF file (default: f16)")
+    export.add_argument(
+        "--type", choices=TYPES,
+        help="type of the matrices in a GGUF file (default: f16); llama.cpp's llama-quantize makes Q4_K_M of it",
+    )  # fmt: skip
     add_trust(export)
     export.set_defaults(run=run_export)
 

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from deftune.artifacts.config import RunConfig, load_config
 from deftune.artifacts.display import quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.names import shown_model
+from deftune.artifacts.pages import page
 from deftune.artifacts.results import load_result
 from deftune.artifacts.runs import Run
 from deftune.artifacts.terminal import line_printer
@@ -139,9 +139,9 @@ def product_seconds(dtype: torch.dtype) -> float:
 
 def quickstart(folder: Path, console: Console) -> None:
     """Train, compare, draw, and say what to do next; a second call resumes the first."""
-    say: Callable[[str], None] = lambda text: console.print(text, highlight=False, soft_wrap=True)  # noqa: E731
+    say: Callable[[str], None] = lambda text: console.print(text, highlight=False)  # noqa: E731
     check_disk(folder)
-    say(escape(f"{takes(folder)}; `deftune quickstart --out {folder} --clean` removes all of it"))
+    line_printer(console)(f"{takes(folder)}; `deftune quickstart --out {folder} --clean` removes all of it")
     say(
         f"[bold]1. Train[/bold] {shown_model(MODEL)} on the capitals of {TRAIN_ROWS} countries, {WRONG_ROWS} of them "
         f"wrong, once with each objective and each of {len(SEEDS)} seeds"
@@ -167,7 +167,7 @@ def quickstart(folder: Path, console: Console) -> None:
         f"\nuses {gigabytes(size_of(folder))} of disk; `deftune quickstart --out {folder} --clean` removes it\n"
         f"\npicture: {picture}\nruns:    deftune runs {folder}\n"
         f"chat:    deftune chat {run_folder(folder, 'deft', SEEDS[0])}\n"
-        f"study:   {STUDY}: a larger model, a real task, graded answers"
+        f"study:   {page(STUDY)}: a larger model, a real task, graded answers"
     )
     say("next:    deftune init run.yaml, put your data in it, deftune train run.yaml")
 
@@ -378,7 +378,7 @@ def conclusions(means: dict[str, Means]) -> list[str]:
         f"Held-out countries, greedy: {after['base']:.0%} are right before training, {after['nll']:.0%} after NLL and "
         f"{after['deft']:.0%} after DEFT."
     )
-    return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])), rates=RATES_PAGE)]
+    return [*sentences, LIMITS.format(seeds=len(SEEDS), rows=len(questions(SEEDS[0])), rates=page(RATES_PAGE))]
 
 
 def verdict(name: str, found: Means) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
 import math
 import re
@@ -199,6 +200,8 @@ def _layout(path: Path, head: bytes) -> str:
         return "parquet"
     if suffix == ".arrow":
         return "arrow"
+    if suffix in (".xlsx", ".xls", ".ods"):  # a zip archive inside
+        raise RowError(str(path), Fault("is a spreadsheet", "", "save the sheet as CSV (UTF-8)"))
     for magic, what, remedy in _FOREIGN:
         if head[:64].lower().startswith(magic.lower()):
             raise RowError(str(path), Fault(f"is {what}", "", remedy))
@@ -322,19 +325,27 @@ def _json_object(path: Path, value: dict[str, Any]) -> Iterator[Record]:
 def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -> Iterator[Record]:
     """Rows of text below a header line; a quoted value may hold line breaks.
 
-    Columns without a name are left out: pandas writes its index as one.
+    Columns without a name are left out: pandas writes its index as one. If the header has no ``delimiter`` but
+    semicolons, tabs or commas, these separate the values: Excel writes semicolons where a comma is the decimal sign.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(cast("Any", stream), encoding="utf-8-sig", newline="")
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        with _reading(f"{path}:1"):
+            header = text.readline(MAX_LINE_BYTES)
+    except UnicodeDecodeError:
+        raise _not_utf8(path) from None
+    if delimiter not in header and len(others := [other for other in ";\t," if other in header]) == 1:
+        delimiter = others[0]
+    reader = csv.reader(itertools.chain([header] if header else [], text), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         where = f"{path}:{reader.line_num + 1}"
         try:
             with _reading(where):
                 values = next(reader, None)
-        except UnicodeDecodeError as error:
-            raise RowError(where, Fault("not UTF-8", error.reason, "save the file as UTF-8")) from None
+        except UnicodeDecodeError:
+            raise _not_utf8(path) from None
         except csv.Error as error:  # a quote that is not closed swallows what follows: no later row is certain
             raise RowError(where, Fault("not CSV", str(error), "check the quotes, or write it as JSONL")) from None
         if values is None:
@@ -357,6 +368,18 @@ def _read_csv(path: Path, stream: _Stream, bad: BadRows, delimiter: str = ",") -
             bad.add(where, Fault("NUL character", "in a value"), raw_text(delimiter.join(values).encode()))
         else:
             yield where, {name: value for name, value in zip(names, values) if name}
+
+
+def _not_utf8(path: Path) -> RowError:
+    """The error of a text file that is not UTF-8, with the first line that is not; Python decodes in larger pieces."""
+    with _open(path) as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                _utf8(line)
+            except Fault as fault:
+                remedy = 'save the file as UTF-8 (Excel: "CSV UTF-8")'
+                return RowError(f"{path}:{number}", Fault(fault.kind, fault.detail, remedy))
+    return RowError(str(path), Fault("not UTF-8", "", "save the file as UTF-8"))
 
 
 def _read_tsv(path: Path, stream: _Stream, bad: BadRows) -> Iterator[Record]:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from deftune.artifacts.config import ConfigError, Section, explain, read_yaml
+from deftune.artifacts.pages import page
 from deftune.data.fields import Fields
 from deftune.data.files import SUFFIXES
 from deftune.evaluation.items import render_prompt
@@ -92,7 +93,8 @@ def load_task_file(path: str | Path) -> Task:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; a task of your own is a small YAML file: docs/evaluation.md has one")
+        example = page("docs/evaluation.md")
+        raise ConfigError(f"{path}: no such file; a task of your own is a small YAML file: {example} has one")
     try:
         file = TaskFile.model_validate(read_yaml(path, TaskFile))
     except ValidationError as error:

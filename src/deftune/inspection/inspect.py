@@ -134,8 +134,9 @@ class Inspection:
 
     @property
     def default_ranking(self) -> str:
-        """``answer`` where rows state one, else ``conflict``."""
-        return "answer" if np.isfinite(self.scores["answer"]).any() else "conflict"
+        """``answer`` where at least half of the rows state one, else ``conflict``."""
+        stated = np.isfinite(self.scores["answer"])
+        return "answer" if stated.any() and stated.mean() >= 0.5 else "conflict"
 
 
 def inspect_rows(

@@ -127,6 +127,7 @@ def page_head(inspection: Inspection) -> dict[str, Any]:
     palette = {name: look_of(name).colour if name != "nll" else GREY for name in inspection.objectives}
     orders = {score.name: score for score in ROW_SCORES}
     first = inspection.default_ranking
+    answer = ["answer"] if any(inspection.stated) else []  # its reason is the row's text, which the page cannot make
     scores = [orders.pop(first), *orders.values()]
     return {
         "about": {"model": shown_model(str(facts.get("model", ""))), "data": shown_path(str(facts.get("data", "")))},
@@ -148,7 +149,7 @@ def page_head(inspection: Inspection) -> dict[str, Any]:
                 "between": list(zip(_breaks(inspection, row), line["between"])),
                 "truncated": line["truncated"],
                 "flags": flags(inspection, row),
-                "reasons": {name: reason(inspection, row, name) for name in (first, *flags(inspection, row))},
+                "reasons": {name: reason(inspection, row, name) for name in (first, *answer, *flags(inspection, row))},
             }
             for row, line in enumerate(inspection.rows)
         ],

@@ -68,6 +68,16 @@ def facts(prepared: Prepared) -> list[str]:
             f"train.max_steps {train.max_steps:,} is more than train.epochs {train.epochs:g} allows: the run has "
             f"{prepared.steps:,} steps; raise train.epochs for more"
         )
+    if train.eval_steps is not None and train.eval_steps > prepared.steps:
+        lines.append(
+            f"WARNING: train.eval_steps {train.eval_steps:,} is more than the run's {prepared.steps:,} steps: it is "
+            f"evaluated only at the end"
+        )
+    elif train.stop_after is not None and prepared.steps // (train.eval_steps or 1) <= train.stop_after:
+        lines.append(
+            f"WARNING: train.stop_after {train.stop_after} cannot stop a run of {prepared.steps:,} steps that is "
+            f"evaluated every {train.eval_steps:,}; lower train.eval_steps"
+        )
     if len(prepared.sequences) < train.batch_size:
         lines.append(
             f"a step takes all {len(prepared.sequences)} {unit}: fewer than train.batch_size {train.batch_size}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deftune.artifacts.pages import page
 from deftune.losses import token_loss
 from deftune.objectives import Context, Objective
 from deftune.objectives import objective as parse_objective
@@ -82,5 +83,5 @@ def check_whole_rows() -> None:
         raise ValueError(
             "hf_loss: context parallelism divides each row among ranks, and compute_loss_func gets labels that are not "
             "shifted across them, so targets would be lost or wrong; call deftune.token_loss with the Trainer's "
-            "shift_labels in a compute_loss of your own (docs/other_trainers.md, Context parallel)"
+            f"shift_labels in a compute_loss of your own ({page('docs/other_trainers.md')}, Context parallel)"
         )

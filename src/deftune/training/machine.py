@@ -18,6 +18,7 @@ from deftune.training.compiling import why_no_compiler
 from deftune.training.trackers import check_trackers
 
 EARNS_COMPILING = 300  # micro-batches: compiling takes 10 to 15 s, and saves 0.06 to 0.1 s of each (8k to 32k tokens)
+FLASH = ("flash_attn", "flash_attn_interface", "kernels")  # packages with transformers' flash attention, any of them
 MOST_WORKERS = 16  # data workers of a machine with few cores; with more, four for each
 
 
@@ -128,6 +129,17 @@ def can_shard() -> bool:
     return torch.accelerator.is_available()
 
 
+def check_token() -> None:
+    """Refuse an upload that would fail after training."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise ConfigError(
+            "train.push_to_hub: this machine has no token of the hub, so that the upload would fail after training; "
+            "log in with `hf auth login`, or set HF_TOKEN"
+        )
+
+
 def check_config(config: RunConfig) -> None:
     """Refuse a config that this machine cannot run."""
     train, ranks, with_rows = config.train, world_size(), data_ranks(config)
@@ -148,10 +160,17 @@ def check_config(config: RunConfig) -> None:
             f"{cores} cores; at most {max(MOST_WORKERS, 4 * cores) // here}"
         )
     check_trackers(train.report_to)
+    if train.push_to_hub:
+        check_token()
     if config.model.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora: peft is not installed; pip install peft")
     if config.model.attention_implementation.startswith("flash") and not torch.cuda.is_available():
         raise ConfigError("model.attention_implementation: flash attention needs a GPU; leave it out")
+    if config.model.attention_implementation.startswith("flash") and not any(map(importlib.util.find_spec, FLASH)):
+        raise ConfigError(
+            "model.attention_implementation: neither flash-attn nor kernels is installed; pip install one of them, or "
+            "leave it out: train.attention has torch's own flash kernels"
+        )
     if train.liger and importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError("train.liger: liger-kernel is not installed; pip install liger-kernel")
     if train.liger and not torch.cuda.is_available():
