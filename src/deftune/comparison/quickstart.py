@@ -176,7 +176,7 @@ def quickstart(folder: Path, console: Console) -> None:
 # --- disk and time ----------------------------------------------------------------------------------------------------
 
 PEAK_BYTES = 300_000_000  # six adapters, and two checkpoints of the last run with Adam's two moments
-MINUTES = "about 9 minutes of CPU time"
+MINUTES = "6 to 9 minutes of CPU time"
 
 
 def written(folder: Path) -> list[Path]:
