@@ -2,16 +2,18 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from transformers import Gemma2ForCausalLM
 
 from deftune import objective, token_stats
-from deftune.artifacts.results import encoding_of, load_result
+from deftune.artifacts.results import encoding_of, load_result, reading_of
 from deftune.cli import main
 from deftune.comparison.summary import table_record
 from deftune.data.encoding import Encoder, encode_rows
@@ -24,6 +26,7 @@ from deftune.tokens.table import (
     METADATA_KEY,
     ROW_SCHEMA,
     TOKEN_COLUMNS,
+    make_token_table,
     read_rows_table,
     read_token_table,
     rows_path,
@@ -395,6 +398,29 @@ def test_a_run_is_read_as_it_was_trained(run, tokenizer):
         "template": None, "template_options": {}, "end_tokens": [], "bos": None, "mask": "assistant",
         "max_length": 2048, "overlong": "truncate",
     }  # fmt: skip
+
+
+def test_a_file_of_a_run_is_read_with_the_runs_own_fields(run, tmp_path):
+    """Rows of any names: whoever trained on them need not name their fields again."""
+    path, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    for file in (path, other):
+        file.write_text('{"frage": "1 + 1?", "antwort": "2"}\n')
+    fields = {"prompt": "frage", "completion": "antwort"}
+    config = run.read_config()
+    source = config.data.train[0].model_copy(update={"path": str(path), "format": "auto", "fields": fields})
+    data = config.data.model_copy(update={"train": [*config.data.train, source]})
+    copy = tmp_path / "run"
+    shutil.copytree(run.folder, copy)
+    (copy / "config.yaml").write_text(yaml.safe_dump(config.model_copy(update={"data": data}).model_dump(mode="json")))
+    assert reading_of(str(copy), str(path)) == {"format": "auto", "fields": fields}
+    assert reading_of(f"{copy}:2", str(path))["fields"] == fields
+    make_token_table(tmp_path / "tokens.parquet", str(copy), str(path))
+    with pytest.raises(ValueError, match="--fields"):
+        make_token_table(tmp_path / "tokens.parquet", str(copy), str(other))
+    given = {"prompt": "antwort", "completion": "frage"}
+    assert reading_of(str(copy), str(path), fields=given) == {"format": "auto", "fields": given}
+    assert reading_of(str(copy), str(path), format="messages") == {"format": "messages", "fields": None}
+    assert reading_of("smollm2", str(path)) == {"format": "auto", "fields": None}
 
 
 def test_the_command_writes_what_python_does(tmp_path, capsys, model_folder, data_file, table):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +289,26 @@ def encoding_of(model: str | Run, **given: Any) -> dict[str, Any]:
     if run is not None and (time := run.template_time()):
         options["now"] = time  # the date in the prompts is that of the training, not today's
     return options | {name: value for name, value in given.items() if value is not None}
+
+
+def reading_of(
+    model: str | Run, data: str, *, format: str = "auto", fields: Mapping[str, str] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """How `read_rows` reads data that a run was trained or evaluated on: as its config says, unless more is given.
+
+    Args:
+        model: a `Run`, a run's folder, ``RUN:STEP``, or any other name of a model.
+        data: a file, a folder, or a hub id; one of the run's sources is found by its path.
+        format: replaces the source's format, and its fields.
+        fields: replace the source's fields, and its format.
+    """
+    run = model if isinstance(model, Run) else parse_result(model)[0]
+    if run is not None and format == "auto" and not fields:
+        about = run.read_config().data
+        for source in (*about.train, *about.eval):
+            if source.path and (source.path == data or Path(source.path).resolve() == Path(data).resolve()):
+                return {"format": source.format, "fields": source.fields or None}
+    return {"format": format, "fields": fields}
 
 
 def prompt_options(encoding: dict[str, Any]) -> dict[str, Any]:

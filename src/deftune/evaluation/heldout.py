@@ -33,7 +33,7 @@ from torch import Tensor
 from deftune.artifacts.display import QUIET, Display, quiet
 from deftune.artifacts.files import write_atomic
 from deftune.artifacts.options import OptionError, check_counts
-from deftune.artifacts.results import encoding_for, weights_digest
+from deftune.artifacts.results import encoding_for, reading_of, weights_digest
 from deftune.data.encoding import Encoded, EncodedRows, Encoder, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.evaluation import engines
@@ -274,9 +274,11 @@ def evaluate_heldout(
     """
     check_counts(rows=rows, batch_size=batch_size)
     encoding = encoding_for(model, template, like)
+    reading = reading_of(model, data, format=format, fields=fields)
     settings = HeldoutSettings(
-        model=model, data=data, format=format, split=split, rows=rows, encoding=encoding, fields=dict(fields or {})
-    )
+        model=model, data=data, format=reading["format"], split=split, rows=rows, encoding=encoding,
+        fields=dict(reading["fields"] or {}),
+    )  # fmt: skip
     bad = BadRows(skip=skip_bad_rows)
     display.show("reading the rows")
     found = read_data(settings, bad)

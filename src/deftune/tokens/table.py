@@ -21,7 +21,7 @@ from deftune._version import __version__
 from deftune.artifacts.display import QUIET, Display, quiet
 from deftune.artifacts.files import whole_file
 from deftune.artifacts.options import OptionError, check_counts
-from deftune.artifacts.results import encoding_of, load_result
+from deftune.artifacts.results import encoding_of, load_result, reading_of
 from deftune.data.encoding import Encoded, Encoder, Mask, encode_rows
 from deftune.data.rows import BadRows, Row
 from deftune.data.sources import read_rows
@@ -240,9 +240,10 @@ def make_token_table(
         data: a file, a folder, a hub id, or ``generated:NAME``.
         objectives: objectives whose gates are columns of the table.
         rows: the first rows only.
-        format: the format of the data, as in `read_rows`.
+        format: the format of the data, as in `read_rows`; by default that of the run, for a file that it was trained
+            or evaluated on.
         split: the split of the data, as in `read_rows`.
-        fields: the names of the fields in the data, as in `read_rows`.
+        fields: the names of the fields in the data, as in `read_rows`; by default those of the run, likewise.
         template: replaces the chat template of the run or of the tokenizer.
         mask: replaces the mask of the run or the default.
         max_length: replaces the longest length of a row.
@@ -262,7 +263,8 @@ def make_token_table(
     chosen = parse_objectives(objectives)
     display.show(f"reading {data}")
     bad = BadRows(skip=bad_rows is not None)
-    found = read_rows(data, format=format, split=split, limit=rows, bad=bad, fields=fields)
+    reading = reading_of(model, data, format=format, fields=fields)
+    found = read_rows(data, split=split, limit=rows, bad=bad, **reading)
     with quiet():
         display.show(f"loading {model}")
         loaded, tokenizer = load_result(model, display.say, trust_remote_code=trust_remote_code)
