@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deftune.comparison.grid import BASE, Evaluation
 from deftune.comparison.scores import Scores, Shown, averaged_columns, common, show
+from deftune.comparison.show import MOST_CUT
 from deftune.evaluation.statistics import drawn_counts, holm, interval_of
 
 from .cells import Record, Study
@@ -78,9 +79,6 @@ def effect_of(columns: Sequence[Tensor]) -> Effect:
     beyond = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
     return Effect(value, interval.low, interval.high, round(p, 6), seeds, sum(c.shape[1] for c in columns))
-
-
-MOST_CUT = 0.1  # of the untuned model's answers
 
 
 def share(answers: Iterable[Record], key: str, kinds: Sequence[str]) -> float | None:

@@ -183,9 +183,9 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
     tuned = [effect.value for name in section.objectives if (effect := section.accuracy(name, None))]
     untuned = section.accuracy(BASE, None) if BASE in section.scores else None
     note: Record = {"note": BELOW_UNTUNED} if untuned and untuned.value > max(tuned, default=0.0) else {}
-    idle: Record = {}
+    more: Record = {}
     if plan.teaches_nothing(section):
-        note, idle = {"note": "no tuned model was above a constant answer"}, {"counts": False}
+        note, more = {"note": "no tuned model was above a constant answer"}, {"counts": False}
     base = next((cell["held_out"] for cell in section.cells(BASE) if "held_out" in cell), None)
     for name in section.primary:
         for measure, temperature in ((BEST, None), (GREEDY, 0.0), (HOT, 1.0)):
@@ -199,7 +199,7 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
                     "against": REFERENCE, "measure": measure, "difference": value, "low": low, "high": high,
                     "p_holm": section.holm(temperature)[name], "seeds": effect.seeds,
                     "learning_rates": sorted({o.learning_rate for o in pair[0].chosen if o.learning_rate is not None}),
-                    "source": "study", "where": "docs/study/results.md", **(note if measure == BEST else {}), **idle,
+                    "source": "study", "where": "docs/study/results.md", **(note if measure == BEST else {}), **more,
                 }  # fmt: skip
 
 

@@ -17,11 +17,12 @@ import yaml
 from deftune.artifacts.files import write_atomic
 from deftune.comparison.figures import plot_rates, plot_temperatures
 from deftune.comparison.grid import BASE
+from deftune.comparison.show import MOST_CUT
 from deftune.comparison.tables import LEVEL, escape_markdown
 from deftune.evaluation.crossed import crossed
 
 from .cells import Record, Study, read_study, seconds_of
-from .effects import MOST_CUT, ORDER, REFERENCE, Effect, Section, in_points, sections
+from .effects import ORDER, REFERENCE, Effect, Section, in_points, sections
 from .ledger import evidence, ledger, ledger_block
 from .plan import Plan, wanted_text
 from .tables import (

@@ -175,6 +175,7 @@ def entropy_curve(cells: Iterable[Record]) -> dict[float, float]:
 
 
 def with_reruns(cells: Iterable[Record]) -> list[Record]:
+    """The cells, each followed by the same cell run again."""
     return [run for cell in cells for run in (cell, *cell.get("reruns", ()))]
 
 

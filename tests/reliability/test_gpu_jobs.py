@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +40,21 @@ def test_every_job_states_what_became_of_it(gpu, tmp_path, capsys):
     assert sorted(path.stem for path in tmp_path.glob("*.done")) == ["good", "old"]
     assert "begun" in (tmp_path / "hangs.log").read_text()  # a kill loses no output
     assert gpu.run_all(jobs[:1], folders, tmp_path, soon) is True
+
+
+def test_the_peak_of_a_peer_survives_its_resets(monkeypatch):
+    """axolotl resets torch's count at every log; a GPU is not needed to see that the largest peak is kept."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    peer_training = importlib.import_module("peer_training")
+    peaks = iter([3 * 2**30, 5 * 2**30, 2**30])
+    resets = []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: next(peaks))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: resets.append(1))
+    peak = peer_training.PeakMemory()
+    peak.watch()
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+    assert len(resets) == 3 and peak.gib(2.0) == 5.0 and peak.gib(7.0) == 7.0
 
 
 def test_no_job_runs_beyond_the_budget(gpu, tmp_path, capsys):

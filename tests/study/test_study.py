@@ -16,9 +16,29 @@ from benchmarks.study.__main__ import main
 from benchmarks.study.cells import Study, collect, read_study, shared_config, write_study
 from benchmarks.study.effects import Section, effect_of, sections
 from benchmarks.study.ledger import StudyBoard, evidence, ledger
-from benchmarks.study.pages import EVIDENCE, LEDGER, answers, default_answer, limits, put_between, report, results_page
+from benchmarks.study.pages import (
+    EVIDENCE,
+    LEDGER,
+    answers,
+    default_answer,
+    limits,
+    put_between,
+    readme_block,
+    report,
+    results_page,
+    tokens_text,
+)
 from benchmarks.study.plan import Plan
-from benchmarks.study.tables import entropy_text, form_table, points, primary_table, series_table, wall_seconds
+from benchmarks.study.tables import (
+    entropy_text,
+    form_table,
+    points,
+    primary_table,
+    rerun_difference,
+    rerun_table,
+    series_table,
+    wall_seconds,
+)
 
 from deftune.comparison.evidence import Evidence
 from deftune.comparison.grid import Cell, Comparison, load_comparison
@@ -333,6 +353,8 @@ def test_an_untuned_model_whose_answers_were_cut_off_has_no_score(root):
     assert f"the untuned model's score is left out ({why})" in default_answer([section], plan)[0]
     left_out = 100 * section.left_out_score(0.0).value
     assert left_out == pytest.approx(20, abs=6)
+    study.cells["strong/base"]["reruns"] = [study.cells["strong/base"]]
+    assert rerun_table([section]) == ""  # a score that is left out is not compared with itself
     text = limits([study], [section], plan)
     assert f"score ({left_out:.1f} greedily, " in text and why in text
 
@@ -383,6 +405,15 @@ def test_the_untuned_model_with_room_for_its_answers_counts_where_the_plan_says(
     assert section.regime == "strong" and section.base_cut == 0
     assert section.accuracy("base", 0.0).value == pytest.approx(0.8, abs=0.1)
     assert "training does not help" in default_answer([section], plan)[0]
+    longer.cells["strong/base"]["scores"]["tasks"]["gsm8k"]["0"]["answer_tokens"] = 311
+    (section,) = plan.arranged(sections([renamed(longer, "strong-base"), study]))
+    (line,) = [line for line in form_table(section).splitlines() if line.startswith("| `base` |")]
+    assert "| 311 |" in line  # the form of the answers that the score is of
+    assert tokens_text(section) == ""  # both have the same limit
+    section.base_section.study.config["regimes"]["strong-base"]["evaluate"][0]["max_new_tokens"] = 1024
+    assert tokens_text(section) == (
+        "the untuned model's answers had at most 1,024 tokens, those of the tuned models 256."
+    )
     other = renamed(longer, "strong-base")
     other.items["strong-base"]["tasks"]["gsm8k"][0] = "another item"
     (section,) = plan.arranged(sections([other, study]))
@@ -483,6 +514,37 @@ def test_the_temperature_of_equal_entropy_is_stated(root):
         "Mean entropy of the held-out tokens with `nll`: 0.300 at T = 0.5, 0.600 at T = 1. It is that of `deft` at "
         "T = 1 (0.200) between T = 0 and T = 0.5."
     )]  # fmt: skip
+
+
+def test_the_entropies_of_a_cell_that_was_run_again_count(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study = invented(nll=(0.5, 0.45, 0.3), deft=(0.7, 0.7, 0.7))
+    for name, cell in study.cells.items():
+        cell["held_out"] = {"entropy": [0.6 if "nll" in name else 0.2, 0.1, 0.9]}
+    (section,) = plan.arranged(sections([study]))
+    assert entropy_text(section, [section], plan) == ""  # not measured at other temperatures
+    first = study.cells["strong/nll/lr1e-05-s0"]
+    first["reruns"] = [first | {"held_out": {"entropy": [0.6, 0.1, 0.9], "entropies": {"0.5": [0.3, 0.2, 0.4]}}}]
+    (section,) = plan.arranged(sections([study]))
+    assert "0.300 at T = 0.5" in entropy_text(section, [section], plan)
+
+
+def test_readme_shows_regimes_in_which_a_model_learnt(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study = invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6))
+    idle = renamed(invented(base=(0.2, 0.2, 0.2), nll=(0.5, 0.45, 0.3), deft=(0.6, 0.6, 0.6)), "strong-math")
+    plan.regimes["strong-math"] |= {"constant": {"gsm8k": 90.0}}
+    found = plan.arranged(sections([study, idle]))
+    text = " ".join(readme_block(found, plan).split())
+    assert "| GSM8K, greedy |" in text and "| MATH, greedy |" not in text
+    assert "- MATH with Qwen2.5-Coder-1.5B-Instruct: no tuned model is shown to have learnt the task" in text
+    assert "run again" not in text
+    cell = study.cells["strong/nll/lr1e-05-s0"]
+    cell["reruns"] = [study.cells["strong/nll/lr1e-05-s1"]]
+    effect = rerun_difference(plan.arranged(sections([study]))[0], "nll", 1.0)
+    value, low, high = effect.points
+    text = " ".join(readme_block(plan.arranged(sections([study])), plan).split())
+    assert f"differs from the first run by {value:+.1f} [{low:+.1f}, {high:+.1f}] at T = 1" in text
 
 
 def test_planned_cells_are_found_by_spec_and_rate(root):

@@ -17,6 +17,7 @@ from deftune.artifacts.results import encoding_of, load_result, reading_of
 from deftune.cli import main
 from deftune.comparison.summary import table_record
 from deftune.data.encoding import Encoder, encode_rows
+from deftune.evaluation.heldout import evaluate_heldout
 from deftune.objectives import Context
 from deftune.tokens import passes
 from deftune.tokens import table as tokens
@@ -415,6 +416,8 @@ def test_a_file_of_a_run_is_read_with_the_runs_own_fields(run, tmp_path):
     assert reading_of(str(copy), str(path)) == {"format": "auto", "fields": fields}
     assert reading_of(f"{copy}:2", str(path))["fields"] == fields
     make_token_table(tmp_path / "tokens.parquet", str(copy), str(path))
+    heldout = evaluate_heldout(str(copy), str(path), out=tmp_path / "heldout")
+    assert heldout.summary["settings"]["fields"] == fields
     with pytest.raises(ValueError, match="--fields"):
         make_token_table(tmp_path / "tokens.parquet", str(copy), str(other))
     given = {"prompt": "antwort", "completion": "frage"}

@@ -95,8 +95,8 @@ def advice_from(
     known = evidence() if known is None else known
     regime, place = place_of(measured, known)
     here = [row for row in known if row.regime == regime]
-    all_ours = [row for row in here if row.measured and row.against == NLL]
-    ours = [row for row in all_ours if row.counts]
+    against_nll = [row for row in here if row.measured and row.against == NLL]
+    ours = [row for row in against_nll if row.counts]
     objective = best_of(ours)
     sampled = best_when_sampled(ours, objective)
     chosen = sampled or objective
@@ -104,7 +104,7 @@ def advice_from(
     rates = sorted({rate for row in about for rate in row.learning_rates})
     return Advice(
         model=model, data=data, measured=measured, regime=regime, place=place, objective=objective, sampled=sampled,
-        learning_rates=tuple(rates), strength=strength_of(ours), because=tuple(reasons(all_ours, objective, sampled)),
+        learning_rates=tuple(rates), strength=strength_of(ours), because=tuple(reasons(against_nll, objective, sampled)),
         evidence=tuple([*(row for row in here if row.measured), *(row for row in here if not row.measured)]),
         watch=tuple(watch(measured, regime, [name for name in (objective, sampled) if name and name != NLL], here)),
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""`deftune quickstart`: some training answers are wrong; which objective teaches them to the model?
+"""`deftune quickstart`: some training answers are wrong; with which objective does the model answer better afterwards?
 
 SmolLM2 is asked for the capitals of countries, many of which it knows. It is tuned on such questions, some of them with
-another country's capital as the answer, once with each objective and seed. Then the models are compared: how many right
-answers that were new to it did each model learn, how many of the wrong answers, and what does it answer to questions
-that it was not taught?
+another country's capital as the answer, once with each objective and seed. Then the models are compared: what does each
+answer to questions that it was not taught, how many right answers that were new to it did it learn, and how many of the
+wrong ones?
 """
 
 from __future__ import annotations

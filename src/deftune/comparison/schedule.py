@@ -263,7 +263,7 @@ class Children:
                     if not child.has_exited:
                         self.idle.append(child)
                     if state == "failed" and child.shared and OUT_OF_MEMORY in str(cell.state().get("error")):
-                        if child.room == self.room:  # not of the same crowd as one that failed while it ran
+                        if child.room == self.room:  # cells that fail together count once
                             self.room = max(1, self.room - 1)
                         waiting.insert(0, cell)
                         state = CROWDED
@@ -305,7 +305,7 @@ class Child:
 
     def __init__(self, cell: Cell):
         self.cell, self.shared, self.liger = cell, False, False  # shared: another cell ran at the same time
-        self.room = 1  # cells that might run at a time when this one started
+        self.room = 1  # `Children.room` when its cell started
         cell.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--worker"]
         if any(other.config.model.trust_remote_code for other in cell.comparison.cells()):
