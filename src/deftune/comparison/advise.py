@@ -104,7 +104,8 @@ def advice_from(
     rates = sorted({rate for row in about for rate in row.learning_rates})
     return Advice(
         model=model, data=data, measured=measured, regime=regime, place=place, objective=objective, sampled=sampled,
-        learning_rates=tuple(rates), strength=strength_of(ours), because=tuple(reasons(against_nll, objective, sampled)),
+        learning_rates=tuple(rates), strength=strength_of(ours),
+        because=tuple(reasons(against_nll, objective, sampled)),
         evidence=tuple([*(row for row in here if row.measured), *(row for row in here if not row.measured)]),
         watch=tuple(watch(measured, regime, [name for name in (objective, sampled) if name and name != NLL], here)),
     )  # fmt: skip
