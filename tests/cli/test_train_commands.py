@@ -115,6 +115,7 @@ def test_an_options_former_name_leads_to_the_new_one(line, now, capsys):
     ("trian run.yaml", "deftune [", "invalid choice: 'trian'. Did you mean 'train'? Choose from objectives, "),
     ("eval shwo r", "deftune eval [", "argument ACTION: invalid choice: 'shwo'. Did you mean 'show'? Choose from "),
     ("train a.yaml --dryrun", "deftune train [", "unrecognized arguments: --dryrun. Did you mean '--dry-run'?"),
+    ("quickstart --lr 2", "deftune quickstart [", "unrecognized arguments: --lr 2\n"),
     ("eval run m --taks=gsm8k", "deftune eval run [", "unrecognized arguments: --taks=gsm8k. Did you mean '--task'?"),
     ("doctor --verbose", "deftune doctor [", "deftune doctor: error: unrecognized arguments: --verbose\n"),
     ("completion fish", "deftune completion [", "argument shell: invalid choice: 'fish'. Choose from bash, zsh\n"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from deftune._suggest import did_you_mean
+from deftune._suggest import did_you_mean, nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,8 +28,9 @@ class Parser(argparse.ArgumentParser):
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            hint = did_you_mean(unknown[0].partition("=")[0], known)
+            known = {option.lstrip("-"): option for action in self._actions for option in action.option_strings}
+            near = nearest(unknown[0].partition("=")[0].lstrip("-"), known)  # two dashes alone make nothing alike
+            hint = "" if near is None else f" Did you mean {known[near]!r}?"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{'.' if hint else ''}{hint}")
         return found, unknown
 
