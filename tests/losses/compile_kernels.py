@@ -1,8 +1,8 @@
 """Compile every Triton kernel for an H100 or H200 (sm_90) on a machine without a GPU; `test_triton_rows.py` runs this.
 
 Triton's interpreter does not check types, shared memory or what the compiler can lower. Here the launch functions of
-`triton_rows` get CPU tensors, and each launch is compiled to a cubin instead of being started. Prints the name of each
-kernel that was compiled.
+`triton_rows` and `triton_adamw` get CPU tensors, and each launch is compiled to a cubin instead of being started.
+Prints the name of each kernel that was compiled.
 """
 
 from itertools import product
@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from deftune.losses import triton_gradients, triton_rows, triton_statistics
 from deftune.losses.head import Head, Slices
 from deftune.losses.statistics import COLUMNS
+from deftune.training import triton_adamw
 
 SHARED_MEMORY = 227 << 10  # bytes that a block may use on sm_90
 ROWS, TOKENS, WIDTH = 256, 300, 576
@@ -51,6 +52,8 @@ def compile_launch(kernel: JITFunction, grid: tuple[int, ...]):
         assert found.asm["cubin"], name
         assert found.metadata.shared <= SHARED_MEMORY, f"{name}: {found.metadata.shared} bytes of shared memory"
         compiled.add(name)
+        if name == "adamw_kernel":  # whole blocks of aligned tensors: 16 bytes at a time
+            assert "ld.global.v4" in found.asm["ptx"] and "st.global.v4" in found.asm["ptx"]
 
     return launch
 
@@ -94,13 +97,27 @@ def launch_all(dtype: torch.dtype, classes: int, whole: bool, sharded: bool, kee
         rows.finish_told(table, record, vectors[:, :ROWS], x, y, facts, head, u, dtype, scaled, found)
 
 
+def launch_updates(gradient: torch.dtype, rounds: bool) -> None:
+    parameter, one = torch.zeros(5000), torch.ones(1)
+    rounded = parameter.bfloat16() if rounds else None
+    update = triton_adamw.Update(
+        parameter, torch.zeros(5000), torch.zeros(5000), torch.zeros(5000, dtype=gradient), rounded
+    )
+    triton_adamw.launch(
+        [update], triton_adamw.Blocks([5000], parameter.device), one, one, one, one, betas=(0.9, 0.95), decay=0.1,
+        eps=1e-8,
+    )  # fmt: skip
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Target())  # pyright: ignore
     JITFunction.__getitem__ = compile_launch
     for dtype, whole, sharded in product((torch.bfloat16, torch.float32), (False, True), (False, True)):
         launch_all(dtype, 1032, whole, sharded, keep=True, top=0 if whole else 20)
         launch_all(dtype, 1024, whole, sharded, keep=False, top=0)  # whole tiles
-    kernels = {name for module in (triton_gradients, triton_statistics) for name in vars(module)}
+    for gradient, rounds in product((torch.bfloat16, torch.float32), (False, True)):
+        launch_updates(gradient, rounds)
+    kernels = {name for module in (triton_gradients, triton_statistics, triton_adamw) for name in vars(module)}
     missing = {name for name in kernels if name.endswith("_kernel")} - compiled
     assert not missing, f"not compiled: {sorted(missing)}"
     print(*sorted(compiled))

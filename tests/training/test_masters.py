@@ -1,5 +1,6 @@
 """bfloat16 weights with float32 masters: the trajectory of autocast, exact resume, float32 results."""
 
+import importlib.util
 import json
 import shutil
 from typing import Any
@@ -11,8 +12,9 @@ from small import make_arguments, make_model, make_rows, make_trainer
 
 from deftune.artifacts.config import ConfigError, RunConfig
 from deftune.training.machine import check_config
-from deftune.training.optimizers import WITH_MASTERS, Masters
+from deftune.training.optimizers import WITH_MASTERS, MasterAdamW, Masters
 from deftune.training.train import train_run
+from interpreter import run_checks
 
 WEIGHTS = {"train.weights": WITH_MASTERS, "train.precision": "bf16"}
 
@@ -190,3 +192,55 @@ def test_the_trainer_refuses_a_bfloat16_model(tmp_path):
 def test_the_trajectory_on_a_gpu_is_that_of_autocast(tmp_path, objective):
     plain, masters = (trajectory(tmp_path, w, objective, use_cpu=False) for w in ("float32", WITH_MASTERS))
     assert masters == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.long
+def test_the_kernel_in_the_interpreter():
+    run_checks("training", "check_adamw.py", "not slow")
+
+
+def layers(device: str) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    # sizes that are no multiple of a block, and more than one block
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in ((64, 2100), (2100, 30), (30, 1))))
+    model.get_input_embeddings = model.get_output_embeddings = torch.nn.Identity
+    return model.to(device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and none is here")
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_kernel_on_a_gpu_is_torchs_adamw(monkeypatch, micro_batches):
+    """Ten steps with clipping: masters, moments and counts are torch's, and the weights are rounded to the nearest."""
+    states: list[tuple[Any, ...]] = []
+    for serves in (True, False):
+        with monkeypatch.context() as patch:
+            if not serves:
+                patch.setattr(MasterAdamW, "serves", lambda _: False)
+            model = layers("cuda")
+            masters = Masters(model)
+            groups = [{"params": [p for p in model.parameters() if p.dim() == n], "weight_decay": 0.1 * (n - 1)}
+                      for n in (1, 2)]  # fmt: skip
+            optimizer = masters.drive(torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True))
+            assert isinstance(optimizer, MasterAdamW) == serves
+            for step in range(10):
+                for micro in range(micro_batches):
+                    torch.manual_seed(micro_batches * step + micro)
+                    for p in model.parameters():  # gradients that do not depend on the weights
+                        (p * torch.randn(p.shape, device="cuda").to(p.dtype)).sum().backward()
+                if serves:
+                    norm = masters.clip(1e-2)
+                    assert bool(masters.held) == (micro_batches == 1)
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), 1e-2)
+                assert norm > 1e-2
+                optimizer.step()
+            for weight, master in masters.masters.items():
+                assert torch.equal(weight, master.bfloat16())
+            states.append((list(masters.parameters()), [optimizer.state[p] for p in masters.parameters()]))
+    for (p, state), (q, other) in zip(zip(*states[0], strict=True), zip(*states[1], strict=True), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(state[moment], other[moment], rtol=1e-5, atol=1e-10)
+        assert torch.equal(state["step"], other["step"])

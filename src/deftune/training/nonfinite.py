@@ -30,6 +30,7 @@ from deftune.losses.pending import pending_flags
 from deftune.objectives import StepStats
 from deftune.training.attention import KERNELS, VARLEN, attention_kernels
 from deftune.training.checkpointing import CheckpointingTrainer
+from deftune.training.optimizers import MasterAdamW
 
 FINITE, NOT_FINITE, UNAVAILABLE = "finite", "not finite", "unavailable"
 
@@ -46,7 +47,8 @@ def skip_nonfinite(optimizer: Any, norm: Any) -> Tensor | None:
     """
     clear_skip(optimizer)
     inner: Any = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    if type(inner) not in (torch.optim.Adam, torch.optim.AdamW) or not all(g["fused"] for g in inner.param_groups):
+    skipping = (torch.optim.Adam, torch.optim.AdamW, MasterAdamW)
+    if type(inner) not in skipping or not all(g["fused"] for g in inner.param_groups):
         return None
     sharded = any(hasattr(p, "full_tensor") for group in inner.param_groups for p in group["params"])
     if sharded or not isinstance(norm, Tensor) or norm.device.type not in ("cuda", "cpu"):
@@ -121,6 +123,8 @@ class GuardedTrainer(CheckpointingTrainer):
     def _clip_grad_norm(self, model: Any) -> Any:
         trained = self.masters or model
         self._before_clipping(trained)
+        if self.masters is not None and self.masters.optimizer is not None:
+            return self.masters.clip(self.args.max_grad_norm)
         return super()._clip_grad_norm(trained)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -128,6 +132,8 @@ class GuardedTrainer(CheckpointingTrainer):
         trained = self.masters or model
         if grad_norm is None:  # clipping is off
             self._before_clipping(trained)
+            if self.masters is not None and self.masters.optimizer is not None:
+                grad_norm = self.masters.clip(None)
         norm = super()._get_grad_norm(trained, grad_norm)
         if self.accelerator.scaler is not None:  # float16's skips such a step by itself
             raise_pending()

@@ -7,11 +7,15 @@ in the model. The optimizer updates float32 copies, the masters, and each update
 
 Small updates are not lost, because they add up in the masters. The rest of the computation is that of autocast, which
 stays on: a forward pass has the same values, and each micro-batch the same bfloat16 gradient, summed in float32.
+
+On a GPU one kernel (`MasterAdamW`) scales the gradients, updates the masters and rounds them; the gradient of a step
+with a single micro-batch stays bfloat16 until then.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -95,6 +99,8 @@ class Masters:
     def __init__(self, model: Any):
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
         self.rounded: dict[nn.Parameter, Tensor] = {}
+        self.held: dict[nn.Parameter, Tensor] = {}  # by master: the bfloat16 gradient of the step's first micro-batch
+        self.optimizer: MasterAdamW | None = None  # where one kernel does the whole update
         self.hooks: list[Any] = []
         ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
         linear = [p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters() if id(p) not in ends]
@@ -115,23 +121,51 @@ class Masters:
         weight.grad = None
         if gradient is None:
             return
-        if master.grad is None:
-            master.grad = gradient.float()
-        else:
+        first = self.held.pop(master, None)
+        if master.grad is not None:
             master.grad.add_(gradient)
+        elif first is not None:
+            master.grad = first.float().add_(gradient)
+        elif self.optimizer is not None:
+            self.held[master] = gradient
+        else:
+            master.grad = gradient.float()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The masters and the float32 parameters, in the model's order: what gradients are clipped and rescaled of."""
+        """The masters and the float32 parameters, in the model's order, with their gradients in float32."""
+        for master, gradient in self.held.items():
+            master.grad = gradient.float()
+        self.held = {}
         return iter(self.trained)
 
-    def drive(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer that was made for the model's parameters, and has no state yet, update the masters."""
+    def gradients(self) -> list[Tensor]:
+        """The step's gradients, in the model's order; those of a single micro-batch are bfloat16 on a GPU."""
+        found = (self.held.get(parameter, parameter.grad) for parameter in self.trained)
+        return [gradient for gradient in found if gradient is not None]
+
+    def drive(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that updates the masters, made of one that has the model's parameters and no state yet."""
         for group in optimizer.param_groups:
             group["params"] = [self.masters.get(weight, weight) for weight in group["params"]]
+        if MasterAdamW.serves(optimizer):
+            self.optimizer = MasterAdamW(optimizer.param_groups, self)
+            return self.optimizer
         optimizer.register_step_post_hook(lambda *_: self._after_step())
+        return optimizer
+
+    def clip(self, largest: float | None) -> Tensor:
+        """The norm of the step's gradients; the optimizer's next step scales them down to the norm ``largest``."""
+        assert self.optimizer is not None
+        norm = norm_of(self.gradients())
+        self.optimizer.scale = None if largest is None else (largest / (norm + 1e-6)).clamp(max=1.0)
+        return norm
 
     def _after_step(self) -> None:
         self.round()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        self.held = {}
         for master in self.masters.values():
             master.grad = None
 
@@ -159,7 +193,7 @@ class Masters:
             hook.remove()
         for weight, master in self.masters.items():
             weight.data, weight.grad = master.data, None
-        self.masters, self.rounded, self.trained = {}, {}, []
+        self.masters, self.rounded, self.held, self.trained, self.optimizer = {}, {}, {}, [], None
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -174,3 +208,92 @@ class Masters:
                 for weight in self.masters
                 if weight.requires_grad
             ]
+
+
+def norm_of(gradients: list[Tensor]) -> Tensor:
+    """The Euclidean norm of tensors of several dtypes, in float32."""
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        norms += torch._foreach_norm(alike, 2.0, torch.float32)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """Torch's AdamW, its state included; a step is one kernel (`deftune.training.triton_adamw`) over all tensors.
+
+        m <- b1 m + (1 - b1) c g,   v <- b2 v + (1 - b2) (c g)^2,   c = `scale`
+        p <- p - lr wd p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps),   weight <- bfloat16(p)
+
+    As torch's fused AdamW does, a step changes nothing where ``found_inf`` is not 0.
+
+    Args:
+        groups: of `torch.optim.AdamW`; their parameters are float32.
+        masters: which of the parameters are masters, their rounded weights and their gradients.
+    """
+
+    scale: Tensor | None = None  # of the next step's gradients: clipping
+
+    def __init__(self, groups: list[dict[str, Any]], masters: Masters):
+        super().__init__(groups, fused=True)
+        self.masters = masters
+        self.weights = {master: masters.rounded[weight] for weight, master in masters.masters.items()}
+        self.blocks: dict[tuple[int, ...], Any] = {}  # by the parameters' sizes
+
+    @staticmethod
+    def serves(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of this optimizer can be one kernel: torch's fused AdamW, all on one GPU, with Triton."""
+        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+        return (
+            type(optimizer) is torch.optim.AdamW
+            and all(g["fused"] and not (g["amsgrad"] or g["maximize"]) for g in optimizer.param_groups)
+            and len(devices) == 1
+            and devices.pop().type == "cuda"
+            and importlib.util.find_spec("triton") is not None
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.masters.forget_gradients()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            found: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if (gradient := self._gradient(parameter)) is not None:
+                    found.setdefault((gradient.dtype, parameter in self.weights), []).append(parameter)
+            for parameters in found.values():
+                self._update(parameters, group)
+        self.masters.forget_gradients()
+        self.scale = None
+        return loss
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.masters.held.get(parameter, parameter.grad)
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        from deftune.training.triton_adamw import Blocks, Update, launch
+
+        device, updates, steps = parameters[0].device, list[Update](), list[Tensor]()
+        for parameter in parameters:
+            state, gradient = self.state[parameter], self._gradient(parameter)
+            assert gradient is not None
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            steps.append(state["step"])
+            updates.append(Update(parameter, state["exp_avg"], state["exp_avg_sq"], gradient.contiguous(),
+                                  self.weights.get(parameter)))  # fmt: skip
+        sizes = tuple(parameter.numel() for parameter in parameters)
+        if sizes not in self.blocks:
+            self.blocks[sizes] = Blocks(sizes, device)
+        one = torch.ones((), device=device)
+        skipped: Tensor = getattr(self, "found_inf", torch.zeros_like(one))
+        torch._foreach_add_(steps, 1 - skipped)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        # double, as torch has it: 1 - b^t is small, and a float32 b^t has few digits of it
+        t, (beta1, beta2), lr = torch.stack(steps).to(device).double(), group["betas"], float(group["lr"])
+        step_sizes, roots = (lr / (1 - beta1**t)).float(), (1 - beta2**t).sqrt().float()
+        launch(updates, self.blocks[sizes], step_sizes, roots, one if self.scale is None else self.scale, skipped,
+               betas=(beta1, beta2), decay=lr * group["weight_decay"], eps=group["eps"])  # fmt: skip

@@ -381,11 +381,11 @@ class DeftSFTTrainer(GuardedTrainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; with masters, over them."""
-        new = self.optimizer is None
-        optimizer = super().create_optimizer(*args, **kwargs)
+        new = getattr(self, "optimizer", None) is None
+        super().create_optimizer(*args, **kwargs)
         if self.masters is not None and new:
-            self.masters.drive(optimizer)
-        return optimizer
+            self.optimizer = self.masters.drive(self.optimizer)
+        return self.optimizer
 
     # --- the records --------------------------------------------------------------------------------------------------
 
