@@ -9,7 +9,7 @@ import transformers
 
 from deftune.artifacts import models, vocabulary
 from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
-from deftune.artifacts.vocabulary import read_tokenizer, tokenizer_facts
+from deftune.artifacts.vocabulary import read_once, read_tokenizer, tokenizer_facts
 from tiny_gguf import GEMMA, GEMMA_TEXTS, close, write_gemma
 
 # What Gemma's own tokenizer makes of it. transformers 5.17 made 32 tokens of the first line.
@@ -94,3 +94,16 @@ def test_gemmas_own_file():
     for text, ids in REAL_GEMMA.items():
         assert tokenizer(text).input_ids == [2, *ids]
         assert tokenizer.decode(ids) == text
+
+
+def test_a_header_is_read_once(tmp_path):
+    path, other = write_gemma(tmp_path / "model.gguf"), write_gemma(tmp_path / "other.gguf")
+    original = gguf.GGUFReader
+    plain = original(path)
+    with pytest.raises(KeyError), read_once(path):
+        reader = gguf.GGUFReader(str(path))
+        assert gguf.GGUFReader(path) is reader and gguf.GGUFReader(other) is not reader
+        assert {k: f.contents() for k, f in reader.fields.items()} == {k: f.contents() for k, f in plain.fields.items()}
+        assert [t.name for t in reader.tensors] == [t.name for t in plain.tensors]
+        raise KeyError
+    assert gguf.GGUFReader is original

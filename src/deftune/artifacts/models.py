@@ -36,7 +36,7 @@ from deftune.artifacts.folders import (
     sha256,
     verify,
 )
-from deftune.artifacts.vocabulary import WrongTokenizer, read_tokenizer
+from deftune.artifacts.vocabulary import WrongTokenizer, read_once, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -263,6 +263,32 @@ def _is_whole(folder: Path, notice: Callable[[str], None]) -> bool:
         return False
 
 
+def _read_gguf(gguf: Path) -> tuple[Any, Any]:
+    """The tokenizer and the model, in float32, of a GGUF file."""
+    import torch
+    import transformers
+
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(read_once(gguf))
+            tokenizer = read_tokenizer(gguf)
+        except WrongTokenizer:
+            raise
+        except Exception as error:  # struct.error, IndexError, KeyError, ...: a wrong number in it can lead anywhere
+            raise ValueError(
+                f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
+                f"architecture that transformers {transformers.__version__} does not know: download it again, install "
+                f"a newer transformers, or pass the folder of the original model"
+            ) from error
+        options: dict[str, Any] = {"gguf_file": gguf.name}
+        if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
+        if not sys.stderr.isatty():  # transformers draws a bar that none of its settings turns off
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        model = read_weights(str(gguf.parent), name=str(gguf), dtype=torch.float32, **options)
+    return tokenizer, model
+
+
 def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None]) -> None:
     """A GGUF file as a folder of float32 safetensors."""
     import torch
@@ -272,23 +298,7 @@ def _convert(gguf: Path, digest: str, folder: Path, notice: Callable[[str], None
         if file.read(4) != b"GGUF":
             raise ValueError(f"model: {gguf}: is no GGUF file (it does not begin with GGUF); download it again")
     notice(f"dequantising {gguf.name} into {folder} (once)")
-    try:
-        tokenizer = read_tokenizer(gguf)
-    except WrongTokenizer:
-        raise
-    except Exception as error:  # struct.error, IndexError, KeyError, ...: a wrong number in it can lead anywhere
-        raise ValueError(
-            f"model: {gguf}: cannot be read ({type(error).__name__}: {first_line(error)}); it is damaged or of an "
-            f"architecture that transformers {transformers.__version__} does not know: download it again, install a "
-            f"newer transformers, or pass the folder of the original model"
-        ) from error
-    options: dict[str, Any] = {"gguf_file": gguf.name}
-    if hasattr(transformers, "GgufConfig"):  # newer ones load it quantised, and untrainable, otherwise
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)  # pyright: ignore
-    with contextlib.ExitStack() as stack:
-        if not sys.stderr.isatty():  # transformers draws a bar that none of its settings turns off
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        model = read_weights(str(gguf.parent), name=str(gguf), dtype=torch.float32, **options)
+    tokenizer, model = _read_gguf(gguf)
     with torch.device("meta"):  # transformers compares no shapes of a GGUF file
         shapes = {k: v.shape for k, v in transformers.AutoModelForCausalLM.from_config(model.config).named_parameters()}
     found = {name: (tuple(p.shape), tuple(shapes[name])) for name, p in model.named_parameters() if name in shapes}
