@@ -98,15 +98,14 @@ def launch_all(dtype: torch.dtype, classes: int, whole: bool, sharded: bool, kee
 
 
 def launch_updates(gradient: torch.dtype, rounds: bool) -> None:
-    parameter, one = torch.zeros(5000), torch.ones(1)
-    rounded = parameter.bfloat16() if rounds else None
-    update = triton_adamw.Update(
-        parameter, torch.zeros(5000), torch.zeros(5000), torch.zeros(5000, dtype=gradient), rounded
+    parameter = torch.zeros(5000)
+    table = triton_adamw.Table(
+        [parameter], [torch.zeros(5000)], [torch.zeros(5000)], [parameter.bfloat16() if rounds else None]
     )
-    triton_adamw.launch(
-        [update], triton_adamw.Blocks([5000], parameter.device), one, one, one, one, betas=(0.9, 0.95), decay=0.1,
-        eps=1e-8,
-    )  # fmt: skip
+    group = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    gradients = [parameter.to(gradient)]
+    table.update(gradients, range(1), torch.ones(1), group, None, None)
+    table.norm(gradients)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 # of transformers' TrainingArguments; muon is made here
 NAMES = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit", "adafactor": "adafactor"}
 FLOAT32, WITH_MASTERS = "float32", "bfloat16_with_masters"  # what `train.weights` may be
+# parameters from which `MasterAdamW` takes torch's place: Qwen2.5-Coder-1.5B gained, SmolLM2-135M lost
+ONE_KERNEL_FROM = 500_000_000
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -138,11 +141,6 @@ class Masters:
         self.held = {}
         return iter(self.trained)
 
-    def gradients(self) -> list[Tensor]:
-        """The step's gradients, in the model's order; those of a single micro-batch are bfloat16 on a GPU."""
-        found = (self.held.get(parameter, parameter.grad) for parameter in self.trained)
-        return [gradient for gradient in found if gradient is not None]
-
     def drive(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that updates the masters, made of one that has the model's parameters and no state yet."""
         for group in optimizer.param_groups:
@@ -156,7 +154,7 @@ class Masters:
     def clip(self, largest: float | None) -> Tensor:
         """The norm of the step's gradients; the optimizer's next step scales them down to the norm ``largest``."""
         assert self.optimizer is not None
-        norm = norm_of(self.gradients())
+        norm = self.optimizer.norm()
         self.optimizer.scale = None if largest is None else (largest / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
@@ -210,17 +208,8 @@ class Masters:
             ]
 
 
-def norm_of(gradients: list[Tensor]) -> Tensor:
-    """The Euclidean norm of tensors of several dtypes, in float32."""
-    norms: list[Tensor] = []
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        norms += torch._foreach_norm(alike, 2.0, torch.float32)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
-
-
 class MasterAdamW(torch.optim.AdamW):
-    """Torch's AdamW, its state included; a step is one kernel (`deftune.training.triton_adamw`) over all tensors.
+    """Torch's AdamW, its state included; a step is one kernel (`deftune.training.triton_adamw`) over many tensors.
 
         m <- b1 m + (1 - b1) c g,   v <- b2 v + (1 - b2) (c g)^2,   c = `scale`
         p <- p - lr wd p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps),   weight <- bfloat16(p)
@@ -237,18 +226,25 @@ class MasterAdamW(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], masters: Masters):
         super().__init__(groups, fused=True)
         self.masters = masters
-        self.weights = {master: masters.rounded[weight] for weight, master in masters.masters.items()}
-        self.blocks: dict[tuple[int, ...], Any] = {}  # by the parameters' sizes
+        rounded = {master: masters.rounded[weight] for weight, master in masters.masters.items()}
+        self.every: list[nn.Parameter] = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.rounded = [rounded.get(parameter) for parameter in self.every]
+        self.table: Any = None  # `triton_adamw.Table`, once there is a state
+        self.steps = torch.empty(0)  # of all parameters; the state has views of it
 
     @staticmethod
     def serves(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of this optimizer can be one kernel: torch's fused AdamW, all on one GPU, with Triton."""
-        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+        """Whether a step of this optimizer can be one kernel: torch's fused AdamW, all on one GPU, with Triton.
+
+        A step of a small model waits for the host, which takes longer for one kernel than for torch's.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return (
             type(optimizer) is torch.optim.AdamW
             and all(g["fused"] and not (g["amsgrad"] or g["maximize"]) for g in optimizer.param_groups)
-            and len(devices) == 1
+            and len(devices := {parameter.device for parameter in parameters}) == 1
             and devices.pop().type == "cuda"
+            and sum(parameter.numel() for parameter in parameters) >= ONE_KERNEL_FROM
             and importlib.util.find_spec("triton") is not None
         )
 
@@ -256,44 +252,47 @@ class MasterAdamW(torch.optim.AdamW):
         super().zero_grad(set_to_none)
         self.masters.forget_gradients()
 
+    def gradients(self) -> list[Tensor | None]:
+        held = self.masters.held
+        return [held.get(parameter, parameter.grad) for parameter in self.every]
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The Euclidean norm of all gradients, in float32."""
+        return self._table().norm(self.gradients())
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
         loss = None if closure is None else torch.enable_grad()(closure)()
+        table, gradients = self._table(), self.gradients()
+        skipped: Tensor | None = getattr(self, "found_inf", None)
+        has_gradient = table.has_gradient(gradients)
+        self.steps += has_gradient if skipped is None else has_gradient * (1 - skipped)
+        first = 0
         for group in self.param_groups:
-            found: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-            for parameter in group["params"]:
-                if (gradient := self._gradient(parameter)) is not None:
-                    found.setdefault((gradient.dtype, parameter in self.weights), []).append(parameter)
-            for parameters in found.values():
-                self._update(parameters, group)
+            last = first + len(group["params"])
+            if first < last:
+                table.update(gradients, range(first, last), self.steps[first:last], group, self.scale, skipped)
+            first = last
+        table.forget_gradients()
         self.masters.forget_gradients()
         self.scale = None
         return loss
 
-    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.masters.held.get(parameter, parameter.grad)
+    def _table(self) -> Any:
+        """The addresses of the parameters and of their state, which is made in the first step, or was loaded."""
+        from deftune.training.triton_adamw import Table
 
-    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        from deftune.training.triton_adamw import Blocks, Update, launch
-
-        device, updates, steps = parameters[0].device, list[Update](), list[Tensor]()
-        for parameter in parameters:
-            state, gradient = self.state[parameter], self._gradient(parameter)
-            assert gradient is not None
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            steps.append(state["step"])
-            updates.append(Update(parameter, state["exp_avg"], state["exp_avg_sq"], gradient.contiguous(),
-                                  self.weights.get(parameter)))  # fmt: skip
-        sizes = tuple(parameter.numel() for parameter in parameters)
-        if sizes not in self.blocks:
-            self.blocks[sizes] = Blocks(sizes, device)
-        one = torch.ones((), device=device)
-        skipped: Tensor = getattr(self, "found_inf", torch.zeros_like(one))
-        torch._foreach_add_(steps, 1 - skipped)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        # double, as torch has it: 1 - b^t is small, and a float32 b^t has few digits of it
-        t, (beta1, beta2), lr = torch.stack(steps).to(device).double(), group["betas"], float(group["lr"])
-        step_sizes, roots = (lr / (1 - beta1**t)).float(), (1 - beta2**t).sqrt().float()
-        launch(updates, self.blocks[sizes], step_sizes, roots, one if self.scale is None else self.scale, skipped,
-               betas=(beta1, beta2), decay=lr * group["weight_decay"], eps=group["eps"])  # fmt: skip
+        states = [self.state[parameter] for parameter in self.every]
+        firsts = [state.get("exp_avg") for state in states]
+        if self.table is None or not all(map(operator.is_, self.table.first, firsts)):
+            device = self.every[0].device
+            self.steps = torch.tensor([float(state.get("step", 0)) for state in states], device=device)
+            for parameter, state, step in zip(self.every, states, self.steps, strict=True):
+                state["step"] = step  # a view
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    if moment not in state:
+                        state[moment] = torch.zeros_like(parameter)
+            first, second = ([state[moment] for state in states] for moment in ("exp_avg", "exp_avg_sq"))
+            self.table = Table(self.every, first, second, self.rounded)
+        return self.table

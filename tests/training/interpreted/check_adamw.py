@@ -3,6 +3,7 @@
 The interpreter cuts bfloat16 off where a GPU rounds to the nearest; `test_masters.py` has a test of that for a GPU.
 """
 
+import copy
 import math
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from small import make_arguments, make_model, make_rows, make_trainer
 from torch import nn
 
-from deftune.training.optimizers import WITH_MASTERS, MasterAdamW, Masters, norm_of
+from deftune.training.optimizers import WITH_MASTERS, MasterAdamW, Masters
 
 SIZES = [(1,), (3, 5), (2047,), (2048,), (2, 2049), (0,), (6000,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -75,7 +76,7 @@ def test_steps_are_those_of_float64_and_of_torch(half):
         optimizer.scale = None if scale == 1.0 else torch.tensor(scale)
         optimizer.step()
         other.step()
-        assert optimizer.scale is None and not tied.held
+        assert optimizer.scale is None and not tied.held and optimizer.table._seen is None
     for p, q, start, gradients in zip(mine, theirs, starts, seen, strict=True):
         exact = in_float64(start, gradients, scales)
         torch.testing.assert_close(p.detach().double(), exact, rtol=3e-6, atol=3e-7)
@@ -123,11 +124,43 @@ def test_parameters_without_a_gradient_keep_their_own_count():
     assert two[0].item() == pytest.approx(1 - 1e-3 - 1e-2, abs=1e-6)
 
 
-def test_the_norm_is_that_of_float32():
-    gradients = [torch.randn(1000).bfloat16(), torch.randn(7), torch.zeros(0), torch.randn(3, 3).bfloat16()]
-    exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
-    found = norm_of(gradients)
-    assert found.dtype == torch.float32 and found.item() == pytest.approx(exact, rel=1e-6)
+def test_the_norm_is_that_of_all_gradients():
+    mine = parameters(2)
+    tied = Tied({mine[1]: mine[1].detach().bfloat16(), mine[6]: mine[6].detach().bfloat16()})
+    optimizer = MasterAdamW([{"params": mine[:3], **OPTIONS}, {"params": mine[3:], **OPTIONS}], tied)
+    assert optimizer.norm() == 0
+    for p in (mine[0], mine[3], mine[4], mine[5]):
+        p.grad = torch.randn_like(p)
+    for p in (mine[1], mine[6]):
+        tied.held[p] = torch.randn_like(p).bfloat16()
+    found = [g for g in optimizer.gradients() if g is not None]
+    assert len(found) == 6
+    exact = math.sqrt(sum(float(g.double().square().sum()) for g in found))
+    assert optimizer.norm().dtype == torch.float32 and optimizer.norm().item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_loaded_state_goes_on():
+    """The state has the form of torch's: it comes from torch's AdamW, and goes back into it."""
+    mine, theirs = parameters(3), parameters(3)
+    other = torch.optim.AdamW([{"params": theirs, **OPTIONS}], fused=True)
+    optimizer = MasterAdamW([{"params": mine, **OPTIONS}], Tied({}))
+    for step in range(4):
+        for p, q in zip(mine, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
+            q.grad = p.grad.clone()
+        other.step()
+        if step != 1:
+            optimizer.step()
+        else:  # loaded after two steps of torch's, one of which it has made, too
+            optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+            for p, q in zip(mine, theirs, strict=True):
+                p.data.copy_(q.detach())
+    back = torch.optim.AdamW([{"params": parameters(3), **OPTIONS}], fused=True)
+    back.load_state_dict(optimizer.state_dict())
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=2e-7)
+        assert optimizer.state[p]["step"] == other.state[q]["step"] == 4
+    assert all(state["step"] == 4 for state in back.state.values())
 
 
 @pytest.mark.parametrize(("objective", "accumulation"), [("deft", 1), ("deft", 2), ("deft", 3), ("mile", 2)])
