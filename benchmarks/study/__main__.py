@@ -7,6 +7,8 @@
 
 `run` runs cells on the machine's GPU and merges each one into the committed file of its comparison as it ends;
 `collect` does the same for folders of comparisons. `report` reads all committed files and needs no GPU.
+
+Nothing here imports torch before a command that needs it runs: `run` starts the processes of its cells first.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .cells import collect
-from .pages import FOLDER, report
-from .plan import Plan
-from .run import Planned, missing_cells, run_queue
+from deftune.comparison.process import Process, started_early
+
+from . import FOLDER
+
+if TYPE_CHECKING:
+    from .run import Planned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +71,14 @@ def run_cells(args: argparse.Namespace) -> int:
         re.compile(args.only)
     except re.error as error:
         raise ValueError(f"--only: {args.only!r} is no regular expression: {error}") from None
+    with started_early(0 if args.dry_run else args.jobs) as early:
+        return run_missing(args, early)
+
+
+def run_missing(args: argparse.Namespace, early: Sequence[Process]) -> int:
+    from .plan import Plan
+    from .run import missing_cells, run_queue
+
     plan = Plan(FOLDER / "plan.yaml")
     if args.dry_run:
         missing = missing_cells(plan, FOLDER, args.results, args.only)
@@ -76,7 +89,7 @@ def run_cells(args: argparse.Namespace) -> int:
         return 0
     outcome = run_queue(
         plan, FOLDER, args.results, minutes=args.minutes, jobs=args.jobs, only=args.only,
-        say=lambda text: print(text, flush=True),
+        say=lambda text: print(text, flush=True), early=early,
     )  # fmt: skip
     print(f"{len(outcome.finished)} cells finished, {len(outcome.failed)} failed; {left_text(outcome.left, args.jobs)}")
     return 128 + outcome.signal if outcome.signal else 1 if outcome.failed else 0
@@ -88,6 +101,8 @@ def left_text(left: Sequence[Planned], jobs: int) -> str:
 
 
 def collect_cells(args: argparse.Namespace) -> int:
+    from .cells import collect
+
     study, messages = collect(args.folders, args.out, reruns=args.rerun, file=args.config)
     for line in messages:
         print(line, file=sys.stderr)
@@ -97,6 +112,8 @@ def collect_cells(args: argparse.Namespace) -> int:
 
 
 def write_report(args: argparse.Namespace) -> int:
+    from .pages import report
+
     changed = report(args.root, check=args.check)
     for path in changed:
         print(f"{path}: {'does not agree with the committed results' if args.check else 'written'}")

@@ -21,6 +21,7 @@ from deftune.comparison.show import MOST_CUT
 from deftune.comparison.tables import LEVEL, escape_markdown
 from deftune.evaluation.crossed import crossed
 
+from . import FOLDER
 from .cells import Record, Study, read_study, seconds_of
 from .effects import ORDER, REFERENCE, Effect, Section, in_points, sections
 from .ledger import evidence, ledger, ledger_block
@@ -48,7 +49,6 @@ from .tables import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FOLDER = Path("benchmarks/study")
 IMAGES = Path("docs/images")
 PAGES = {"results": Path("docs/study/results.md"), "study": Path("README.md"), "ledger": Path("docs/claims.md")}
 """By marker, the page that has it."""

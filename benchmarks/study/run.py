@@ -16,6 +16,7 @@ from pathlib import Path
 from deftune.artifacts.models import PACKAGED
 from deftune.comparison.cells import evaluation_items
 from deftune.comparison.grid import BASE, Cell, Comparison, load_comparison, open_comparison
+from deftune.comparison.process import Process
 from deftune.comparison.schedule import CROWDED, RUNS_AGAIN, Children, Failures, Runner, check_comparison
 from deftune.data.sources import is_hub_id
 from deftune.evaluation.items import MissingData
@@ -126,7 +127,7 @@ def lacking(comparison: Comparison, regime: str) -> str:
 
 def run_queue(
     plan: Plan, folder: Path, results: Path, *, minutes: float, jobs: int = 1, only: str = "", say: Say = print,
-    runner: Runner | None = None, clock: Callable[[], float] = time.monotonic,
+    runner: Runner | None = None, clock: Callable[[], float] = time.monotonic, early: Sequence[Process] = (),
 ) -> QueueOutcome:  # fmt: skip
     """Run missing cells until none is left or the next one would not end within the budget.
 
@@ -140,6 +141,7 @@ def run_queue(
         say: called with each message.
         runner: runs cells (default: `Children`, each in a process of its own).
         clock: seconds.
+        early: processes for the first cells, which import meanwhile.
 
     Raises:
         ValueError: the plan, a config or a results file is wrong.
@@ -178,7 +180,7 @@ def run_queue(
             spent = True
             children.stop()
 
-    children = Children(jobs, watch)
+    children = Children(jobs, watch, early=early)
     for cell, state in (runner or children)(cells, begin):
         one = planned[cell.name]
         if state == CROWDED:

@@ -12,6 +12,7 @@ import pytest
 
 from deftune.artifacts.runs import Run
 from deftune.comparison.grid import Cell, load_comparison
+from deftune.comparison.process import Process
 from deftune.comparison.schedule import WATCH_SECONDS, Child, Children, cell_progress, run_grid
 from tiny_comparison import content, save_model, write
 
@@ -149,16 +150,26 @@ def test_a_killed_process_group_of_the_command_stops_its_cells(tmp_path, model, 
 # --- without a model --------------------------------------------------------------------------------------------------
 
 
+ASKED = """
+import json, pathlib, sys
+def asked():
+    for request in map(json.loads, sys.stdin):
+        folder = pathlib.Path(request["comparison"], request["cell"])
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+"""
+
+
 @pytest.fixture
 def stand_in(tmp_path, model, monkeypatch):
-    """``stand_in(code)``: cells whose process runs ``code`` instead of training, with the comparison's folder."""
+    """``stand_in(code)``: cells whose process runs ``code`` instead; `asked` yields the folders of its cells."""
 
     def make(code: str, **changes) -> list[Cell]:
         comparison = load_comparison(write(tmp_path / "c.yaml", content(model, tmp_path / "grid") | changes))
         real = subprocess.Popen
         monkeypatch.setattr(
-            "deftune.comparison.schedule.subprocess.Popen",
-            lambda command, **more: real([sys.executable, "-c", code, command[5]], **more),
+            "deftune.comparison.process.subprocess.Popen",
+            lambda command, **more: real([sys.executable, "-c", ASKED + code], **more),
         )
         return comparison.cells()
 
@@ -170,7 +181,7 @@ def test_helpers_of_a_dead_cell_are_ended(stand_in):
     cell = stand_in(
         "import os, subprocess; os.write(2, str(subprocess.Popen(['sleep', '1000']).pid).encode()); os._exit(3)"
     )[0]
-    child = Child(cell)
+    child = Child(Process())
     child.start(cell)
     wait_until(child.is_over)
     assert child.end(asked_to_stop=False) == "failed" and cell.state()["error"].startswith("exit code 3; see ")
@@ -180,12 +191,12 @@ def test_helpers_of_a_dead_cell_are_ended(stand_in):
 
 def test_a_cell_stopped_while_it_measures_says_so(stand_in):
     """The default action of SIGTERM leaves it no time: whoever started it writes the state."""
-    cell = stand_in("import os, time; os.write(2, b'up'); time.sleep(1000)")[0]
-    child = Child(cell)
+    cell = stand_in("import time; (next(asked()) / 'log.txt').write_text('up'); time.sleep(1000)")[0]
+    child = Child(Process())
     child.start(cell)
     wait_until(lambda: "up" in log(cell))
     cell.set_state("running", stage="measure")
-    child.stop()
+    child.process.stop()
     wait_until(child.is_over)
     assert child.end(asked_to_stop=True) == "stopped"
     assert cell.state() == {"state": "stopped", "stage": "measure"}
@@ -255,15 +266,12 @@ def test_where_a_cell_stands(stand_in):
 
 
 OUT_OF_MEMORY_ONCE = """
-import json, pathlib, sys, time
-for line in sys.stdin:  # as a worker: a process that ended after each cell might be given one more before it is gone
-    name = line.split()[1]
-    folder = pathlib.Path(sys.argv[1], name)
-    folder.mkdir(parents=True, exist_ok=True)
+import time
+for folder in asked():  # as a worker: a process that ended after each cell might be given one more before it is gone
     tries = folder / "tries"
     tries.write_text((tries.read_text() if tries.exists() else "") + "x")
     time.sleep(0.5)  # beside the other one
-    fails = "deft" in name and (ALWAYS or len(tries.read_text()) == 1)
+    fails = folder.parent.name == "deft" and (ALWAYS or len(tries.read_text()) == 1)
     state = {"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."} if fails else {"state": "finished"}
     (folder / "cell.json").write_text(json.dumps(state))
     if fails:
@@ -283,14 +291,13 @@ def test_a_cell_without_gpu_memory_beside_others_runs_again_alone(stand_in, alwa
 
 
 TWO_HAVE_ROOM = """
-import json, pathlib, sys, time
-for line in sys.stdin:
-    folder = pathlib.Path(sys.argv[1], line.split()[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    here = pathlib.Path(sys.argv[1], "here-" + folder.parent.name)
+import time
+for folder in asked():
+    home = folder.parents[2]
+    here = home / f"here-{folder.parent.name}"
     here.touch()
     time.sleep(0.5)  # the others come
-    beside = len(list(pathlib.Path(sys.argv[1]).glob("here-*")))
+    beside = len(list(home.glob("here-*")))
     with (folder / "beside").open("a") as file:
         file.write(str(beside))
     time.sleep(0.5)
@@ -315,17 +322,14 @@ def test_where_two_cells_have_room_two_run_at_a_time_after_three_did_not(stand_i
 
 
 CROWDED_ONCE = """
-import json, os, pathlib, sys, time
-for line in sys.stdin:
-    name = line.split()[1]
-    folder = pathlib.Path(sys.argv[1], name)
-    folder.mkdir(parents=True, exist_ok=True)
+import os, time
+for folder in asked():
     again = (folder / "pid").exists()
     (folder / "pid").write_text(str(os.getpid()))
-    if "deft" in name and not again:
+    if folder.parent.name == "deft" and not again:
         (folder / "cell.json").write_text('{"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."}')
         sys.exit(1)
-    time.sleep(0 if "deft" in name else 1)
+    time.sleep(0 if folder.parent.name == "deft" else 1)
     (folder / "cell.json").write_text('{"state": "finished"}')
 """
 
@@ -344,16 +348,14 @@ def test_a_single_cell_without_gpu_memory_fails(stand_in):
 
 
 SEVERAL = """
-import json, os, pathlib, sys
-for line in sys.stdin:
-    name = line.split()[1]
-    folder = pathlib.Path(sys.argv[1], name)
-    folder.mkdir(parents=True, exist_ok=True)
+import os
+for folder in asked():
+    home = folder.parents[1 if folder.name == "base" else 2]
     (folder / "pid").write_text(str(os.getpid()))
-    if "deft" in name:
+    if folder.parent.name == "deft":
         os._exit(7)
     (folder / "cell.json").write_text('{"state": "finished"}')
-(pathlib.Path(sys.argv[1]) / f"left-{os.getpid()}").touch()
+(home / f"left-{os.getpid()}").touch()
 """
 
 
@@ -388,14 +390,11 @@ def test_a_cell_of_another_comparison_gets_another_process(stand_in, tmp_path):
 
 
 GONE_AFTERWARDS = """
-import os, pathlib, sys
-for line in sys.stdin:
-    name = line.split()[1]
-    folder = pathlib.Path(sys.argv[1], name)
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"{name} is at work", flush=True)
+import os
+for folder in asked():
+    print(f"{folder} is at work", flush=True)
     (folder / "cell.json").write_text('{"state": "finished"}')
-    if "deft" in name:
+    if folder.parent.name == "deft":
         os._exit(7)
 """
 
@@ -404,4 +403,4 @@ def test_a_finished_cell_stays_finished_whatever_becomes_of_its_process(stand_in
     cells = stand_in(GONE_AFTERWARDS, base=False, seeds=[0], objectives=["nll", "deft", "linear"])
     assert [state for _, state in Children(1)(cells, lambda cell: True)] == ["finished"] * 3
     assert all(cell.is_finished for cell in cells)
-    assert f"{cells[0].name} is at work" in log(cells[0])
+    assert f"{cells[0].folder} is at work" in log(cells[0])

@@ -4,11 +4,11 @@ import copy
 import gc
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow.parquet as parquet
@@ -19,14 +19,16 @@ from deftune.artifacts.config import RunConfig
 from deftune.artifacts.models import load_model
 from deftune.comparison.cells import Shared, run_cell
 from deftune.comparison.grid import Cell, load_comparison, open_comparison
+from deftune.comparison.process import Request, Requests
 from deftune.comparison.schedule import Children
-from deftune.comparison.worker import FLAGS, ProcessState, _read_requests
+from deftune.comparison.worker import FLAGS, ProcessState
 from deftune.training.data_record import fingerprint
 from deftune.training.preparation import prepare
 from deftune.training.reuse import copy_model
-from deftune.training.stopping import StopSignal
+from deftune.training.stopping import StopSignal, ask_to_stop
 from tiny_comparison import comparison_at, content, save_model, write
 
+REQUEST = Request(1.5, "comparisons/a b", "weak/nll/lr1-s0", False)
 CLOCKS = {"step_seconds", "tokens_per_second", "memory_gib"}
 LORA = {"model": {"lora": {"r": 4, "alpha": 8, "dropout": 0.1, "target_modules": "all-linear"}},
         "train": {"precision": "bf16", "gradient_checkpointing": True}}  # fmt: skip
@@ -189,13 +191,14 @@ def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
     """A cell that was told to stop, and loses whoever told it, saves. Otherwise the end stops it, as SIGTERM does."""
     killed, stop = [], StopSignal()
     monkeypatch.setattr(StopSignal, "last", None)
-    monkeypatch.setattr("deftune.comparison.worker.os.read", lambda *_: b"")
+    monkeypatch.setattr("deftune.comparison.process.os.read", lambda *_: b"")
     monkeypatch.setattr("os.kill", lambda *what: killed.append(what))
 
     def end() -> None:
-        requests = queue.Queue()
-        requests.put("a cell")
-        _read_requests(requests)
+        requests = Requests()
+        requests.stop = ask_to_stop
+        requests.put(REQUEST)
+        requests.read()
 
     if when == "before":
         end()
@@ -213,8 +216,9 @@ def test_the_end_of_requests_is_never_a_second_signal(monkeypatch, when):
 
 @pytest.mark.parametrize(("finished", "kills"), [(1, 0), (0, 1)])
 def test_the_end_of_requests_stops_only_a_process_with_a_cell(monkeypatch, finished, kills):
-    killed, pieces = [], [b"1.5 weak/nll", b"/lr1-s0\n", b""]
-    requests = queue.Queue()
+    line = f"{json.dumps(asdict(REQUEST))}\n".encode()
+    killed, pieces, requests = [], [line[:20], line[20:], b""], Requests()
+    requests.stop = ask_to_stop
     monkeypatch.setattr(StopSignal, "last", None)
     monkeypatch.setattr("os.kill", lambda *what: killed.append(what))
 
@@ -224,9 +228,9 @@ def test_the_end_of_requests_stops_only_a_process_with_a_cell(monkeypatch, finis
                 requests.task_done()
         return pieces.pop(0)
 
-    monkeypatch.setattr("deftune.comparison.worker.os.read", read)
-    _read_requests(requests)
-    assert requests.get() == "1.5 weak/nll/lr1-s0" and requests.get() is None
+    monkeypatch.setattr("deftune.comparison.process.os.read", read)
+    requests.read()
+    assert requests.get() == REQUEST and requests.get() is None
     assert len(killed) == kills
 
 

@@ -130,8 +130,30 @@ def test_a_signal_is_the_exit_code(study, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.study.run.Children", Stopped)
     assert run_queue(plan, folder, results, minutes=1, say=lambda _: None).signal == signal.SIGINT
     monkeypatch.setattr("benchmarks.study.__main__.FOLDER", folder)
-    monkeypatch.setattr("benchmarks.study.__main__.Plan", lambda _: plan)
+    monkeypatch.setattr("benchmarks.study.plan.Plan", lambda _: plan)
     assert main(["run", "--minutes", "1", "--results", str(results)]) == 130
+
+
+def test_the_first_cells_get_processes_that_start_before_the_imports(study, monkeypatch):
+    _, folder, results = study
+    started, taken = [], []
+
+    class Early:
+        def __init__(self):
+            self.has_been_asked = True  # nothing to close
+            started.append(self)
+
+    class Taking(Children):
+        def __call__(self, cells, begin):
+            taken.extend(child.process for child in self.idle)
+            return iter(())
+
+    monkeypatch.setattr("deftune.comparison.process.Process", Early)
+    monkeypatch.setattr("benchmarks.study.run.Children", Taking)
+    monkeypatch.setattr("benchmarks.study.__main__.FOLDER", folder)
+    command = ["run", "--minutes", "1", "--jobs", "2", "--results", str(results)]
+    assert main(command) == 0 and taken == started and len(started) == 2
+    assert main([*command, "--dry-run"]) == 0 and len(started) == 2
 
 
 def test_no_cell_starts_that_would_not_end_in_time(study):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def add_to(commands: Any) -> None:
         "--dry-run", action="store_true", help="list the cells, and the tokens they would train on and generate"
     )
     run.add_argument("--cell", metavar="NAME", help="run only this cell, in this process (for job arrays)")
-    run.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by `schedule.Children`
+    run.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by `process.Process`
     run.add_argument(
         "--jobs",
         type=int,
@@ -81,6 +82,8 @@ def run_init(args: argparse.Namespace) -> int:
 
 
 def run_run(args: argparse.Namespace) -> int:
+    from deftune.comparison.process import count_unfinished, started_early
+
     need("eval")
     check_counts(jobs=args.jobs)
     if args.dry_run and args.cell:
@@ -91,12 +94,13 @@ def run_run(args: argparse.Namespace) -> int:
             if given:
                 raise ValueError(f"{option}: {why}; leave it out")
     if args.worker:
-        return run_worker(args)
+        return run_worker()
     if args.cell and sys.stderr.isatty():  # training has a display of its own
         return run_one(args)
-    with progress() as shown:
+    early = 0 if args.cell or args.dry_run else min(args.jobs or 1, count_unfinished(args.config, args.set))
+    with started_early(early) as processes, progress() as shown:
         shown.show(f"running {args.cell}" if args.cell else "reading the comparison and its data")
-        return run_one(args) if args.cell else run_all(args, shown)
+        return run_one(args) if args.cell else run_all(args, shown, processes)
 
 
 def run_one(args: argparse.Namespace) -> int:
@@ -105,28 +109,37 @@ def run_one(args: argparse.Namespace) -> int:
     from deftune.comparison.schedule import check_comparison
 
     comparison = load_comparison(args.config, args.set)
-    check_trust(args, comparison)
+    check_trust(args.config, comparison, args.trust_remote_code)
     check_comparison(comparison, notice)
     open_comparison(comparison)
     return 0 if run_cell(comparison.cell(args.cell)) == "finished" else 143
 
 
-def run_worker(args: argparse.Namespace) -> int:
+def run_worker() -> int:
+    from deftune.comparison.process import Request, Requests
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the starter may ignore them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    requests = Requests()
+    requests.listen()
     from deftune.comparison.grid import load_comparison
     from deftune.comparison.worker import serve
 
-    comparison = load_comparison(args.config)
-    check_trust(args, comparison)
-    return serve(comparison)
+    def load(request: Request) -> Any:
+        comparison = load_comparison(Path(request.comparison))
+        check_trust(Path(request.comparison), comparison, request.trust_remote_code)
+        return comparison
+
+    return serve(requests, load)
 
 
-def run_all(args: argparse.Namespace, shown: Progress) -> int:
+def run_all(args: argparse.Namespace, shown: Progress, early: Sequence[Any]) -> int:
     from deftune.comparison.grid import load_comparison
     from deftune.comparison.schedule import Children, dry_run_grid, run_grid
     from deftune.comparison.summary import summarize_comparison
 
     comparison = load_comparison(args.config, args.set)
-    check_trust(args, comparison)
+    check_trust(args.config, comparison, args.trust_remote_code)
     if args.dry_run:
         dry_run_grid(comparison, shown.print)
         return 0
@@ -134,7 +147,8 @@ def run_all(args: argparse.Namespace, shown: Progress) -> int:
     def watch(running: Sequence[Any]) -> None:
         show_cells(shown, comparison, running)
 
-    outcome = run_grid(comparison, Children(args.jobs or 1, watch), shown.print, keep_going=args.keep_going)
+    children = Children(args.jobs or 1, watch, early=early)
+    outcome = run_grid(comparison, children, shown.print, keep_going=args.keep_going)
     if outcome.finished and not outcome.stopped:
         shown.show("summarising")
         summarize_comparison(comparison)
@@ -146,13 +160,13 @@ def run_all(args: argparse.Namespace, shown: Progress) -> int:
     return outcome.exit_code
 
 
-def check_trust(args: argparse.Namespace, comparison: Any) -> None:
+def check_trust(config: Path, comparison: Any, trusted: bool) -> None:
     """Refuse a flag that no cell needs, and code of a model that only the comparison's own folder asks to run."""
     asking = [cell for cell in comparison.cells() if cell.config.model.trust_remote_code]
-    if args.trust_remote_code and not asking:
+    if trusted and not asking:
         raise ValueError("--trust-remote-code: no cell asks for it; set model.trust_remote_code in the file")
-    if asking and not args.trust_remote_code:
-        refuse_recorded_trust(args.config, "comparison", asking[0].config.model.name)
+    if asking and not trusted:
+        refuse_recorded_trust(config, "comparison", asking[0].config.model.name)
 
 
 def show_cells(shown: Progress, comparison: Any, running: Sequence[Any]) -> None:

@@ -7,13 +7,9 @@ with the same error and no cell has finished, the remaining cells are not starte
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from deftune.comparison.grid import (
     load_comparison,
     open_comparison,
 )
+from deftune.comparison.process import Process, Request
 from deftune.comparison.summary import summarize_comparison
 from deftune.comparison.worker import needs_liger
 from deftune.evaluation.results import Tasks, describe_data
@@ -213,7 +210,6 @@ def run_grid(comparison: Comparison, runner: Runner, say: Say, *, keep_going: bo
 
 
 WATCH_SECONDS = 5.0
-CLOSE_SECONDS = 60.0  # for a process without a cell to end, before it is killed
 OUT_OF_MEMORY = "OutOfMemoryError"  # the name of torch's error, as a cell records it
 CROWDED = "crowded"  # the state of such a cell beside others, until it runs again
 RUNS_AGAIN = "ran out of GPU memory beside other cells; it runs again, with fewer cells at a time"
@@ -228,20 +224,25 @@ class Children:
 
     A cell that runs out of GPU memory beside other cells runs again next, and from then on one cell fewer runs at a
     time: with too little memory for ``jobs`` cells, others would fail in the same way. Alone it runs once.
+
+    ``early``: processes that were started before (`started_early`); they get the first cells.
     """
 
-    def __init__(self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, jobs: int, watch: Watch = lambda _: None, clock: Callable[[], float] = time.monotonic,
+        early: Sequence[Process] = (),
+    ):  # fmt: skip
         self.jobs, self.watch, self.clock = jobs, watch, clock
         self.room = jobs  # cells that may run at a time: fewer after one ran out of memory
         self.signal: int | None = None  # that asked to stop
         self.running: list[Child] = []
-        self.idle: list[Child] = []  # processes that wait for a cell
+        self.idle = [Child(process) for process in early]  # processes that wait for a cell
 
     def stop(self, number: int = signal.SIGTERM, frame: Any = None) -> None:
         """Start no other cell, and stop those that run, as on a signal; a second call ends them while they save."""
         self.signal = self.signal or number
         for child in self.running:
-            child.stop()
+            child.process.stop()
 
     def __call__(self, cells: Sequence[Cell], begin: Begin) -> Iterator[tuple[Cell, str]]:
         waiting, self.room = list(cells), self.jobs
@@ -260,7 +261,7 @@ class Children:
                 for child in ended:
                     self.running.remove(child)
                     cell, state = child.cell, child.end(asked_to_stop=self.signal is not None)
-                    if not child.has_exited:
+                    if child.process.exit_code is None:
                         self.idle.append(child)
                     if state == "failed" and child.shared and OUT_OF_MEMORY in str(cell.state().get("error")):
                         if child.room == self.room:  # cells that fail together count once
@@ -275,7 +276,7 @@ class Children:
                     time.sleep(0.1)
         finally:
             while self.running:  # the caller has given up: they stop, as if this process were gone
-                self.running.pop().leave()
+                self.running.pop().process.leave()
             self._close_idle()
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -286,99 +287,50 @@ class Children:
         if child is not None:
             self.idle.remove(child)
         self._close_idle(keep=self.room - len(self.running) - 1)
-        child = child or Child(cell)
+        child = child or Child(Process())
         child.room = self.room
         self.running.append(child)
         child.start(cell)
         for other in self.running:
             other.shared = other.shared or len(self.running) > 1
         if self.signal:  # while it started
-            child.stop()
+            child.process.stop()
 
     def _close_idle(self, keep: int = 0) -> None:
         while len(self.idle) > max(0, keep):
-            self.idle.pop().close()
+            self.idle.pop().process.close()
 
 
 class Child:
-    """A process for cells, and the cell that it runs or ran last; the output of each is in its `log.txt`."""
+    """A process, and the cell that it runs or ran last."""
 
-    def __init__(self, cell: Cell):
-        self.cell, self.shared, self.liger = cell, False, False  # shared: another cell ran at the same time
+    cell: Cell  # from `start` on
+
+    def __init__(self, process: Process):
+        self.process, self.folder = process, ""  # folder: of the comparison whose config the process has read
+        self.shared = self.liger = False  # shared: another cell ran at the same time
         self.room = 1  # `Children.room` when its cell started
-        cell.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "deftune", "compare", "run", cell.comparison.folder, "--worker"]
-        if any(other.config.model.trust_remote_code for other in cell.comparison.cells()):
-            command.append("--trust-remote-code")  # whoever started the comparison has passed it
-        with (cell.folder / "log.txt").open("ab") as log:  # until the process has read the cell's name
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log,
-                start_new_session=True,  # Ctrl-C reaches it once, from here; and it leads its helpers' process group
-            )  # fmt: skip
-        assert self.process.stdin is not None
-        self.requests = self.process.stdin
-
-    @property
-    def has_exited(self) -> bool:
-        return self.process.returncode is not None
 
     def suits(self, cell: Cell) -> bool:
         """Whether the process, which waits, can run the cell as a new process would."""
-        same = cell.comparison.folder == self.cell.comparison.folder  # of which the process has read the config
-        return same and needs_liger(cell) >= self.liger and not self._exits()
+        same = self.folder in ("", cell.comparison.folder)
+        return same and needs_liger(cell) >= self.liger and not self.process.exits()
 
     def start(self, cell: Cell) -> None:
         """Ask for a cell."""
         self.cell, self.shared, self.liger = cell, False, self.liger or needs_liger(cell)
-        with suppress(BrokenPipeError):  # the process is gone: `is_over` sees that
-            os.write(self.requests.fileno(), f"{time.time()} {cell.name}\n".encode())
-
-    def stop(self) -> None:
-        if not self.has_exited:  # not `send_signal`, which would reap it before its helpers are ended
-            os.kill(self.process.pid, signal.SIGTERM)
+        self.folder = cell.comparison.folder
+        # whoever started the comparison has passed it
+        trusted = any(other.config.model.trust_remote_code for other in cell.comparison.cells())
+        self.process.ask(Request(time.time(), self.folder, cell.name, trusted))
 
     def is_over(self) -> bool:
         """Whether the cell has finished, or its process has ended."""
-        return self.cell.is_finished or self._exits()
-
-    def _exits(self) -> bool:
-        """Whether the process has ended; its remaining child processes are then ended too.
-
-        Helpers of a process that was killed would go on for seconds, and hold the cell's lock.
-        """
-        if self.has_exited:
-            return True
-        if hasattr(os, "waitid"):  # the process is looked at before it is reaped: until then its number stays its own
-            if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return False
-        elif self.process.poll() is None:
-            return False
-        self._reap()
-        return True
-
-    def _reap(self) -> None:
-        with suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.requests.close()
-
-    def leave(self) -> None:
-        """Ask for no other cell: the process ends, and a cell that runs stops as on SIGTERM."""
-        self.requests.close()
-
-    def close(self) -> None:
-        """End a process that waits for a cell."""
-        self.leave()
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while not self._exits():
-            if time.monotonic() > deadline:
-                self._reap()
-                return
-            time.sleep(0.02)
+        return self.cell.is_finished or self.process.exits()
 
     def end(self, *, asked_to_stop: bool) -> str:
         """The state of a cell that is over; ``asked_to_stop``: its process was."""
-        code, about = self.process.returncode or 0, self.cell.state()
+        code, about = self.process.exit_code or 0, self.cell.state()
         if about["state"] == "finished":  # whatever came after that
             return "finished"
         if asked_to_stop or about["state"] == "stopped":

@@ -1,8 +1,8 @@
 """A process that runs cells one after the other: imports, the GPU's start, data and the untrained model are paid once.
 
-A line on standard input asks for a cell: the time of the request and the cell's name. The output of a cell goes to its
-`log.txt`, its state to its `cell.json`. A cell that does not finish ends the process, so nothing of a failure reaches
-another cell. When standard input ends, a running cell stops as on SIGTERM.
+A line on standard input asks for a cell (`process.Request`); the first one names the comparison, whose config is read
+then. The output of a cell goes to its `log.txt`, its state to its `cell.json`. A cell that does not finish ends the
+process, so nothing of a failure reaches another cell. When standard input ends, a running cell stops as on SIGTERM.
 
 Every cell begins as in a new process: `ProcessState.restore` undoes what the one before it has changed. Liger's kernels
 cannot be undone; `schedule` gives a process that has used them no cell without them. Compiled layers are kept for the
@@ -16,9 +16,7 @@ import ctypes
 import gc
 import importlib
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +27,7 @@ import torch
 
 from deftune.comparison.cells import Shared, run_cell
 from deftune.comparison.grid import Cell, Comparison
+from deftune.comparison.process import Request, Requests, take_output
 from deftune.losses import graphs, pending
 from deftune.training.stopping import ask_to_stop
 
@@ -105,45 +104,36 @@ class ProcessState:
             Path("/proc/self/clear_refs").write_text("5")
 
 
-def serve(comparison: Comparison) -> int:
-    """Run the cells of ``comparison`` that standard input asks for; returns the exit code of the process."""
-    cells = {cell.name: cell for cell in comparison.cells()}
-    requests = queue.Queue[str | None]()
-    threading.Thread(target=_read_requests, args=(requests,), daemon=True).start()
+def serve(requests: Requests, load: Callable[[Request], Comparison]) -> int:
+    """Run the cells that are asked for; returns the exit code of the process.
+
+    Args:
+        requests: cells of one comparison.
+        load: reads the comparison of the first request.
+    """
     state, shared = ProcessState(), Shared()
     gc.collect()
     gc.freeze()  # the objects of the imported modules: every later collection would go through them, for 0.3 s
-    regime = None
-    while (line := requests.get()) is not None:
-        asked_at, _, name = line.partition(" ")
-        write_to(cells[name].folder / "log.txt")
-        state.restore(keep_compiled=cells[name].regime == regime)
-        regime = cells[name].regime
-        waited = max(0.0, time.time() - float(asked_at))
-        if run_cell(cells[name], shared=shared, start_seconds=waited) != "finished":
+    requests.stop = ask_to_stop
+    cells, regime = dict[str, Cell](), None
+    while (request := requests.get()) is not None:
+        write_to(request.log, b"" if cells else take_output())
+        cells = cells or {cell.name: cell for cell in load(request).cells()}
+        cell = cells[request.cell]
+        state.restore(keep_compiled=cell.regime == regime)
+        regime = cell.regime
+        if run_cell(cell, shared=shared, start_seconds=max(0.0, time.time() - request.time)) != "finished":
             return STOPPED
         requests.task_done()
     return 0
 
 
-def _read_requests(requests: queue.Queue[str | None]) -> None:
-    """Pass on the lines of standard input; at its end stop this process, as on a first SIGTERM if a cell is running."""
-    text = b""
-    while piece := os.read(0, 4096):  # not sys.stdin: Python could not close it while a thread reads
-        *lines, text = (text + piece).split(b"\n")
-        for line in lines:
-            requests.put(line.decode())
-    is_busy = requests.unfinished_tasks > 0  # from the request on: the starter may be gone before the imports end
-    requests.put(None)
-    if is_busy:
-        ask_to_stop()
-
-
-def write_to(log: Path) -> None:
-    """Send everything that this process and its libraries print to a file, at its end."""
+def write_to(log: Path, text: bytes = b"") -> None:
+    """Send everything that this process and its libraries print to a file, at its end, after ``text``."""
     sys.stdout.flush()
     sys.stderr.flush()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+        file.write(text)
