@@ -110,7 +110,7 @@ class Section:
         self.left_out = self.scores.pop(BASE, None) if self.base_cut > MOST_CUT else None  # of the untuned model
         self.base_section: Section = self  # whose cell the untuned model's scores are from
         self._accuracies: dict[tuple[str, float | None, float | None], Effect | None] = {}
-        self._differences: dict[tuple[str, str, float | None], Effect | None] = {}
+        self._differences: dict[tuple[str, str, float | None, float | None], Effect | None] = {}
 
     def take_base(self, other: Section) -> None:
         """Take the untuned model's scores from another regime that asks it the same items (with more tokens)."""
@@ -186,22 +186,36 @@ class Section:
             self._accuracies[key] = found and effect_of([found.columns[column] for column in self.averaged])
         return self._accuracies[key]
 
-    def pair(self, objective: str, temperature: float | None, against: str = REFERENCE) -> tuple[Shown, Shown] | None:
-        """Two objectives on the cells that both have; the untuned model has one cell for all."""
+    @cached_property
+    def open_rates(self) -> list[float]:
+        """The rates that NLL's scores are chosen from: those that all of the seeds have with which it is shown."""
+        if REFERENCE not in self.scores:
+            return self.rates
+        known = common(self.scores[REFERENCE])
+        options = known.options(sorted(known.seeds, key=str), None)
+        return sorted({option.learning_rate for option in options if option.learning_rate is not None})
+
+    def pair(
+        self, objective: str, temperature: float | None, against: str = REFERENCE, rate: float | None = None
+    ) -> tuple[Shown, Shown] | None:
+        """Two objectives on the cells that both have (at one rate); the untuned model has one cell for all."""
         if objective == against or not {objective, against} <= self.scores.keys():
             return None
         if BASE in (objective, against):
             a, b = self.chosen(objective, temperature), self.chosen(against, temperature)
         else:
             mine, theirs = self.scores[objective], self.scores[against]
-            a, b = self._best(common(mine, theirs), temperature), self._best(common(theirs, mine), temperature)
+            a = self._best(common(mine, theirs, rate=rate), temperature)
+            b = self._best(common(theirs, mine, rate=rate), temperature)
         return (a, b) if a and b else None
 
-    def difference(self, objective: str, temperature: float | None, against: str = REFERENCE) -> Effect | None:
-        """An objective minus another one."""
-        key = objective, against, temperature
+    def difference(
+        self, objective: str, temperature: float | None, against: str = REFERENCE, rate: float | None = None
+    ) -> Effect | None:
+        """An objective minus another one, at one learning rate or each at the rate that the other half chose."""
+        key = objective, against, temperature, rate
         if key not in self._differences:
-            found = self.pair(objective, temperature, against)
+            found = self.pair(objective, temperature, against, rate)
             self._differences[key] = found and effect_of(found[0].minus(found[1], self.averaged))
         return self._differences[key]
 

@@ -17,7 +17,7 @@ from deftune.paper.board import REGIMES, TUNED, Difference, FocusPath, PaperBoar
 from deftune.paper.claims import CLAIMS
 
 from .cells import Record
-from .effects import REFERENCE, Section
+from .effects import REFERENCE, Effect, Section
 from .plan import Plan
 from .tables import seeds_text, table
 
@@ -175,6 +175,8 @@ def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) ->
     return rows + paper_rows()
 
 
+MEASURES = (BEST, None), (GREEDY, 0.0), (HOT, 1.0)
+LEAST_SEEDS = 2  # of a learning rate that not all seeds have, for a row of its own
 BELOW_UNTUNED = "all tuned models were below the untuned model"
 
 
@@ -187,20 +189,32 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
     if plan.teaches_nothing(section):
         note, more = {"note": "no tuned model was above a constant answer"}, {"counts": False}
     base = next((cell["held_out"] for cell in section.cells(BASE) if "held_out" in cell), None)
+    about_all: Record = {
+        "regime": about["kind"], "model": about["model"], "data": about["data"], "task": ", ".join(section.averaged),
+        "base_p": base and round(base["p"][0], 2),
+        "base_concentration": base and round(base["concentration"][0], 2), "against": REFERENCE, "source": "study",
+        "where": "docs/study/results.md",
+    }  # fmt: skip
     for name in section.primary:
-        for measure, temperature in ((BEST, None), (GREEDY, 0.0), (HOT, 1.0)):
+        for measure, temperature in MEASURES:
             pair, effect = section.pair(name, temperature), section.difference(name, temperature)
             if pair and effect:
-                value, low, high = effect.points
+                rates = sorted({o.learning_rate for o in pair[0].chosen if o.learning_rate is not None})
                 yield {
-                    "regime": about["kind"], "model": about["model"], "data": about["data"],
-                    "task": ", ".join(section.averaged), "base_p": base and round(base["p"][0], 2),
-                    "base_concentration": base and round(base["concentration"][0], 2), "objective": name,
-                    "against": REFERENCE, "measure": measure, "difference": value, "low": low, "high": high,
-                    "p_holm": section.holm(temperature)[name], "seeds": effect.seeds,
-                    "learning_rates": sorted({o.learning_rate for o in pair[0].chosen if o.learning_rate is not None}),
-                    "source": "study", "where": "docs/study/results.md", **(note if measure == BEST else {}), **more,
+                    **about_all, "objective": name, **differences(measure, effect, rates),
+                    "p_holm": section.holm(temperature)[name], **(note if measure == BEST else {}), **more,
                 }  # fmt: skip
+        for rate in section.rates:  # that not all seeds have; these rows are no tests, so they have no p
+            for measure, temperature in MEASURES[1:]:
+                effect = section.difference(name, temperature, rate=rate)
+                if rate not in section.open_rates and effect and effect.seeds >= LEAST_SEEDS:
+                    yield {**about_all, "objective": name, **differences(measure, effect, [rate]), **more}
+
+
+def differences(measure: str, effect: Effect, rates: list[float]) -> Record:
+    value, low, high = effect.points
+    return {"measure": measure, "difference": value, "low": low, "high": high, "seeds": effect.seeds,
+            "learning_rates": rates}  # fmt: skip
 
 
 def paper_rows() -> list[Record]:

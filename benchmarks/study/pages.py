@@ -33,6 +33,7 @@ from .tables import (
     form_table,
     points,
     primary_table,
+    rate_differences,
     rate_table,
     rate_text,
     rerun_difference,
@@ -72,8 +73,8 @@ def answers(section: Section, plan: Plan) -> list[str]:
     verdicts = {"above NLL": "Above NLL", "below NLL": "Below NLL",
                 "not decided": f"Not decided (p of Holm at least {LEVEL:g})"}  # fmt: skip
     texts = [f"{title}: {', '.join(by[key])}" for key, title in verdicts.items() if key in by]
-    several = len(section.rates) > 1
-    rates = f"learning rate{'s' * several} {', '.join(f'{rate:g}' for rate in section.rates)}"
+    several = len(section.open_rates) > 1
+    rates = f"learning rate{'s' * several} {', '.join(f'{rate:g}' for rate in section.open_rates)}"
     lines = [
         f"**{section.regime}, each at its best temperature{' and learning rate' * several}** "
         f"({plan.about(section)['model']}, up to {seeds_text(seeds)}, {rates}), minus NLL in points. "
@@ -88,7 +89,25 @@ def answers(section: Section, plan: Plan) -> list[str]:
             found = [(name, section.difference(name, temperature)) for name in shown]
             if texts := [f"{code(name)} {points(effect)}" for name, effect in found if effect]:
                 lines.append(f"**{section.regime}, {title}**, minus NLL: {', '.join(texts)}.")
+    for rate in section.rates:
+        if rate not in section.open_rates and (text := rate_answer(section, rate, ORDER)):
+            lines.append(f"**{section.regime}, learning rate {rate:g}**: {text}")
     return lines
+
+
+def rate_answer(section: Section, rate: float, names: Sequence[str]) -> str:
+    """Objectives minus NLL at a learning rate that not all seeds have: "`deft` +1.7 [...] greedily, ... (1 seed)."."""
+    texts: list[str] = []
+    seeds = set[int]()
+    for name in names:
+        found = [(section.difference(name, t, rate=rate), how) for how, t in (("greedily", 0.0), ("at T = 1", 1.0))]
+        if shown := [f"{points(effect)} {how}" for effect, how in found if effect]:
+            texts.append(f"{code(name)} {', '.join(shown)}")
+            seeds |= {effect.seeds for effect, _ in found if effect}
+    if not texts:
+        return ""
+    many = seeds_text(min(seeds)) if len(seeds) == 1 else f"{min(seeds)} to {seeds_text(max(seeds))}"
+    return f"minus NLL at the same rate, {many}: {'; '.join(texts)}."
 
 
 def constant_text(section: Section, plan: Plan) -> str:
@@ -352,13 +371,16 @@ def results_page(studies: Sequence[Study], found: Sequence[Section], plan: Plan)
         "## Answers", "\n".join(wrapped(f"- {line}", "  ") for line in sentences), wrapped(READING),
     ]  # fmt: skip
     for section in found:
-        at = "each objective at its own learning rate (chosen on the other half of the items)"
-        at = at if len(section.rates) > 1 else rate_text(section)
+        at = rate_text(section)
+        if len(section.open_rates) > 1:
+            at = "each objective at its own learning rate (chosen on the other half of the items)"
         pages += [f"## {heading(section, plan)}", primary_table(section),
                   f"Score and difference from NLL at each temperature, {at}:", temperature_table(section)]  # fmt: skip
         pages += [f"![{picture.caption}](../images/{picture.file})" for picture in pictures(section, plan)]
         if len(section.rates) > 1:
-            pages += ["Score by learning rate, each at its best temperature:", rate_table(section)]
+            pages += ["Score by learning rate, each at its best temperature:", rate_table(section),
+                      "Minus NLL at the same learning rate, with the number of seeds that both have there:",
+                      rate_differences(section)]  # fmt: skip
         if tokens := token_table(section):
             pages += [f"Held-out tokens, {rate_text(section)}, means over seeds:", tokens]
             pages += [text] if (text := entropy_text(section, found, plan)) else []
@@ -412,11 +434,14 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
               for one in regimes]  # fmt: skip
     limits = [f"{plan.about(one)['data']}: {text}" for one in regimes if (text := tokens_text(one))]
     for one in regimes:
+        for rate in one.rates:
+            if rate not in one.open_rates and (text := rate_answer(one, rate, shown)):
+                limits.append(f"{plan.about(one)['data']}, learning rate {rate:g}: {text}")
         if effect := rerun_difference(one, REFERENCE, 1.0):
             limits.append(f"{plan.about(one)['data']}: a cell of NLL that was run again, by a newer version, differs "
                           f"from the first run by {points(effect)} at T = 1.")  # fmt: skip
     lines.append(wrapped(
-        f"*{'. '.join(models)}. Points, one learning rate for each model. The 95% intervals are over items and seeds; "
+        f"*{'. '.join(models)}. Points, {readme_rates(regimes)}. The 95% intervals are over items and seeds; "
         f"they leave out half (two seeds) or a third (three) of the variance between seeds. A difference is on the "
         f"seeds that both have.*"
     ))  # fmt: skip
@@ -430,6 +455,16 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
         "DATA`](docs/advise.md) applies them to your data."
     ))  # fmt: skip
     return "\n".join(lines)
+
+
+def readme_rates(regimes: Sequence[Section]) -> str:
+    """The learning rates of the headline's scores: "learning rate 1e-05", or those that are chosen from."""
+    rates = sorted({rate for section in regimes for rate in section.open_rates})
+    if len(rates) == 1:
+        return f"learning rate {rates[0]:g}"
+    several = any(len(section.open_rates) > 1 for section in regimes)
+    shown = ", ".join(f"{rate:g}" for rate in rates)
+    return f"learning rate chosen from {shown}" if several else f"one learning rate for each model ({shown})"
 
 
 def spread(section: Section) -> str:

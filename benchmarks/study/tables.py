@@ -138,6 +138,21 @@ def rate_table(section: Section) -> str:
     return table(header, rows)
 
 
+def rate_differences(section: Section) -> str:
+    """Each objective minus NLL at each learning rate, greedy and at T = 1, with the number of seeds."""
+    kinds = [(title, t) for title, t in (("greedy", 0.0), ("T = 1", 1.0)) if t in section.temperatures]
+    header = ["objective", *(f"{rate:g}, {title}" for rate in section.rates for title, _ in kinds)]
+    rows: list[list[str]] = []
+    for name in section.primary:
+        row = [code(name)]
+        for rate in section.rates:
+            for _, temperature in kinds:
+                effect = section.difference(name, temperature, rate=rate)
+                row.append(f"{points(effect)}, {seeds_text(effect.seeds)}" if effect else "-")
+        rows.append(row)
+    return table(header, rows)
+
+
 def reference_cells(section: Section, objective: str) -> list[Record]:
     """The cells of an objective at the rate of most cells; of the untuned model the one that the scores are from."""
     if objective == BASE:

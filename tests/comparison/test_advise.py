@@ -42,7 +42,8 @@ def test_the_shipped_evidence_gives_three_answers_for_three_regimes():
         "measured below NLL at the best temperature of each: deft",  # MedQuAD
         "no tuned model was above a constant answer (medicine)",
     )
-    assert (strong.regime, strong.objective, strong.sampled) == ("strong", "nll", "deft | floor(0.2)")
+    assert (strong.regime, strong.objective, strong.sampled) == ("strong", "nll", "deft")
+    assert strong.learning_rates == (5e-6,) and "learning rate, 5e-06 (2 seeds" in strong.because[-1]
     assert "all tuned models were below the untuned model (GSM8K)" in strong.because
     assert len({(a.objective, a.sampled, a.because) for a in (weak, intermediate, strong)}) == 3
     assert "GSM8K with SmolLM2-135M-Instruct (0.55)" in strong.place
@@ -74,13 +75,27 @@ def test_rows_that_show_no_knowledge_are_printed_and_decide_nothing():
     assert advice.because[-1] == "no tuned model was above a constant answer (trivia)"
 
 
+def sampled(rows, objective):
+    found = best_when_sampled(rows, objective)
+    return found and found.objective
+
+
 def test_for_sampled_answers_an_objective_that_costs_little_greedily_goes_first():
     rows = [row("deft", HOT, 17.0), row("deft", GREEDY, -3.0), row("cayley", HOT, 8.0), row("cayley", GREEDY, -0.5)]
-    assert best_when_sampled(rows, "nll") == "cayley" and best_when_sampled(rows[:2], "nll") == "deft"
-    assert best_when_sampled(rows, "cayley") is None
-    assert best_when_sampled([row("deft", HOT, 4.0)], "nll") is None  # less than the study's 5 points
-    assert best_when_sampled([row("deft", HOT, 9.0, half=10.0)], "nll") is None
-    assert best_when_sampled([row("deft", HOT, 9.0, half=None)], "nll") == "deft"
+    assert sampled(rows, "nll") == "cayley" and sampled(rows[:2], "nll") == "deft"
+    assert sampled(rows, "cayley") is None
+    assert sampled([row("deft", HOT, 4.0)], "nll") is None  # less than the study's 5 points
+    assert sampled([row("deft", HOT, 9.0, half=10.0)], "nll") is None
+    assert sampled([row("deft", HOT, 9.0, half=None)], "nll") == "deft"
+
+
+def test_a_learning_rate_at_which_an_objective_costs_nothing_greedily_goes_first():
+    low = {"learning_rates": (5e-6,)}
+    rows = [row("deft", GREEDY, -4.0), row("deft", HOT, 16.0), row("cayley", GREEDY, 0.0), row("cayley", HOT, 12.0),
+            dataclasses.replace(row("deft", GREEDY, 1.0), **low), dataclasses.replace(row("deft", HOT, 15.0), **low),
+            ]  # fmt: skip
+    found = best_when_sampled(rows, "nll")
+    assert found is not None and (found.objective, found.learning_rates) == ("deft", (5e-6,))
 
 
 def test_without_a_measured_cell_the_advice_says_so_and_the_claim_stays_the_papers():

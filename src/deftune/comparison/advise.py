@@ -48,7 +48,7 @@ class Advice:
 
     ``measured`` are the numbers of the token table (`deftune.comparison.summary.table_record`). ``objective`` is for
     greedy or cold answers, ``sampled`` for answers at T = 1 (None: the same). ``learning_rates`` are those of the cells
-    behind the advice. ``strength`` is none, weak, moderate or strong, with the reason.
+    behind the advice, of ``sampled`` where there is one. ``strength`` is none, weak, moderate or strong, and why.
     """
 
     model: str
@@ -98,14 +98,14 @@ def advice_from(
     against_nll = [row for row in here if row.measured and row.against == NLL]
     ours = [row for row in against_nll if row.counts]
     objective = best_of(ours)
-    sampled = best_when_sampled(ours, objective)
-    chosen = sampled or objective
-    about = [row for row in ours if row.objective in (objective, chosen)] or ours
+    hot = best_when_sampled(ours, objective)
+    sampled = hot.objective if hot else None
+    about = [hot] if hot else [row for row in ours if row.objective == objective] or ours
     rates = sorted({rate for row in about for rate in row.learning_rates})
     return Advice(
         model=model, data=data, measured=measured, regime=regime, place=place, objective=objective, sampled=sampled,
         learning_rates=tuple(rates), strength=strength_of(ours),
-        because=tuple(reasons(against_nll, objective, sampled)),
+        because=tuple(reasons(against_nll, objective, hot)),
         evidence=tuple([*(row for row in here if row.measured), *(row for row in here if not row.measured)]),
         watch=tuple(watch(measured, regime, [name for name in (objective, sampled) if name and name != NLL], here)),
     )  # fmt: skip
@@ -141,19 +141,21 @@ def best_of(ours: Sequence[Evidence]) -> str:
     return max(above, key=lambda row: row.difference).objective if above else NLL
 
 
-def best_when_sampled(ours: Sequence[Evidence], objective: str) -> str | None:
-    """The objective that gains most at T = 1; None where none gains 5 points, or it is the same one.
+def best_when_sampled(ours: Sequence[Evidence], objective: str) -> Evidence | None:
+    """The row of the objective and learning rate that gain most at T = 1.
 
-    Objectives that cost at most 1 point greedily go first. A row without an interval counts by its difference alone.
+    None where none gains 5 points, or the objective is the same one. Those that cost at most 1 point greedily go first.
+    A row without an interval counts by its difference alone.
     """
-    greedy = {row.objective: row for row in ours if row.measure == GREEDY}
+    greedy = {(row.objective, row.learning_rates): row for row in ours if row.measure == GREEDY}
     hot = [
         row for row in ours
         if row.measure == HOT and row.difference >= GAIN_AT_HOT and (row.low is None or row.decided > 0)
     ]  # fmt: skip
-    cheap = [r for r in hot if r.objective not in greedy or greedy[r.objective].difference >= -COST_OF_GREEDY]
+    costs = {row: greedy.get((row.objective, row.learning_rates)) for row in hot}
+    cheap = [row for row, cost in costs.items() if cost is None or cost.difference >= -COST_OF_GREEDY]
     found = max(cheap or hot, key=lambda row: row.difference, default=None)
-    return found.objective if found and found.objective != objective else None
+    return found if found and found.objective != objective else None
 
 
 def strength_of(ours: Sequence[Evidence]) -> str:
@@ -167,24 +169,25 @@ def strength_of(ours: Sequence[Evidence]) -> str:
     return f"{word}: {number} at most ({', '.join(models)})"
 
 
-def reasons(ours: Sequence[Evidence], objective: str, sampled: str | None) -> list[str]:
+def reasons(ours: Sequence[Evidence], objective: str, hot: Evidence | None) -> list[str]:
     """Why these objectives, in sentences about measured rows."""
     lines: list[str] = []
     best = [row for row in ours if row.measure == BEST]
     notes = dict.fromkeys(f"{row.note} ({row.data})" for row in best if row.note)
     best = [row for row in best if row.counts]
     if objective != NLL:
-        row = max((r for r in best if r.objective == objective), key=lambda r: r.difference)
         lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0")
     elif lost := [row.objective for row in best if row.decided < 0]:
         lines.append(f"measured below NLL at the best temperature of each: {', '.join(dict.fromkeys(lost))}")
     else:
         lines.append("no objective was measured above NLL at the best temperature of each")
     lines += notes
-    if sampled:
-        row = max((r for r in ours if r.objective == sampled and r.measure == HOT), key=lambda r: r.difference)
-        interval = "no interval was recorded" if row.low is None else "the interval excludes 0"
-        lines.append(f"at T = 1 {sampled} is {row.difference:.1f} points above NLL ({interval})")
+    if hot:
+        interval = "no interval was recorded" if hot.low is None else "the interval excludes 0"
+        rates = ", ".join(f"{rate:g}" for rate in hot.learning_rates)
+        seeds = f"{hot.seeds} seed{'s' * (hot.seeds != 1)}"
+        lines.append(f"at T = 1 {hot.objective} is {hot.difference:.1f} points above NLL at the same learning rate, "
+                     f"{rates} ({seeds}; {interval})")  # fmt: skip
     return lines
 
 
