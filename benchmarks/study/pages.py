@@ -95,13 +95,13 @@ def answers(section: Section, plan: Plan) -> list[str]:
     return lines
 
 
-def rate_answer(section: Section, rate: float, names: Sequence[str]) -> str:
-    """Objectives minus NLL at a learning rate that not all seeds have: "`deft` +1.7 [...] greedily, ... (1 seed)."."""
+def rate_answer(section: Section, rate: float, names: Sequence[str], least: int = 1) -> str:
+    """Objectives minus NLL at a learning rate that not all seeds have; "" where none has ``least`` seeds there."""
     texts: list[str] = []
     seeds = set[int]()
     for name in names:
         found = [(section.difference(name, t, rate=rate), how) for how, t in (("greedily", 0.0), ("at T = 1", 1.0))]
-        if shown := [f"{points(effect)} {how}" for effect, how in found if effect]:
+        if shown := [f"{points(effect)} {how}" for effect, how in found if effect and effect.seeds >= least]:
             texts.append(f"{code(name)} {', '.join(shown)}")
             seeds |= {effect.seeds for effect, _ in found if effect}
     if not texts:
@@ -435,7 +435,7 @@ def readme_block(found: Sequence[Section], plan: Plan) -> str:
     limits = [f"{plan.about(one)['data']}: {text}" for one in regimes if (text := tokens_text(one))]
     for one in regimes:
         for rate in one.rates:
-            if rate not in one.open_rates and (text := rate_answer(one, rate, shown)):
+            if rate not in one.open_rates and (text := rate_answer(one, rate, shown, least=2)):
                 limits.append(f"{plan.about(one)['data']}, learning rate {rate:g}: {text}")
         if effect := rerun_difference(one, REFERENCE, 1.0):
             limits.append(f"{plan.about(one)['data']}: a cell of NLL that was run again, by a newer version, differs "

@@ -36,10 +36,10 @@ def test_the_shipped_evidence_gives_three_answers_for_three_regimes():
     """NLL in each, since no gain at the best temperature is decided; the reasons and the answer at T = 1 differ."""
     weak, intermediate, strong = (advice_from(measured(p)) for p in (0.01, 0.36, 0.55))
     assert (weak.regime, weak.objective, weak.sampled) == ("weak", "nll", None)
-    assert weak.because == ("measured below NLL at the best temperature of each: linear",)
+    assert weak.because == ("measured below NLL at the best temperature of each (learning rate 5e-05): linear",)
     assert (intermediate.regime, intermediate.objective, intermediate.sampled) == ("intermediate", "nll", None)
     assert intermediate.because == (
-        "measured below NLL at the best temperature of each: deft",  # MedQuAD
+        "measured below NLL at the best temperature of each (learning rate 5e-05): deft",  # MedQuAD
         "no tuned model was above a constant answer (medicine)",
     )
     assert (strong.regime, strong.objective, strong.sampled) == ("strong", "nll", "deft")

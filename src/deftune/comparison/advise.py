@@ -177,8 +177,10 @@ def reasons(ours: Sequence[Evidence], objective: str, hot: Evidence | None) -> l
     best = [row for row in best if row.counts]
     if objective != NLL:
         lines.append(f"{objective} is above NLL at the best temperature of each, and the interval excludes 0")
-    elif lost := [row.objective for row in best if row.decided < 0]:
-        lines.append(f"measured below NLL at the best temperature of each: {', '.join(dict.fromkeys(lost))}")
+    elif lost := [row for row in best if row.decided < 0]:
+        names = ", ".join(dict.fromkeys(row.objective for row in lost))
+        rates = ", ".join(f"{rate:g}" for rate in sorted({rate for row in lost for rate in row.learning_rates}))
+        lines.append(f"measured below NLL at the best temperature of each (learning rate {rates}): {names}")
     else:
         lines.append("no objective was measured above NLL at the best temperature of each")
     lines += notes
