@@ -155,6 +155,7 @@ def plot_rates(table: Table) -> Figure:
     columns = columns_of(table, ("temperature", "objective", "learning_rate", "score", "low", "high"), "rates")
     temperatures, rates = (sorted(set(columns[name].tolist())) for name in ("temperature", "learning_rate"))
     offsets = _offsets(distinct(columns["objective"].tolist()))
+    margin = max((rates[-1] / rates[0]) ** 0.15, 1.1)  # for what is drawn beside its place
     figure, axes = new_figure(1, len(temperatures), (PAGE_INCHES, 3.0), sharey=True)
     for axis, temperature in zip(axes[0], temperatures):
         for name, offset in offsets.items():
@@ -162,6 +163,7 @@ def plot_rates(table: Table) -> Figure:
             if len(part["score"]):
                 _draw(axis, part["learning_rate"], part, name, joined=True, offset=offset)
         axis.set(xlabel="learning rate", title="greedy" if temperature == 0 else f"T = {temperature:g}", xscale="log")
+        axis.set_xlim(rates[0] / margin, rates[-1] * margin)
         axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axis.minorticks_off()
         axis.grid()
