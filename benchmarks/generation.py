@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from deftune.evaluation.local import TransformersSampler
-from deftune.evaluation.sampler import Prompt, Settings
+from deftune.evaluation.sampler import Prompt
 
 WARMUP_TOKENS = 4
 questions_file: Path | None = None  # set by --questions
@@ -180,10 +180,10 @@ def parts(model: Any, tokenizer: Any, rows: int, tokens: int) -> list[dict[str, 
     network = LanguageModel(model, end_ids=set(), pad_id=0, tie_margin=0.0)
     sampler = TransformersSampler(model, tokenizer)
     limit = 64  # more than the steps below
-    asked = [Answer(p, 0, sampler.encode(p), limit, (i, i)) for i, p in enumerate(gsm_prompts(rows))]
+    asked = [Answer(p, 0, sampler.encode(p), limit, (i, i), 1.0) for i, p in enumerate(gsm_prompts(rows))]
     room = max(len(answer.ids) for answer in asked) + tokens // 2 + limit
     found = slots.survey(network)
-    decoder = SlotDecoder(network, Settings(1, 1.0, 1.0, limit, 0), found, slots.Plan(rows, room))
+    decoder = SlotDecoder(network, found, slots.Plan(rows, room), top_p=1.0, max_new_tokens=limit)
     reading = timed(lambda: decoder.admit(asked), 1)
     decoder.cache.lengths += tokens // 2
     decoder.start()  # compiles, captures
@@ -199,10 +199,11 @@ def parts(model: Any, tokenizer: Any, rows: int, tokens: int) -> list[dict[str, 
         attention = timed_kernels(
             lambda: attend(query, new, new, cache.keys[0], cache.values[0], lengths, scale=width**-0.5), 30
         )
+        chance = decoder.keys, decoder.steps, decoder.temperatures
         if decoder.fast:
-            drawing = timed_kernels(lambda: slots.kernels().draw(logits, decoder.keys, decoder.steps, 1.0), 30)
+            drawing = timed_kernels(lambda: slots.kernels().draw(logits, *chance), 30)
         else:
-            drawing = timed(lambda: network.choose(logits, decoder.keys, decoder.steps, decoder.settings), 3)
+            drawing = timed(lambda: network.choose(logits, *chance, top_p=1.0), 3)
         step = timed(lambda: decoder._step(rows), 20)  # pyright: ignore[reportPrivateUsage]
         launched = timed(lambda: decoder._logits(rows), 3)  # pyright: ignore[reportPrivateUsage]
     layers = len(found.shapes)

@@ -35,7 +35,7 @@ def test_tokens_are_drawn_from_the_softmax(vary):
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, 0.5, -3.0])
     keys = keys_of(number) if vary == "sample" else keys_of(1).expand(number, 2)
     steps = torch.arange(number, dtype=torch.int32) if vary == "step" else torch.zeros(number, dtype=torch.int32)
-    tokens, _ = draw(logits.expand(number, 6), exponentials(keys, steps, 6), 0.8, 1.0, 0.0)
+    tokens, _ = draw(logits.expand(number, 6), exponentials(keys, steps, 6), torch.full((number,), 0.8), 1.0, 0.0)
     counts = torch.bincount(tokens, minlength=6).double()
     # 5 degrees of freedom: above 20.5 once in a thousand, and the draws are fixed
     assert chi_square(counts, number * (logits.double() / 0.8).softmax(0)) < 20.5
@@ -94,15 +94,16 @@ def test_a_close_call_is_seen():
     noise = exponentials(keys_of(1).expand(rows, 2), torch.arange(rows, dtype=torch.int32), size)
     for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (0.6, 1.0), (1.0, 0.7), (0.6, 0.9)):
         part = None if temperature == 0 else noise
-        token, close = draw(logits, part, temperature, top_p, margin)
+        temperatures = torch.full((rows,), temperature)
+        token, close = draw(logits, part, temperatures, top_p, margin)
         changed = torch.zeros(rows, dtype=torch.bool)
         for _ in range(40):
             moved = logits + margin / 2 * (2 * torch.rand(rows, size, generator=generator) - 1)
-            changed |= draw(moved, part, temperature, top_p, 0.0)[0] != token
+            changed |= draw(moved, part, temperatures, top_p, 0.0)[0] != token
         assert changed.sum() > 20 and not (changed & ~close).any()
         assert close.float().mean() < 0.5
 
 
 def test_equal_logits_go_to_the_lowest_token():
-    token, close = draw(torch.zeros(2, 1000), None, 0.0, 1.0, 1e-3)
+    token, close = draw(torch.zeros(2, 1000), None, torch.zeros(2), 1.0, 1e-3)
     assert token.tolist() == [0, 0] and close.all()

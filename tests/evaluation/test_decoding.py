@@ -13,7 +13,7 @@ from deftune.artifacts.models import load_model, load_tokenizer, resolve_model
 from deftune.evaluation import slots
 from deftune.evaluation.decoding import Answer, LanguageModel
 from deftune.evaluation.local import TransformersSampler
-from deftune.evaluation.sampler import Prompt, SamplerError, Settings
+from deftune.evaluation.sampler import Prompt, SamplerError
 from deftune.evaluation.slot_decoding import SlotDecoder
 from interpreter import run_checks
 
@@ -61,8 +61,8 @@ def network_of(model, **options) -> LanguageModel:
 
 
 def make_decoder(network, *, places, room, tokens=20, portion=1000) -> SlotDecoder:
-    settings = Settings(1, 0.0, 1.0, tokens, 0)
-    return SlotDecoder(network, settings, slots.survey(network), slots.Plan(places, room, portion))
+    plan = slots.Plan(places, room, portion)
+    return SlotDecoder(network, slots.survey(network), plan, top_p=1.0, max_new_tokens=tokens)
 
 
 def make_answer(name: str, ids: list[int], limit: int) -> Answer:

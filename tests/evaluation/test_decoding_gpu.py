@@ -11,7 +11,7 @@ from deftune.evaluation import slots
 from deftune.evaluation.chance import derive_key, draw, exponentials
 from deftune.evaluation.decoding import Answer, LanguageModel
 from deftune.evaluation.local import TransformersSampler
-from deftune.evaluation.sampler import Prompt, SamplerError, Settings
+from deftune.evaluation.sampler import Prompt, SamplerError
 from deftune.evaluation.slot_decoding import SlotDecoder
 
 pytestmark = [
@@ -79,6 +79,7 @@ SETTINGS = {
     "nucleus": {"temperature": 0.7, "top_p": 0.8, "samples": 2},
 }
 every_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 @every_setting
@@ -94,7 +95,7 @@ def test_float32_answers_are_those_of_the_plain_loop(model, tokenizer, settings,
 
 
 @every_setting
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_dtype
 def test_the_same_seed_gives_the_same_answers(llama, tokenizer, dtype, settings):
     """In any dtype, with the whole step in the graph (tie_margin 0), refilled and shrunk."""
     sampler = make_sampler(llama.to(dtype), tokenizer, batch_size=64, tie_margin=0.0)
@@ -107,7 +108,7 @@ def test_a_captured_step_is_the_step(llama):
     """Greedy in float32, all in one graph: the tokens of a forward of the whole row, at every length."""
     generator = torch.Generator().manual_seed(0)
     network = LanguageModel(llama, end_ids=set(), pad_id=0, tie_margin=0.0)
-    decoder = SlotDecoder(network, Settings(1, 0.0, 1.0, 50, 0), slots.survey(network), slots.Plan(40, 120))
+    decoder = SlotDecoder(network, slots.survey(network), slots.Plan(40, 120), top_p=1.0, max_new_tokens=50)
     rows = [torch.randint(3, 290, (1 + 2 * i,), generator=generator).tolist() for i in range(30)]
     decoder.admit([Answer(Prompt(str(i), ""), 0, ids, 50, (1, 2)) for i, ids in enumerate(rows)])
     found: list[Answer] = []
@@ -131,8 +132,8 @@ def test_slots_shrink_as_answers_run_out(llama, tokenizer):
     rows = [[3 + i, 4, 5 + i] for i in range(64)]
 
     def run(which: list[int], places: int) -> tuple[SlotDecoder, dict]:
-        settings = Settings(1, 0.0, 1.0, 300, 0)
-        decoder = SlotDecoder(network, settings, slots.survey(network), slots.Plan(places, 310))
+        plan = slots.Plan(places, 310)
+        decoder = SlotDecoder(network, slots.survey(network), plan, top_p=1.0, max_new_tokens=300)
         decoder.admit([Answer(Prompt(str(i), ""), 0, rows[i], limits[i], (1, 2)) for i in which])
         found = {}
         while decoder.num_live:
@@ -144,6 +145,51 @@ def test_slots_shrink_as_answers_run_out(llama, tokenizer):
     assert set(decoder.graphs) == {64, 4} or set(decoder.graphs) == {64, 16, 4}
     assert {name: len(made) for name, made in found.items()} == {str(i): limit for i, limit in enumerate(limits)}
     assert found["63"][:50] == run([63], 1)[1]["63"][:50]
+
+
+@every_dtype
+def test_each_slot_has_its_own_temperature(llama, dtype):
+    """One graph for all temperatures; an answer that moves to another slot takes its temperature along.
+
+    The limits are the same in every run, so the shapes are, and the tokens of a row are the same bit for bit.
+    """
+    network = LanguageModel(llama.to(dtype), end_ids=set(), pad_id=0, tie_margin=0.0)
+    limits = [300 if i >= 60 else 5 + i % 20 for i in range(64)]
+
+    def run(temperatures: list[float]) -> list[list[int]]:
+        plan = slots.Plan(64, 310)
+        decoder = SlotDecoder(network, slots.survey(network), plan, top_p=1.0, max_new_tokens=300)
+        answers = [
+            Answer(Prompt(str(i), ""), 0, [3 + i, 4, 5 + i], limits[i], (i, 7 * i), temperature)
+            for i, temperature in enumerate(temperatures)
+        ]
+        decoder.admit(answers)
+        while decoder.num_live:
+            decoder.start()
+            decoder.collect()
+        assert decoder.one_pass and len(decoder.graphs) > 1  # some answers moved
+        return [answer.made for answer in answers]
+
+    mixed = [(0.0, 0.5, 1.0)[i % 3] for i in range(64)]
+    found = run(mixed)
+    alone = {temperature: run([temperature] * 64) for temperature in (0.0, 0.5, 1.0)}
+    assert found == [alone[temperature][i] for i, temperature in enumerate(mixed)]
+    assert all(alone[0.0][i] != alone[1.0][i] for i in range(60, 64))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_pooled_answers_are_those_of_a_call_for_each_temperature(llama, tokenizer, top_p):
+    """In float32, where close calls are decided alone."""
+    sampler = make_sampler(llama, tokenizer, batch_size=40)
+    settings = {"max_new_tokens": 40, "seed": 3, "top_p": top_p}
+    made = sampler.sample_at({temperature: prompts(25) for temperature in (0.0, 0.5, 1.0)}, samples=2, **settings)
+    found = {(temperature, o.id, o.sample): (o.text, o.tokens, o.finish) for temperature, o in made}
+    alone = {
+        (temperature, *key): answer
+        for temperature, samples in ((0.0, 1), (0.5, 2), (1.0, 2))
+        for key, answer in answers(sampler, prompts(25), temperature=temperature, samples=samples, top_p=top_p).items()
+    }
+    assert found == alone and len(set(found.values())) > 40
 
 
 def test_a_model_that_is_not_finite(llama, tokenizer):
@@ -181,7 +227,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 5.0}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_is_as_exact_as_torch(shape, dtype, options):
     """Its error against float64 is at most that of torch's own attention in the same dtype, and a little."""
@@ -205,9 +251,9 @@ def test_attention_is_as_exact_as_torch(shape, dtype, options):
     assert (out - expected).abs().max() <= 1.5 * (plain - expected).abs().max() + rounding * expected.abs().max()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.6,), (1.0,), (0.0, 1.0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_tokens_are_those_of_the_plain_draw(dtype, temperature):
+def test_tokens_are_those_of_the_plain_draw(dtype, temperatures):
     """4096 rows of SmolLM2's vocabulary: the same tokens, but where the best two are as close as float32 rounds."""
     rows, size = 4096, 49152
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -215,17 +261,17 @@ def test_tokens_are_those_of_the_plain_draw(dtype, temperature):
     halves = [derive_key(0, "item", sample) for sample in range(rows)]
     keys = torch.tensor([[key >> 32, key & 0xFFFFFFFF] for key in halves]).to(torch.int32).cuda()
     steps = torch.arange(rows, dtype=torch.int32, device="cuda")
-    token, finite = slots.kernels().draw(logits, keys, steps, temperature)
+    each = torch.tensor(temperatures, device="cuda").repeat(rows // len(temperatures))
+    token, finite = slots.kernels().draw(logits, keys, steps, each)
     expected, close = [], []
     for part in range(0, rows, 512):
         those = slice(part, part + 512)
-        noise = exponentials(keys[those], steps[those], size) if temperature else None
-        one, near = draw(logits[those].float(), noise, temperature, 1.0, 2e-5)
+        noise = exponentials(keys[those], steps[those], size) if any(temperatures) else None
+        one, near = draw(logits[those].float(), noise, each[those], 1.0, 2e-5)
         expected.append(one)
         close.append(near)
     expected, close = torch.cat(expected), torch.cat(close)
     assert finite.all()
-    if temperature or dtype == torch.float32:
-        assert torch.equal(token[~close], expected[~close]) and int((token != expected).sum()) <= 4
-    else:
-        assert torch.equal(token, expected)  # equals, of which bfloat16 has many, go to the lowest token
+    greedy = each == 0
+    assert torch.equal(token[greedy], expected[greedy])  # equals, of which bfloat16 has many, go to the lowest token
+    assert torch.equal(token[~close], expected[~close]) and int((token != expected).sum()) <= 4

@@ -14,8 +14,9 @@ from deftune.evaluation.evaluate import Result, Settings, ask, drop_cut_line, ev
 from deftune.evaluation.heldout import evaluate_heldout
 from deftune.evaluation.items import Item
 from deftune.evaluation.kinds import KINDS, score_answers
+from deftune.evaluation.local import TransformersSampler
 from deftune.evaluation.questions import load_items
-from deftune.evaluation.sampler import Output, SamplerError
+from deftune.evaluation.sampler import Output, Sampler, SamplerError
 from deftune.evaluation.suites import SUITES, task_named
 from deftune.evaluation.task_files import load_task_file
 
@@ -23,21 +24,21 @@ ANSWERS = {"a": "So \\boxed{4}", "b": "I think it is 7", "c": "no idea"}
 GOLD = {"a": "4", "b": "8", "c": "1"}
 
 
-class Told:
+class Told(Sampler):
     """Answers from a table; stops after ``until`` of them."""
 
     def __init__(self, answers=ANSWERS, until=10**9):
-        self.answers, self.until, self.asked = answers, until, []
+        self.table, self.until, self.asked = answers, until, []
 
-    def sample(self, prompts, *, samples, temperature, top_p, max_new_tokens, seed):
+    def answers(self, prompts, settings):
         done = 0
         for prompt in prompts:
             self.asked.append(prompt.id)
-            for i in range(samples) if prompt.samples is None else prompt.samples:
+            for i in settings.samples_of(prompt):
                 if done >= self.until:
                     raise SamplerError("the server went away", done)
                 done += 1
-                yield Output(prompt.id, i, self.answers[prompt.id], 3, "stop")
+                yield Output(prompt.id, i, self.table[prompt.id], 3, "stop")
 
 
 @pytest.fixture
@@ -98,6 +99,63 @@ def test_a_server_that_dies_loses_nothing(tmp_path, tasks):
     assert sampler.asked[0] == "c"  # what was answered is not asked again
     graded = grade(result, settings(tasks), tasks, workers=1)
     assert summarize(settings(tasks), SUITES["math"], tasks, graded, {}) == whole
+
+
+class OneByOne(Sampler):
+    """A sampler's answers, one temperature after another."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def answers(self, prompts, settings):
+        return self.sampler.answers(prompts, settings)
+
+
+class Shown:
+    """A display that keeps what it is shown."""
+
+    def __init__(self):
+        self.counts, self.said = [], []
+
+    def show(self, label, done=0, total=None):
+        self.counts.append((label, done, total))
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def test_pooled_temperatures_give_the_same_result(tmp_path, tasks, model, tokenizer):
+    """The records of a sampler that pools are those of one that takes one temperature after another; resumed, too."""
+    task, items = tasks["gsm8k"]
+    tasks = {"gsm8k": (task, [*items, Item("long", "x1" * 300, "1")])}
+    three = settings(tasks, temperatures=(0.0, 0.5, 1.0), max_new_tokens=8)
+    sampler = TransformersSampler(model, tokenizer, end_ids=range(3, 30))
+
+    def asked(name: str, sampler: Sampler, keep=lambda record: False) -> tuple[Result, Shown]:
+        result, shown = Result(tmp_path / name), Shown()
+        result.open(three)
+        result.samples.write_text("".join(json.dumps(r) + "\n" for r in whole if keep(r)))
+        ask(result, three, tasks, sampler, shown)
+        return result, shown
+
+    whole = []
+    result, one_by_one = asked("one", OneByOne(sampler))
+    expected, whole = result.latest_samples(), result.read_samples()
+    assert [record["temperature"] for record in whole] == [0.0] * 4 + [0.5] * 8 + [1.0] * 8
+    result, pooled = asked("pooled", sampler)
+    assert result.latest_samples() == expected and len(result.read_samples()) == len(expected) == 20
+    assert pooled.counts[:4] == one_by_one.counts[:4]
+    for shown in (one_by_one, pooled):
+        assert set(shown.counts) == {
+            (f"gsm8k T={t:g}", done, total) for t, total in ((0, 4), (0.5, 8), (1, 8)) for done in range(total + 1)
+        }
+        assert len(shown.said) == 3 and all("recorded as an error" in text for text in shown.said)  # one a temperature
+    gone, made = [("a", 0.5, 1), ("b", 1.0, 0)], sampler.num_tokens
+    result, resumed = asked("resumed", sampler, lambda r: (r["id"], r["temperature"], r["sample"]) not in gone)
+    assert result.latest_samples() == expected
+    assert resumed.counts[:3] == [("gsm8k T=0", 3, 4), ("gsm8k T=0.5", 5, 8), ("gsm8k T=1", 5, 8)]  # errors again
+    added = sum(expected["gsm8k", *key]["tokens"] for key in gone)
+    assert sampler.num_tokens == made + added and len(result.read_samples()) == 20
 
 
 def test_another_evaluation_is_not_mixed_in(tmp_path, tasks):

@@ -129,6 +129,76 @@ def test_close_calls_are_decided_alone(model, tokenizer, settings):
     assert one != eight and one != all_
 
 
+# Several temperatures in one pool -------------------------------------------------------------------------------------
+
+
+def mixed() -> dict[float, list[Prompt]]:
+    """Greedy, and two temperatures with 2 samples, of which some are not wanted."""
+    some = [Prompt(p.id, p.text, (i % 2,)) if i % 3 else p for i, p in enumerate(prompts(14))]
+    return {0.0: prompts(12), 0.5: some[:1:-1], 1.0: prompts(7)}
+
+
+def pooled(sampler, asked: dict[float, list[Prompt]], **settings) -> dict[tuple[float, str, int], tuple]:
+    made = list(sampler.sample_at(asked, **{"samples": 2, "max_new_tokens": 16, "seed": 3, **settings}))
+    found = {(temperature, o.id, o.sample): (o.text, o.tokens, o.finish) for temperature, o in made}
+    assert len(found) == len(made)
+    return found
+
+
+def separate(sampler, asked: dict[float, list[Prompt]], **settings) -> dict[tuple[float, str, int], tuple]:
+    settings = {"max_new_tokens": 16, "seed": 3, **settings}
+    return {
+        (temperature, o.id, o.sample): (o.text, o.tokens, o.finish)
+        for temperature, its in asked.items()
+        for o in sampler.sample(its, samples=1 if temperature == 0 else 2, temperature=temperature, **settings)
+    }
+
+
+@both
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_pooled_answers_are_those_of_a_call_for_each_temperature(model, tokenizer, top_p):
+    alone = separate(make_sampler(model, tokenizer, batch_size=8), mixed(), top_p=top_p)
+    assert len(alone) == 12 + 16 + 14 and len(set(alone.values())) > 20
+    for size in (1, 5, 64):
+        sampler = make_sampler(model, tokenizer, batch_size=size)
+        assert pooled(sampler, mixed(), top_p=top_p) == alone
+        assert sampler.num_tokens == sum(tokens for _, tokens, _ in alone.values())
+
+
+@both
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_close_calls_of_a_pool_are_decided_alone(model, tokenizer, top_p):
+    rough = noisy(model, 0.05)
+    for margin in (0.3, 0.0):
+        sampler = make_sampler(rough, tokenizer, batch_size=8, tie_margin=margin)
+        alone = separate(sampler, mixed(), top_p=top_p)
+        before = sampler.num_retried
+        assert (pooled(sampler, mixed(), top_p=top_p) == alone) == (margin > 0)
+        assert (sampler.num_retried > before) == (margin > 0)
+
+
+@both
+def test_a_pool_reads_each_prompt_once(model, tokenizer):
+    sampler = make_sampler(model, tokenizer, batch_size=64, tie_margin=0, end_ids=())
+    sampler.survey()  # which also calls the model
+    shapes: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        forward = model.forward
+        patch.setattr(model, "forward", lambda *a, **k: shapes.append(tuple(k["input_ids"].shape)) or forward(*a, **k))
+        pooled(sampler, {temperature: prompts(9) for temperature in (0.0, 0.5, 1.0)})
+    assert shapes[0][0] == 9 and shapes[1:] == [(45, 1)] * (len(shapes) - 1)
+
+
+@both
+def test_errors_of_a_pool_have_their_temperature(model, tokenizer):
+    asked = {0: prompts(2), 1: [Prompt("long", "x1" * 300), *prompts(1)]}
+    found = pooled(make_sampler(model, tokenizer), asked)
+    assert {key[0] for key, answer in found.items() if answer[2] == "error"} == {1.0} and len(found) == 2 + 4
+    assert list(make_sampler(model, tokenizer).sample_at({}, max_new_tokens=3)) == []
+    with pytest.raises(ValueError, match="duplicate id 'q/0'"):
+        make_sampler(model, tokenizer).sample_at({0.0: prompts(1), 1.0: prompts(1) * 2}, max_new_tokens=3)
+
+
 def test_the_margin_is_off_in_half_precision(model, tokenizer, make_model):
     assert make_sampler(model, tokenizer).network.tie_margin == 1e-3
     half = make_model(tokenizer).to(torch.bfloat16)

@@ -13,7 +13,7 @@ from deftune.evaluation.comparison import compare
 from deftune.evaluation.evaluate import FIRST_ERRORS, Settings, answered, ask, describe_errors, grade, summarize
 from deftune.evaluation.items import Item
 from deftune.evaluation.results import Result, describe_data, misfit
-from deftune.evaluation.sampler import Output, SamplerError
+from deftune.evaluation.sampler import Output, Sampler, SamplerError
 from deftune.evaluation.suites import task_named
 from waiting import wait_for
 
@@ -31,18 +31,18 @@ SETTINGS = Settings(model="m", suite="", tasks={"gsm8k": TASK.version}, samples=
 ENDPOINT = replace(SETTINGS, engine={"name": "endpoint", "url": "http://a/v1"})
 
 
-class Sampler:
+class GoldSampler(Sampler):
     """Answers every prompt with the gold of `TASKS`; ``fail(id, sample)`` says which are errors instead."""
 
     def __init__(self, fail=lambda item, sample: False, until=10**9):
         self.fail, self.until, self.asked = fail, until, []
 
-    def sample(self, prompts, *, samples, temperature, top_p, max_new_tokens, seed):
+    def answers(self, prompts, settings):
         for prompt in prompts:
-            for i in range(samples) if prompt.samples is None else prompt.samples:
+            for i in settings.samples_of(prompt):
                 if len(self.asked) == self.until:
                     raise SamplerError("the server went away", len(self.asked))
-                self.asked.append((prompt.id, temperature, i))
+                self.asked.append((prompt.id, settings.temperature, i))
                 if self.fail(prompt.id, i):
                     yield Output(prompt.id, i, "partly \\boxed{4}", None, "error", f"HTTP 400: {len(prompt.id)} tokens")
                 else:
@@ -53,7 +53,7 @@ class Sampler:
 def run(folder, tasks=TASKS, settings=SETTINGS, sampler=None):
     result = Result(folder)
     with result.writing(settings, tasks):
-        ask(result, settings, tasks, sampler or Sampler())
+        ask(result, settings, tasks, sampler or GoldSampler())
         graded = grade(result, settings, tasks, workers=1)
         summary = summarize(settings, None, tasks, graded, {})
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -133,7 +133,7 @@ def test_another_version_of_a_task_grades_the_answers_again(tmp_path):
         result.check(newer, OTHERS)
     with result.writing(newer, TASKS):
         assert not result.graded.exists()  # the grades of the older version are not taken for the newer one's
-    sampler = Sampler()
+    sampler = GoldSampler()
     run(tmp_path / "r", settings=newer, sampler=sampler)
     assert sampler.asked == [] and result.settings()["tasks"] == {"gsm8k": "1"}
     assert {row["difference"] for row in compare(result, Result(tmp_path / "other"))} == {0.0}
@@ -143,7 +143,7 @@ def test_another_version_of_a_task_grades_the_answers_again(tmp_path):
 
 
 def test_errors_score_nothing_are_counted_and_asked_again(tmp_path):
-    result = run(tmp_path / "r", sampler=Sampler(lambda item, sample: item == "gsm8k/0"))
+    result = run(tmp_path / "r", sampler=GoldSampler(lambda item, sample: item == "gsm8k/0"))
     greedy, sampled = result.summary()["rows"]
     assert greedy["score"] == 0.75 and greedy["errors"]["count"] == 1 and sampled["errors"]["of"] == 8
     assert greedy["finished"] == {"stop": 3, "error": 1}
@@ -152,7 +152,7 @@ def test_errors_score_nothing_are_counted_and_asked_again(tmp_path):
     assert not answered(result, SETTINGS, TASKS) and answered(result, SETTINGS, TASKS, with_errors=True)
 
     lines = result.samples.read_text()
-    again = Sampler(lambda item, sample: True)  # still failing: asked, and recorded no second time
+    again = GoldSampler(lambda item, sample: True)  # still failing: asked, and recorded no second time
     run(tmp_path / "r", sampler=again)
     assert again.asked == [("gsm8k/0", 0.0, 0), ("gsm8k/0", 1.0, 0), ("gsm8k/0", 1.0, 1)]
     assert result.samples.read_text() == lines
@@ -163,8 +163,8 @@ def test_errors_score_nothing_are_counted_and_asked_again(tmp_path):
 
 def test_only_missing_samples_are_asked_and_errors_come_last(tmp_path):
     with pytest.raises(SamplerError):
-        run(tmp_path / "r", sampler=Sampler(lambda item, sample: item == "gsm8k/0", until=7))
-    rest = Sampler()
+        run(tmp_path / "r", sampler=GoldSampler(lambda item, sample: item == "gsm8k/0", until=7))
+    rest = GoldSampler()
     run(tmp_path / "r", sampler=rest)
     # four greedy answers and three of eight at T = 1 were recorded; those of gsm8k/0 are errors
     assert rest.asked == [("gsm8k/0", 0.0, 0), ("gsm8k/1", 1.0, 1), ("gsm8k/2", 1.0, 0),
@@ -176,15 +176,15 @@ def test_a_server_whose_first_answers_are_all_errors_is_asked_no_further_once(tm
     tasks = make_tasks([str(i) for i in range(2 * FIRST_ERRORS)])
     settings = replace(ENDPOINT, temperatures=(0.0,))
     with pytest.raises(SamplerError, match=f"the first {FIRST_ERRORS} answers are all errors: gsm8k/19: HTTP 400"):
-        run(tmp_path / "r", tasks, settings, Sampler(lambda item, sample: True))
-    run(tmp_path / "r", tasks, settings, Sampler(lambda item, sample: True))  # whoever calls again means it
+        run(tmp_path / "r", tasks, settings, GoldSampler(lambda item, sample: True))
+    run(tmp_path / "r", tasks, settings, GoldSampler(lambda item, sample: True))  # whoever calls again means it
     assert Result(tmp_path / "r").summary()["rows"][0]["errors"]["count"] == 2 * FIRST_ERRORS
 
 
 def test_errors_of_a_compared_result_are_said(tmp_path):
     from deftune.evaluation.comparison import compare_folders
 
-    run(tmp_path / "a"), run(tmp_path / "b", sampler=Sampler(lambda item, sample: sample == 1))
+    run(tmp_path / "a"), run(tmp_path / "b", sampler=GoldSampler(lambda item, sample: sample == 1))
     [note] = compare_folders(tmp_path / "a", [tmp_path / "b"])["errors"]
     assert note.startswith(f"{tmp_path / 'b'}: gsm8k T=1: 4 of 8 answers are errors and score 0: gsm8k/0: HTTP 400")
 
@@ -272,7 +272,7 @@ def test_damaged_grades_are_named_and_made_again(damage, text, tmp_path):
         compare(result, result)
     assert text in str(caught.value) and "run the same `deftune eval run` again" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-    run(tmp_path / "r", sampler=Sampler(until=0))  # the remedy, which asks for nothing
+    run(tmp_path / "r", sampler=GoldSampler(until=0))  # the remedy, which asks for nothing
     assert result.graded.read_text() == whole
 
 
@@ -312,7 +312,7 @@ def test_answers_of_other_weights_are_refused(tmp_path):
     """A run that was trained again under the same name does not get the scores of the old weights."""
     folder = tmp_path / "r"
     with Result(folder).writing(SETTINGS, TASKS, weights="old"):
-        ask(Result(folder), SETTINGS, TASKS, Sampler())
+        ask(Result(folder), SETTINGS, TASKS, GoldSampler())
     for weights in ("old", None):  # None: the weights are gone, and the recorded answers can still be graded
         assert Result(folder).check(SETTINGS, TASKS, weights=weights) == []
     with pytest.raises(ValueError, match="its answers are of other weights than m has now; choose another folder"):
@@ -347,7 +347,7 @@ def test_a_damaged_answer_is_named_and_a_cut_one_is_asked_again(tmp_path):
     result = run(tmp_path / "r")
     lines = result.samples.read_text().splitlines(keepends=True)
     result.samples.write_text("".join(lines[:-1]) + lines[-1][:30])
-    sampler = Sampler()
+    sampler = GoldSampler()
     run(tmp_path / "r", sampler=sampler)
     assert sampler.asked == [("gsm8k/3", 1.0, 1)] and result.samples.read_text() == "".join(lines)
     result.samples.write_text("".join([lines[0], "{}\n", *lines[2:]]))

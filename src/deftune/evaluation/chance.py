@@ -68,11 +68,12 @@ def _first_max(scores: Tensor) -> Tensor:
     return torch.where(scores == best, places, scores.shape[-1]).amin(-1)
 
 
-def nucleus(z: Tensor, top_p: float, slacks: Sequence[float]) -> list[Tensor]:
+def nucleus(z: Tensor, top_p: float, slacks: Sequence[float], unit: Tensor | float = 1.0) -> list[Tensor]:
     """Which tokens top_p keeps: those with less than ``top_p`` of the mass strictly above them, the best always.
 
     A mask for each slack: 0 is that set; > 0 a smaller one, as if all other logits and their mass were higher by it;
-    < 0 a larger one. Only the upper part of the vocabulary is put in order, if the largest set ends within it.
+    < 0 a larger one. ``unit`` [rows, 1] is a slack of 1 on the scale of each row of ``z``. Only the upper part of the
+    vocabulary is put in order, if the largest set ends within it.
     """
     import torch
 
@@ -85,9 +86,9 @@ def nucleus(z: Tensor, top_p: float, slacks: Sequence[float]) -> list[Tensor]:
         masks.clear()
         for slack in sorted(slacks):
             # tokens whose logit is above z_v - slack count as above v; where slack > 0 v itself is among them
-            count = torch.searchsorted(-ordered, slack - ordered, right=slack > 0)
+            count = torch.searchsorted(-ordered, slack * unit - ordered, right=slack > 0)
             above = share.cumsum(-1).gather(-1, (count - 1).clamp(min=0)) * (count > 0) - (share if slack > 0 else 0)
-            kept = above < top_p - slack
+            kept = above + slack * unit < top_p
             kept[..., 0] = True
             masks.append(torch.zeros_like(z, dtype=torch.bool).scatter(-1, order, kept))
             if slack == min(slacks) and k < size and bool(kept[..., -1].any()):
@@ -98,11 +99,12 @@ def nucleus(z: Tensor, top_p: float, slacks: Sequence[float]) -> list[Tensor]:
 
 
 def draw(
-    logits: Tensor, noise: Tensor | None, temperature: float, top_p: float, margin: float
+    logits: Tensor, noise: Tensor | None, temperatures: Tensor, top_p: float, margin: float
 ) -> tuple[Tensor, Tensor]:
     """[rows] the tokens, and whether a change of the logits by ``margin`` / 2 each could make it another one.
 
-    ``logits`` [rows, V] float32; ``noise`` is `exponentials`, None for the greedy choice.
+    ``logits`` [rows, V] float32; ``temperatures`` [rows] float32, where 0 is greedy, whatever ``top_p`` is; ``noise``
+    is `exponentials`, or None if every row is greedy.
     """
 
     def best(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,14 +116,17 @@ def draw(
     if noise is None:
         token, gap = best(logits)
         return token, gap < margin
-    scores = logits / temperature - noise.log()
+    greedy = temperatures == 0
+    scale = temperatures.masked_fill(greedy, 1.0)
+    z = logits / scale[:, None]
+    scores = (z - noise.log()).where(~greedy[:, None], logits)
     if top_p < 1:
-        slack = margin / temperature
-        exact, wide, narrow = nucleus(logits / temperature, top_p, (0.0, -slack, slack))
+        masks = nucleus(z, top_p, (0.0, -margin, margin), 1 / scale[:, None])
+        exact, wide, narrow = (mask | greedy[:, None] for mask in masks)
         token, _ = best(scores.masked_fill(~exact, -math.inf))
         # the winner of the largest set that rounding could make, if it is in the smallest one, wins in all between
         winner, gap = best(scores.masked_fill(~wide, -math.inf))
         sure = narrow.gather(-1, winner[:, None])[:, 0]
-        return token, (~sure | (gap * temperature < margin)) & (margin > 0)
+        return token, (~sure | (gap * scale < margin)) & (margin > 0)
     token, gap = best(scores)
-    return token, gap * temperature < margin
+    return token, gap * scale < margin

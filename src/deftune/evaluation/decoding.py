@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deftune.evaluation.chance import draw, exponentials
-from deftune.evaluation.sampler import Finish, Prompt, Settings
+from deftune.evaluation.sampler import Finish, Prompt
 from deftune.tokens.finite import finite_note, finite_rows
 
 DRAWN_AT_ONCE = 2**24  # logits: their noise, its bits and the scores are half a GiB
@@ -25,13 +25,17 @@ DRAWN_AT_ONCE = 2**24  # logits: their noise, its bits and the scores are half a
 
 @dataclass(eq=False)
 class Answer:
-    """An answer that is being generated; ``finish`` is None until its end. ``key`` is `derive_key` as two int32."""
+    """An answer that is being generated; ``finish`` is None until its end.
+
+    ``key`` is `derive_key` as two int32; a ``temperature`` of 0 is greedy.
+    """
 
     prompt: Prompt
     sample: int
     ids: list[int]
     limit: int
     key: tuple[int, int]
+    temperature: float = 0.0
     made: list[int] = field(default_factory=list[int])
     finish: Finish | None = None
     note: str = ""
@@ -59,30 +63,37 @@ class LanguageModel:
             more["logits_to_keep"] = 1
         return self.model(input_ids=ids, **more).logits[:, -1]
 
-    def choose(self, logits: Tensor, keys: Tensor, steps: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(
+        self, logits: Tensor, keys: Tensor, steps: Tensor, temperatures: Tensor, top_p: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """[rows] the tokens, whether each is within the tie margin, and whether its logits are finite."""
         rows = max(1, DRAWN_AT_ONCE // logits.shape[-1])
         if len(logits) > rows:
-            split = zip(logits.split(rows), keys.split(rows), steps.split(rows))
-            parts = [self.choose(*part, settings) for part in split]
+            split = zip(logits.split(rows), keys.split(rows), steps.split(rows), temperatures.split(rows))
+            parts = [self.choose(*part, top_p) for part in split]
             tokens, close, finite = (torch.cat(column) for column in zip(*parts))
             return tokens, close, finite
         logits = logits.float()
         finite = finite_rows(logits)
         logits = logits.where(finite[:, None], 0.0)
-        noise = exponentials(keys, steps, logits.shape[-1]) if settings.temperature > 0 else None
-        tokens, close = draw(logits, noise, settings.temperature, settings.top_p, self.tie_margin)
+        tokens, close = self._draw(logits, keys, steps, temperatures, top_p, self.tie_margin)
         return tokens, close & finite, finite
 
-    def settle(self, answer: Answer, made: Sequence[int], settings: Settings) -> int:
+    def settle(self, answer: Answer, made: Sequence[int], top_p: float) -> int:
         """The next token of one answer, computed without batch, padding or cache, so that no batch changes it."""
         self.num_retried += 1
         ids = torch.tensor([[*answer.ids, *made]], device=self.device)
         logits = self.forward(ids, use_cache=False).float()
         keys = torch.tensor([answer.key], dtype=torch.int32, device=self.device)
         steps = torch.tensor([len(made)], dtype=torch.int32, device=self.device)
-        noise = exponentials(keys, steps, logits.shape[-1]) if settings.temperature > 0 else None
-        return int(draw(logits, noise, settings.temperature, settings.top_p, 0.0)[0])
+        temperatures = torch.tensor([answer.temperature], dtype=torch.float32, device=self.device)
+        return int(self._draw(logits, keys, steps, temperatures, top_p, 0.0)[0])
+
+    def _draw(
+        self, logits: Tensor, keys: Tensor, steps: Tensor, temperatures: Tensor, top_p: float, margin: float
+    ) -> tuple[Tensor, Tensor]:
+        noise = exponentials(keys, steps, logits.shape[-1]) if bool(temperatures.any()) else None
+        return draw(logits, noise, temperatures, top_p, margin)
 
 
 def takes(model: Any, name: str) -> bool:
@@ -123,8 +134,8 @@ class PaddedDecoder(Decoder):
     A cache with sliding windows or recurrent states cannot take new rows: such a batch runs to its end.
     """
 
-    def __init__(self, model: LanguageModel, settings: Settings, *, places: int):
-        self.model, self.settings, self.places = model, settings, places
+    def __init__(self, model: LanguageModel, *, top_p: float, places: int):
+        self.model, self.top_p, self.places = model, top_p, places
         self.rows: list[Answer] = []
         self.cache: Any = None
         self.mask = self.logits = self.keys = torch.empty(0)
@@ -181,15 +192,16 @@ class PaddedDecoder(Decoder):
 
     def collect(self) -> list[Answer]:
         """Choose a token for every row, remove the finished rows, and run the model on the others."""
-        steps = torch.tensor([len(row.made) for row in self.rows], dtype=torch.int32, device=self.keys.device)
-        chosen, ties, right = torch.stack(
-            [part.long() for part in self.model.choose(self.logits, self.keys, steps, self.settings)]
-        ).tolist()
+        device = self.keys.device
+        steps = torch.tensor([len(row.made) for row in self.rows], dtype=torch.int32, device=device)
+        temperatures = torch.tensor([row.temperature for row in self.rows], dtype=torch.float32, device=device)
+        found = self.model.choose(self.logits, self.keys, steps, temperatures, self.top_p)
+        chosen, ties, right = torch.stack([part.long() for part in found]).tolist()
         for i, row in enumerate(self.rows):
             if not right[i]:
                 row.fail()
                 continue
-            token = self.model.settle(row, row.made, self.settings) if ties[i] else chosen[i]
+            token = self.model.settle(row, row.made, self.top_p) if ties[i] else chosen[i]
             row.made.append(token)
             if token in self.model.end_ids:
                 row.finish = "stop"
@@ -198,7 +210,7 @@ class PaddedDecoder(Decoder):
         finished = [row for row in self.rows if row.finish]
         self._keep([i for i, row in enumerate(self.rows) if not row.finish])
         if self.rows:
-            next_ids = torch.tensor([[row.made[-1]] for row in self.rows], device=self.keys.device)
+            next_ids = torch.tensor([[row.made[-1]] for row in self.rows], device=device)
             self.mask = F.pad(self.mask, (0, 1), value=1)
             positions = self.mask.sum(-1, keepdim=True) - 1
             self.logits = self.model.forward(

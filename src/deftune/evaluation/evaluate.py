@@ -107,44 +107,51 @@ def ask(
 ) -> None:  # fmt: skip
     """Append the missing answers to `samples.jsonl`, each as it arrives; errors are asked again.
 
-    ``display`` is shown the number of answers for each task and temperature, and the first error of each.
+    A sampler is asked for all temperatures of a task at once, and may mix their answers. ``display`` is shown the
+    number of answers for each task and temperature, and the first error of each.
     """
     recorded = result.latest_samples()
     untried = not recorded and settings.engine["name"] == "endpoint"
     drop_cut_line(result.samples)
     for name, (task, items) in tasks.items():
         limit = settings.max_new_tokens or task.max_new_tokens
-        for temperature in settings.temperatures:
-            number, label, errors = settings.samples_at(temperature), f"{name} T={temperature:g}", 0
-            prompts = missing_samples(recorded, name, items, temperature, number)
-            total = len(items) * number
-            done = total - sum(len(prompt.samples or ()) for prompt in prompts)
-            display.show(label, done, total)
-            if not prompts:
-                continue
-            with result.samples.open("a", encoding="utf-8") as file:
-                for output in sampler.sample(
-                    prompts, samples=number, temperature=temperature, top_p=settings.top_p, max_new_tokens=limit,
-                    seed=settings.seed,
-                ):  # fmt: skip
-                    done += 1
-                    display.show(label, done, total)
-                    key = (name, output.id, temperature, output.sample)
-                    record = {"task": key[0], "id": key[1], "temperature": key[2], "sample": key[3],
-                              "text": output.text, "tokens": output.tokens, "finish": output.finish}  # fmt: skip
-                    record |= {"note": output.note} if output.note else {}
-                    if recorded.get(key) != record:  # the same error again needs no second line
-                        file.write(json.dumps(record) + "\n")
-                        file.flush()
-                    recorded[key] = record
-                    if output.finish != "error":
-                        untried = False
-                        continue
-                    errors += 1
-                    if errors == 1:
-                        display.say(f"{output.id}: {output.note}; recorded as an error, the others are asked")
-                    if untried and errors == FIRST_ERRORS:
-                        raise SamplerError(f"the first {errors} answers are all errors: {output.id}: {output.note}")
+        asked: dict[float, list[Prompt]] = {}
+        done: Counter[float] = Counter()
+        errors: Counter[float] = Counter()
+        labels = {temperature: f"{name} T={temperature:g}" for temperature in settings.temperatures}
+        totals = {temperature: len(items) * settings.samples_at(temperature) for temperature in settings.temperatures}
+        for temperature, label in labels.items():
+            prompts = missing_samples(recorded, name, items, temperature, settings.samples_at(temperature))
+            done[temperature] = totals[temperature] - sum(len(prompt.samples or ()) for prompt in prompts)
+            display.show(label, done[temperature], totals[temperature])
+            if prompts:
+                asked[temperature] = prompts
+        if not asked:
+            continue
+        first = next(iter(asked))  # a sampler that takes one temperature after another begins with it
+        display.show(labels[first], done[first], totals[first])
+        with result.samples.open("a", encoding="utf-8") as file:
+            for temperature, output in sampler.sample_at(
+                asked, samples=settings.samples, top_p=settings.top_p, max_new_tokens=limit, seed=settings.seed
+            ):
+                done[temperature] += 1
+                display.show(labels[temperature], done[temperature], totals[temperature])
+                key = (name, output.id, temperature, output.sample)
+                record = {"task": key[0], "id": key[1], "temperature": key[2], "sample": key[3],
+                          "text": output.text, "tokens": output.tokens, "finish": output.finish}  # fmt: skip
+                record |= {"note": output.note} if output.note else {}
+                if recorded.get(key) != record:  # the same error again needs no second line
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                recorded[key] = record
+                if output.finish != "error":
+                    untried = False
+                    continue
+                errors[temperature] += 1
+                if errors[temperature] == 1:
+                    display.say(f"{output.id}: {output.note}; recorded as an error, the others are asked")
+                if untried and errors[temperature] == FIRST_ERRORS:
+                    raise SamplerError(f"the first {FIRST_ERRORS} answers are all errors: {output.id}: {output.note}")
 
 
 # --- grading ----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ class TransformersSampler(TokenSampler):
 
     ``encoder_options``: see `TokenSampler`.
     ``end_ids``: tokens that end an answer, beside those of the encoder and of the model's generation config.
-    ``batch_size``: None is 16, and on a GPU 2048 or as many as fit into memory. Samples of one prompt that start
-    together share the forward pass of the prompt.
+    ``batch_size``: None is 16, and on a GPU 2048 or as many as fit into memory. Answers to one prompt that start
+    together, at any temperature, share the forward pass of the prompt.
     ``tie_margin``: see `generation`; None is `TIE_MARGIN` for float32 and wider, 0 (off) for narrower dtypes.
 
     A model decodes in slots (`slots`) if it can, else in a padded batch (`decoding.PaddedDecoder`), with a warning.
@@ -72,30 +72,31 @@ class TransformersSampler(TokenSampler):
         return self.network.num_retried
 
     def answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]:
+        return (output for _, output in self.answers_at([(prompts, settings)]))
+
+    def answers_at(self, asked: Sequence[tuple[Sequence[Prompt], Settings]]) -> Iterator[tuple[float, Output]]:
+        """As `Sampler.answers_at`; the answers of all settings share the batch."""
         was_training = self.model.training
         self.model.eval()
         try:
-            yield from self._answers(prompts, settings)
+            yield from self._answers_at(asked)
         finally:
             self.model.train(was_training)
 
-    def _answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]:
-        from deftune.evaluation.decoding import Answer
-
-        asked, refused = self.encode_all(prompts, settings)
-        for prompt, ids, _ in asked:
-            check_embedded(self.model, self.tokenizer, ids, prompt.id)
-        yield from refused
+    def _answers_at(self, asked: Sequence[tuple[Sequence[Prompt], Settings]]) -> Iterator[tuple[float, Output]]:
         waiting: list[Answer] = []
-        for prompt, ids, limit in asked:
-            for sample in settings.samples_of(prompt):
-                key = derive_key(settings.seed, prompt.id, sample)
-                waiting.append(Answer(prompt, sample, ids, limit, (signed(key >> 32), signed(key))))
+        refused: list[tuple[float, Output]] = []
+        for prompts, settings in asked:
+            answers, errors = self._encoded(prompts, settings)
+            waiting += answers
+            refused += [(settings.temperature, error) for error in errors]
+        yield from refused
         if not waiting:
             return
-        # longest first: a lack of memory shows at once, and neighbours need little padding
-        queue = deque(sorted(waiting, key=lambda answer: -len(answer.ids)))
-        decoder = self._decoder(waiting, settings)
+        # longest first: a lack of memory shows at once, and neighbours need little padding; the answers to a prompt
+        # are neighbours, so that they start together
+        queue = deque(sorted(waiting, key=lambda answer: (-len(answer.ids), answer.prompt.id)))
+        decoder = self._decoder(waiting, asked[0][1].top_p)
         finished: list[Answer] = []
         while queue or decoder.num_live:
             # a forward pass over prompts takes as long as several steps: wait until a quarter of the places are free
@@ -106,18 +107,35 @@ class TransformersSampler(TokenSampler):
             finished = decoder.collect()
         yield from map(self._output, finished)
 
-    def _decoder(self, waiting: list[Answer], settings: Settings) -> Decoder:
+    def _encoded(self, prompts: Sequence[Prompt], settings: Settings) -> tuple[list[Answer], list[Output]]:
+        """The answers to generate, and errors for prompts that the model cannot take."""
+        from deftune.evaluation.decoding import Answer
+
+        answers: list[Answer] = []
+        asked, refused = self.encode_all(prompts, settings)
+        for prompt, ids, limit in asked:
+            check_embedded(self.model, self.tokenizer, ids, prompt.id)
+            for sample in settings.samples_of(prompt):
+                key = derive_key(settings.seed, prompt.id, sample)
+                halves = signed(key >> 32), signed(key)
+                answers.append(Answer(prompt, sample, ids, limit, halves, settings.temperature))
+        return answers, refused
+
+    def _decoder(self, waiting: list[Answer], top_p: float) -> Decoder:
         from deftune.evaluation.decoding import PaddedDecoder
 
         places = min(self.batch_size, len(waiting))
         found = self.survey()
         if isinstance(found, str):
-            return PaddedDecoder(self.network, settings, places=places)
+            return PaddedDecoder(self.network, top_p=top_p, places=places)
         from deftune.evaluation.slot_decoding import SlotDecoder
         from deftune.evaluation.slots import plan
 
         room = max(len(answer.ids) + answer.limit for answer in waiting)
-        return SlotDecoder(self.network, settings, found, plan(self.network, found, room, places))
+        return SlotDecoder(
+            self.network, found, plan(self.network, found, room, places),
+            top_p=top_p, max_new_tokens=max(answer.limit for answer in waiting),
+        )  # fmt: skip
 
     def survey(self) -> Survey | str:
         """What a slot of the model needs, or why the model cannot decode in slots."""
@@ -131,8 +149,10 @@ class TransformersSampler(TokenSampler):
                 warnings.warn(f"decoding with a padded batch, which is slower: {reason}", stacklevel=2)
         return self._survey
 
-    def _output(self, answer: Answer) -> Output:
+    def _output(self, answer: Answer) -> tuple[float, Output]:
+        """(temperature, output) of a finished answer."""
         self.num_tokens += len(answer.made)
         assert answer.finish is not None
         text = self.decode(answer.made, answer.finish)
-        return Output(answer.prompt.id, answer.sample, text, len(answer.made), answer.finish, answer.note)
+        output = Output(answer.prompt.id, answer.sample, text, len(answer.made), answer.finish, answer.note)
+        return answer.temperature, output

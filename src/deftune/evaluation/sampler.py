@@ -144,8 +144,34 @@ class Sampler(ABC):
         settings = Settings(samples, temperature, top_p, max_new_tokens, seed)
         return self.answers(prompts, settings.checked(prompts))
 
+    def sample_at(
+        self,
+        prompts: Mapping[float, Sequence[Prompt]],
+        *,
+        samples: int = 1,
+        top_p: float = 1.0,
+        max_new_tokens: int,
+        seed: int = 0,
+    ) -> Iterator[tuple[float, Output]]:
+        """Yield (temperature, answer) for the prompts of several temperatures: the answers of a `sample` for each.
+
+        ``samples``: the answers to each prompt at temperatures above 0; a greedy prompt has one. A sampler may generate
+        the answers of all temperatures together, which is faster if the prompts are the same.
+        """
+        asked: list[tuple[Sequence[Prompt], Settings]] = []
+        for temperature, its in prompts.items():
+            settings = Settings(1 if temperature == 0 else samples, temperature, top_p, max_new_tokens, seed)
+            asked.append((its, settings.checked(its)))
+        return self.answers_at(asked)
+
     @abstractmethod
     def answers(self, prompts: Sequence[Prompt], settings: Settings) -> Iterator[Output]: ...
+
+    def answers_at(self, asked: Sequence[tuple[Sequence[Prompt], Settings]]) -> Iterator[tuple[float, Output]]:
+        """The answers of each (prompts, settings) with their temperature; the settings have one ``top_p``."""
+        for prompts, settings in asked:
+            for output in self.answers(prompts, settings):
+                yield settings.temperature, output
 
 
 class TokenSampler(Sampler):

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 from deftune.evaluation.decoding import Answer, Decoder, LanguageModel
 from deftune.evaluation.direct import Direct
-from deftune.evaluation.sampler import Settings
 from deftune.evaluation.slots import Plan, SlotCache, Survey, has_kernels, kernels, step_logits
 
 LOOK_EVERY = 16  # steps: looking costs a synchronisation, not looking a slot that waits half of them
@@ -26,11 +25,14 @@ RUNNING, STOP, LENGTH, BROKEN, EMPTY = range(5)
 
 
 class SlotDecoder(Decoder):
-    """Answers in the slots of a plan; the first ``size`` of them take part in a step."""
+    """Answers in the slots of a plan; the first ``size`` of them take part in a step.
 
-    def __init__(self, model: LanguageModel, settings: Settings, found: Survey, plan: Plan):
+    An answer has at most ``max_new_tokens`` tokens; its own limit may be lower.
+    """
+
+    def __init__(self, model: LanguageModel, found: Survey, plan: Plan, *, top_p: float, max_new_tokens: int):
         device = model.device
-        self.model, self.settings, self.portion = model, settings, plan.portion
+        self.model, self.top_p, self.portion = model, top_p, plan.portion
         self.places = places = plan.slots
         self.cache = SlotCache(found.shapes, places, plan.room, model.model.dtype, device)
         self.answers: list[Answer | None] = [None] * places
@@ -42,14 +44,15 @@ class SlotDecoder(Decoder):
 
         self.token = zeros(places, dtype=torch.int64)  # what each slot's next step takes
         self.keys, self.steps, self.limits = zeros(places, 2), zeros(places), zeros(places)
+        self.temperatures = zeros(places, dtype=torch.float32)
         self.state = zeros(places) + EMPTY
-        self.made = zeros(places, settings.max_new_tokens + 1)  # the last column is for slots that wait
+        self.made = zeros(places, max_new_tokens + 1)  # the last column is for slots that wait
         self.is_end = zeros(found.vocab_size, dtype=torch.bool)
         self.is_end[[i for i in sorted(model.end_ids) if i < found.vocab_size]] = True
 
         self.fast = device.type == "cuda" and has_kernels()
         self.direct = Direct(model.model) if self.fast and Direct.takes(model.model) else None
-        self.one_pass = self.fast and model.tie_margin == 0 and settings.top_p == 1  # the draw is part of the graph
+        self.one_pass = self.fast and model.tie_margin == 0 and top_p == 1  # the draw is part of the graph
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self.pool: Any = None
         self.sizes = [places]
@@ -76,6 +79,8 @@ class SlotDecoder(Decoder):
         self.token[at] = self._index([answer.ids[-1] for answer in answers])
         self.cache.lengths[at] = self._index([len(answer.ids) - 1 for answer in answers])
         self.keys[at] = torch.tensor([answer.key for answer in answers], dtype=torch.int32, device=at.device)
+        temperatures = [answer.temperature for answer in answers]
+        self.temperatures[at] = torch.tensor(temperatures, dtype=torch.float32, device=at.device)
         self.limits[at] = self._index([answer.limit for answer in answers]).int()
         self.steps[at], self.state[at] = 0, RUNNING
         for part in self._portions(answers):
@@ -146,7 +151,8 @@ class SlotDecoder(Decoder):
         to, source = self._index(holes), self._index(places)
         for part in self.cache.tensors():
             part[:, :, :longest].index_copy_(0, to, part[:, :, :longest][source])
-        for part in (self.cache.lengths, self.token, self.keys, self.steps, self.limits, self.state, self.made):
+        per_slot = (self.token, self.keys, self.temperatures, self.steps, self.limits, self.state, self.made)
+        for part in (self.cache.lengths, *per_slot):
             part[to] = part[source]
         self._empty(source)
 
@@ -158,13 +164,15 @@ class SlotDecoder(Decoder):
             self._replay(size, self._whole_step)
             return
         logits = self._replay(size, self._logits)
-        tokens, close, finite = self.model.choose(logits, self.keys[:size], self.steps[:size], self.settings)
+        tokens, close, finite = self.model.choose(
+            logits, self.keys[:size], self.steps[:size], self.temperatures[:size], self.top_p
+        )
         if self.model.tie_margin > 0:
             for place in (close & (self.state[:size] == RUNNING)).nonzero()[:, 0].tolist():
                 answer = self.answers[place]
                 assert answer is not None
                 made = self.made[place, : self.num_made[place]].tolist()
-                tokens[place] = self.model.settle(answer, made, self.settings)
+                tokens[place] = self.model.settle(answer, made, self.top_p)
         self._commit(tokens, finite)
 
     def _logits(self, size: int) -> Tensor:
@@ -174,7 +182,7 @@ class SlotDecoder(Decoder):
 
     def _whole_step(self, size: int) -> None:
         tokens, finite = kernels().draw(
-            self._logits(size), self.keys[:size], self.steps[:size], self.settings.temperature
+            self._logits(size), self.keys[:size], self.steps[:size], self.temperatures[:size]
         )
         self._commit(tokens, finite)
 

@@ -138,14 +138,15 @@ def _mix(x):
 
 @triton.jit
 def _draw(
-    z_ptr, keys_ptr, steps_ptr, token_ptr, finite_ptr, stride_z, V, temperature,
-    SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+    z_ptr, keys_ptr, steps_ptr, temperatures_ptr, token_ptr, finite_ptr, stride_z, V,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     key0 = tl.load(keys_ptr + 2 * row).to(tl.uint32, bitcast=True)
     key1 = tl.load(keys_ptr + 2 * row + 1).to(tl.uint32, bitcast=True)
     step = tl.load(steps_ptr + row).to(tl.uint32, bitcast=True)
+    temperature = tl.load(temperatures_ptr + row)
     start = _mix(key0 + step * STEP)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     place = tl.zeros((BLOCK,), tl.int32)
@@ -157,7 +158,7 @@ def _draw(
         broken = tl.maximum(broken, (z != z).to(tl.int32))
         top = tl.maximum(top, z)
         score = z
-        if SAMPLES:
+        if temperature > 0:
             bits = _mix(_mix(v.to(tl.uint32) ^ start) + key1)
             u = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
             u = tl.minimum(u, 1 - 5.960464477539063e-08)
@@ -176,15 +177,18 @@ def _draw(
     tl.store(finite_ptr + row, finite)
 
 
-def draw(logits: Tensor, keys: Tensor, steps: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """[rows] the tokens that `chance.draw` draws at top_p 1, and whether the logits are finite."""
+def draw(logits: Tensor, keys: Tensor, steps: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows] the tokens that `chance.draw` draws at top_p 1, and whether the logits are finite.
+
+    ``temperatures`` [rows] float32; a row whose temperature is 0 is greedy.
+    """
     rows, size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
     _draw[(rows,)](
-        logits, keys.contiguous(), steps.contiguous(), token, finite, logits.stride(0), size, temperature or 1.0,
-        SAMPLES=temperature > 0, BLOCK=DRAW_BLOCK, num_warps=8,
+        logits, keys.contiguous(), steps.contiguous(), temperatures.contiguous(), token, finite, logits.stride(0), size,
+        BLOCK=DRAW_BLOCK, num_warps=8,
     )  # fmt: skip
     return token, finite
 

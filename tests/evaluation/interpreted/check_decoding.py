@@ -63,16 +63,17 @@ def keys_of(number: int) -> torch.Tensor:
     return torch.tensor([[key >> 32, key & 0xFFFFFFFF] for key in keys]).to(torch.int32)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_tokens_are_those_of_the_plain_draw(temperature, monkeypatch):
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.7,), (1.0,), (0.0, 0.5, 1.0)], ids=str)
+def test_tokens_are_those_of_the_plain_draw(temperatures, monkeypatch):
     """The same hash, so the same tokens, but where the best two are as close as float32 rounds their scores."""
     monkeypatch.setattr(triton_decoding, "DRAW_BLOCK", 512)  # two of them, the second ragged
     rows, size = 150, 1003
     logits = 3 * torch.randn(rows, size, generator=torch.Generator().manual_seed(0))
     keys, steps = keys_of(rows), torch.arange(rows, dtype=torch.int32) * 7919
-    token, finite = triton_decoding.draw(logits, keys, steps, temperature)
-    noise = exponentials(keys, steps, size) if temperature else None
-    expected, close = draw(logits, noise, temperature, 1.0, 1e-5)
+    each = torch.tensor(temperatures).repeat(rows // len(temperatures))
+    token, finite = triton_decoding.draw(logits, keys, steps, each)
+    expected, close = draw(logits, exponentials(keys, steps, size) if any(temperatures) else None, each, 1.0, 1e-5)
+    assert torch.equal(token[each == 0], logits.argmax(-1)[each == 0])
     assert finite.all() and token.unique().numel() > 75
     assert torch.equal(token[~close], expected[~close])
     assert int((token != expected).sum()) <= int(close.sum()) <= 2
@@ -83,7 +84,7 @@ def test_the_exponentials_themselves(monkeypatch):
     monkeypatch.setattr(triton_decoding, "DRAW_BLOCK", 2**15)
     rows, size = 60, 2**16
     keys, steps = keys_of(rows), torch.zeros(rows, dtype=torch.int32)
-    token, _ = triton_decoding.draw(torch.zeros(rows, size), keys, steps, 1.0)
+    token, _ = triton_decoding.draw(torch.zeros(rows, size), keys, steps, torch.ones(rows))
     noise = exponentials(keys, steps, size)
     assert torch.equal(token, noise.argmin(-1))
 
@@ -97,7 +98,8 @@ def test_equals_and_what_is_not_finite():
     logits[5, :] = -math.inf
     logits[5, 4999] = -3.0
     for temperature in (0.0, 1.0):
-        token, finite = triton_decoding.draw(logits, keys_of(6), torch.zeros(6, dtype=torch.int32), temperature)
+        steps, temperatures = torch.zeros(6, dtype=torch.int32), torch.full((6,), temperature)
+        token, finite = triton_decoding.draw(logits, keys_of(6), steps, temperatures)
         assert finite.tolist() == [True, True, False, False, False, True]
         assert token[5] == 4999 and (token < 5000).all()
         if temperature == 0:
@@ -106,7 +108,7 @@ def test_equals_and_what_is_not_finite():
 
 def test_logits_of_a_wider_tensor():
     logits = torch.randn(7, 2, 50, generator=torch.Generator().manual_seed(0))
-    token, _ = triton_decoding.draw(logits[:, -1], keys_of(7), torch.zeros(7, dtype=torch.int32), 0.0)
+    token, _ = triton_decoding.draw(logits[:, -1], keys_of(7), torch.zeros(7, dtype=torch.int32), torch.zeros(7))
     assert torch.equal(token, logits[:, -1].argmax(-1))
 
 
