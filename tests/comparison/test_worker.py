@@ -111,7 +111,7 @@ def test_compiled_layers_serve_every_cell_of_a_regime_and_keep_no_trained_model(
         state.restore(keep_compiled=True)
         living.append(sum(issubclass(type(thing), torch.nn.Module) for thing in gc.get_objects()))
     assert graphs[0] > 0 and len(set(graphs)) == 1, graphs
-    assert len(set(living)) == 1, living
+    assert max(living) == living[0], living  # what other tests of this process have left may go meanwhile
     state.restore()
 
 
