@@ -260,7 +260,7 @@ def test_finished_cells_are_left_alone_and_lost_ones_made_again(finished, capsys
         finished, lambda cells, begin: run_here(cells, lambda cell: started.append(cell.name) or True), lambda _: None
     )
     assert outcome.exit_code == 0 and started == [cells[2].name]
-    assert samples.read_text() == whole
+    assert sorted(samples.read_text().splitlines()) == sorted(whole.splitlines())  # answers come in any order
     assert (cells[2].folder / "run" / "model" / "model.safetensors").read_bytes() == weights
     assert {n: b for n, b in before.items() if n != cells[2].name} == {
         cell.name: (cell.folder / "cell.json").read_bytes() for cell in cells if cell.name != cells[2].name
