@@ -259,7 +259,8 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The Euclidean norm of all gradients, in float32."""
-        return self._table().norm(self.gradients())
+        table = self.table or self._table()
+        return table.norm(self.gradients())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore
@@ -280,12 +281,15 @@ class MasterAdamW(torch.optim.AdamW):
         return loss
 
     def _table(self) -> Any:
-        """The addresses of the parameters and of their state, which is made in the first step, or was loaded."""
+        """The addresses of the parameters and of their state, which is made in the first step, or was loaded.
+
+        They are looked up anew where a tensor has moved, as `model.to` moves it.
+        """
         from deftune.training.triton_adamw import Table
 
         states = [self.state[parameter] for parameter in self.every]
         firsts = [state.get("exp_avg") for state in states]
-        if self.table is None or not all(map(operator.is_, self.table.first, firsts)):
+        if self.table is None or not all(map(operator.is_, self.table.first, firsts)) or self.table.has_moved():
             device = self.every[0].device
             self.steps = torch.tensor([float(state.get("step", 0)) for state in states], device=device)
             for parameter, state, step in zip(self.every, states, self.steps, strict=True):

@@ -123,14 +123,21 @@ class Table:
         self.device = device = parameters[0].device
         self.numbers = [parameter.numel() for parameter in parameters]
         self.sizes = torch.tensor(self.numbers, dtype=torch.int64, device=device)
-        columns: list[list[int]] = [[t.data_ptr() for t in column] for column in (parameters, first, second)]
-        columns.append([0 if copy is None else copy.data_ptr() for copy in rounded])
-        self.aligned = not any(address % 16 for column in columns for address in column)
-        self.addresses = torch.tensor(columns, dtype=torch.int64, device=device)
+        self.columns = parameters, first, second, rounded
+        self.known = self._look_up()
+        self.aligned = not any(address % 16 for column in self.known for address in column)
+        self.addresses = torch.tensor(self.known, dtype=torch.int64, device=device)
         self.one = torch.ones((), device=device)
         self.blocks: dict[tuple[int, ...], Blocks] = {}  # by the tensors of a launch
         self._seen: tuple[list[Tensor | None], Tensor, bool] | None = None
         self._with: tuple[list[bool], Tensor] | None = None
+
+    def _look_up(self) -> list[list[int]]:
+        return [[0 if tensor is None else tensor.data_ptr() for tensor in column] for column in self.columns]
+
+    def has_moved(self) -> bool:
+        """Whether a tensor is no longer where it was."""
+        return self._look_up() != self.known
 
     def forget_gradients(self) -> None:
         self._seen = None

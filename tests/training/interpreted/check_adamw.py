@@ -113,6 +113,19 @@ def test_addresses_need_not_be_aligned():
     assert torch.equal(parameter, aligned) and whole[0] == 0
 
 
+def test_a_parameter_may_move():
+    """As `model.to` moves it: its old memory is not touched."""
+    moving, staying = nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(3000))
+    first, second = (MasterAdamW([{"params": [p], **OPTIONS}], Tied({})) for p in (moving, staying))
+    for _ in range(3):
+        old, kept = moving.data, moving.detach().clone()
+        moving.data = old.clone()
+        moving.grad, staying.grad = torch.ones(3000), torch.ones(3000)
+        first.step()
+        second.step()
+        assert torch.equal(moving, staying) and torch.equal(old, kept)
+
+
 def test_parameters_without_a_gradient_keep_their_own_count():
     one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer = MasterAdamW([{"params": [one, two], **OPTIONS}], Tied({}))
