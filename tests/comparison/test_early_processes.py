@@ -177,11 +177,16 @@ def test_an_error_of_the_checks_leaves_no_process(tmp_path, model, made, capfd):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGINT, 130, "deftune: interrupted\n"), (signal.SIGTERM, -15, ""), (signal.SIGKILL, -9, "")],
+    ("number", "codes", "said"),
+    [
+        # -2: Python ends by the signal if it came while an import compiled a string (a dataclass); 130 for a shell, too
+        (signal.SIGINT, (130, -2), "deftune: interrupted\n"),
+        (signal.SIGTERM, (-15,), ""),
+        (signal.SIGKILL, (-9,), ""),
+    ],
 )
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
-def test_a_signal_before_the_first_cell_ends_the_processes(tmp_path, model, number, code, said, seconds):
+def test_a_signal_before_the_first_cell_ends_the_processes(tmp_path, model, number, codes, said, seconds):
     """``seconds`` after they have started: they, and the command, import."""
     path, mark = write(tmp_path / "c.yaml", content(model, tmp_path / "grid")), uuid.uuid4().hex
     command = subprocess.Popen(
@@ -193,7 +198,7 @@ def test_a_signal_before_the_first_cell_ends_the_processes(tmp_path, model, numb
     time.sleep(seconds)
     command.send_signal(number)
     out, err = command.communicate(timeout=HANG_SECONDS)
-    assert (command.returncode, out, err) == (code, "", said)
+    assert (out, err) == ("", said) and command.returncode in codes
     assert number != signal.SIGINT or not workers_marked(mark)  # the command has waited for them
     wait_until(lambda: not workers_marked(mark))
     assert not (tmp_path / "grid").exists()
