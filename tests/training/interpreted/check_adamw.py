@@ -5,6 +5,7 @@ The interpreter cuts bfloat16 off where a GPU rounds to the nearest; `test_maste
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ def test_addresses_need_not_be_aligned():
         optimizer = MasterAdamW([{"params": [one], **OPTIONS}], Tied({}))
         one.grad = torch.ones(4000)
         optimizer.step()
+        assert optimizer.table.aligned == (one is aligned)
     assert torch.equal(parameter, aligned) and whole[0] == 0
 
 
@@ -150,6 +152,18 @@ def test_the_norm_is_that_of_all_gradients():
     assert len(found) == 6
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in found))
     assert optimizer.norm().dtype == torch.float32 and optimizer.norm().item() == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(0.5, 0.1), (10.0, 1.0), (None, None)])
+def test_clipping_scales_the_next_step(monkeypatch, largest, scale):
+    monkeypatch.setattr(MasterAdamW, "serves", lambda _: True)
+    layer: Any = nn.Linear(25, 1, bias=False)
+    layer.get_input_embeddings = layer.get_output_embeddings = nn.Identity
+    masters = Masters(layer)
+    masters.drive(torch.optim.AdamW(layer.parameters(), fused=True))
+    layer(torch.ones(1, 25, dtype=torch.bfloat16)).sum().backward()  # 25 gradients of 1: their norm is 5
+    assert masters.clip(largest).item() == pytest.approx(5.0)
+    assert masters.optimizer.scale == (None if scale is None else pytest.approx(scale))
 
 
 def test_a_loaded_state_goes_on():
