@@ -197,6 +197,8 @@ def test_errors_of_a_pool_have_their_temperature(model, tokenizer):
     assert list(make_sampler(model, tokenizer).sample_at({}, max_new_tokens=3)) == []
     with pytest.raises(ValueError, match="duplicate id 'q/0'"):
         make_sampler(model, tokenizer).sample_at({0.0: prompts(1), 1.0: prompts(1) * 2}, max_new_tokens=3)
+    with pytest.raises(ValueError, match="id 'q/0' has another text at temperature 1 than at one before"):
+        make_sampler(model, tokenizer).sample_at({0.0: prompts(1), 1.0: [Prompt("q/0", "Why?")]}, max_new_tokens=3)
 
 
 def test_the_margin_is_off_in_half_precision(model, tokenizer, make_model):

@@ -74,6 +74,40 @@ def test_small_updates_add_up():
     assert layer.weight.item() == master.detach().bfloat16().item() == 0.98828125
 
 
+def test_a_weight_that_has_moved_goes_on_training():
+    """A callback that measures on the CPU and moves the model back leaves the weights in other memory."""
+    layer = one_layer()
+    masters = Masters(layer)
+    optimizer = masters.drive(torch.optim.AdamW(layer.parameters(), lr=0.1))
+    (master,) = masters.parameters()
+    for _ in range(3):
+        layer.weight.data = layer.weight.data.clone()
+        before = layer.weight.item()
+        layer(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert layer.weight.item() == master.detach().bfloat16().item() != before
+    layer.weight.data = layer.weight.data.clone()
+    masters.masters[layer.weight] = torch.nn.Parameter(torch.ones(1, 1, device="meta"))  # the only other device here
+    with pytest.raises(ValueError, match=r"was moved from meta to cpu while it trains; move it back before"):
+        masters.round()
+
+
+def test_one_kernel_serves_contiguous_parameters_on_one_gpu(monkeypatch):
+    """Its programs walk through memory; the gradient of a transposed weight lies in another order."""
+    device, plain = type("Device", (), {"type": "cuda"})(), torch.nn.Parameter(torch.ones(4, 2))
+    monkeypatch.setattr(torch.nn.Parameter, "device", device, raising=False)
+    monkeypatch.setattr(optimizers, "ONE_KERNEL_FROM", 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert MasterAdamW.serves(optimizer_of(plain))
+    assert not MasterAdamW.serves(optimizer_of(plain, torch.nn.Parameter(torch.ones(4, 2).t())))
+
+
+def optimizer_of(*parameters) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.param_groups[0]["fused"] = True
+    return optimizer
+
+
 def test_a_step_that_is_not_finite_changes_no_master(tmp_path):
     arguments = make_arguments(tmp_path, bf16=True)
     trainer, _ = make_trainer(make_model(torch.float32), arguments, make_rows(8), weights=WITH_MASTERS)

@@ -30,6 +30,7 @@ from deftune.cli import (
     train,
     watch,
 )
+from deftune.cli.interrupts import hold_interrupts_of
 from deftune.cli.output import error_text, notice, say
 from deftune.cli.parser import Parser
 
@@ -121,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake is one line on stderr and exit code 2."""
     args = build_parser().parse_args(argv)
     args.line = shlex.join(["deftune", *(sys.argv[1:] if argv is None else argv)])  # for what records it
+    hold_interrupts_of("torch")
     try:
         if args.command is None:
             say(GREETING)

@@ -157,11 +157,21 @@ class Sampler(ABC):
 
         ``samples``: the answers to each prompt at temperatures above 0; a greedy prompt has one. A sampler may generate
         the answers of all temperatures together, which is faster if the prompts are the same.
+
+        Raises:
+            ValueError: an option is out of range, or one id has two texts.
         """
         asked: list[tuple[Sequence[Prompt], Settings]] = []
+        texts: dict[str, str] = {}
         for temperature, its in prompts.items():
             settings = Settings(1 if temperature == 0 else samples, temperature, top_p, max_new_tokens, seed)
             asked.append((its, settings.checked(its)))
+            for prompt in its:
+                if texts.setdefault(prompt.id, prompt.text) != prompt.text:  # a prompt is read once, known by its id
+                    raise ValueError(
+                        f"id {prompt.id!r} has another text at temperature {temperature:g} than at one before; give "
+                        f"each text an id of its own"
+                    )
         return self.answers_at(asked)
 
     @abstractmethod

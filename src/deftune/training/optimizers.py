@@ -167,9 +167,26 @@ class Masters:
         for master in self.masters.values():
             master.grad = None
 
+    def follow(self) -> bool:
+        """Note where the model's weights are: `model.to`, there and back, leaves them elsewhere. Whether any has moved.
+
+        Raises:
+            ValueError: a weight is on another device than its master.
+        """
+        moved = [w for w, known in self.rounded.items() if w.dtype == known.dtype and w.data_ptr() != known.data_ptr()]
+        for weight in moved:
+            if weight.device != (device := self.masters[weight].device):
+                raise ValueError(
+                    f"train.weights: the model was moved from {device} to {weight.device} while it trains; move it "
+                    f"back before the next step, or train with train.weights=float32"
+                )
+            self.rounded[weight] = weight.data
+        return bool(moved)
+
     @torch.no_grad()
     def round(self) -> None:
         """Set the model's weights to the rounded masters."""
+        self.follow()
         rounded, masters = list(self.rounded.values()), [master.data for master in self.masters.values()]
         torch._foreach_copy_(rounded, masters)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
@@ -226,9 +243,7 @@ class MasterAdamW(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], masters: Masters):
         super().__init__(groups, fused=True)
         self.masters = masters
-        rounded = {master: masters.rounded[weight] for weight, master in masters.masters.items()}
         self.every: list[nn.Parameter] = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.rounded = [rounded.get(parameter) for parameter in self.every]
         self.table: Any = None  # `triton_adamw.Table`, once there is a state
         self.steps = torch.empty(0)  # of all parameters; the state has views of it
 
@@ -244,6 +259,7 @@ class MasterAdamW(torch.optim.AdamW):
             and all(g["fused"] and not (g["amsgrad"] or g["maximize"]) for g in optimizer.param_groups)
             and len(devices := {parameter.device for parameter in parameters}) == 1
             and devices.pop().type == "cuda"
+            and all(parameter.is_contiguous() for parameter in parameters)
             and sum(parameter.numel() for parameter in parameters) >= ONE_KERNEL_FROM
             and importlib.util.find_spec("triton") is not None
         )
@@ -289,7 +305,8 @@ class MasterAdamW(torch.optim.AdamW):
 
         states = [self.state[parameter] for parameter in self.every]
         firsts = [state.get("exp_avg") for state in states]
-        if self.table is None or not all(map(operator.is_, self.table.first, firsts)) or self.table.has_moved():
+        moved, table = self.masters.follow(), self.table
+        if moved or table is None or table.has_moved() or not all(map(operator.is_, table.first, firsts)):
             device = self.every[0].device
             self.steps = torch.tensor([float(state.get("step", 0)) for state in states], device=device)
             for parameter, state, step in zip(self.every, states, self.steps, strict=True):
@@ -298,5 +315,6 @@ class MasterAdamW(torch.optim.AdamW):
                     if moment not in state:
                         state[moment] = torch.zeros_like(parameter)
             first, second = ([state[moment] for state in states] for moment in ("exp_avg", "exp_avg_sq"))
-            self.table = Table(self.every, first, second, self.rounded)
+            rounded = {master: self.masters.rounded[weight] for weight, master in self.masters.masters.items()}
+            self.table = Table(self.every, first, second, [rounded.get(parameter) for parameter in self.every])
         return self.table

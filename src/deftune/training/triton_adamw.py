@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
+MOST_BLOCKS = 16  # for 1.5 billion parameters they take 9 MB each
 WIDTHS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -213,6 +214,8 @@ class Table:
         for kind, chosen in found.items():
             key = tuple(chosen)
             if key not in self.blocks:
+                if len(self.blocks) == MOST_BLOCKS:  # other parameters have gradients in each step: experts
+                    self.blocks.clear()
                 self.blocks[key] = Blocks(self.numbers, chosen, self.device)
             launches.append((kind, self.blocks[key]))
         return launches

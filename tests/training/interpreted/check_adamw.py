@@ -13,6 +13,7 @@ from small import make_arguments, make_model, make_rows, make_trainer
 from torch import nn
 
 from deftune.training.optimizers import WITH_MASTERS, MasterAdamW, Masters
+from deftune.training.triton_adamw import MOST_BLOCKS
 
 SIZES = [(1,), (3, 5), (2047,), (2048,), (2, 2049), (0,), (6000,)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -20,6 +21,8 @@ OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 class Tied:
     """What `MasterAdamW` reads of `Masters`: here no parameter is a master, unless it is given a rounded copy."""
+
+    follow = Masters.follow
 
     def __init__(self, rounded: dict[nn.Parameter, torch.Tensor]):
         self.held: dict[nn.Parameter, torch.Tensor] = {}
@@ -126,6 +129,37 @@ def test_a_parameter_may_move():
         first.step()
         second.step()
         assert torch.equal(moving, staying) and torch.equal(old, kept)
+
+
+def test_a_weight_of_the_model_may_move():
+    layer = nn.Linear(40, 50, bias=False)
+    layer.get_input_embeddings = layer.get_output_embeddings = nn.Identity
+    masters = Masters(layer)
+    optimizer = MasterAdamW([{"params": list(masters.parameters()), **OPTIONS}], masters)
+    masters.optimizer = optimizer
+    for moves in (False, True, False, True):
+        if moves:
+            layer.weight.data = layer.weight.data.clone()
+        before = layer.weight.detach().clone()
+        layer(torch.ones(1, 40, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(layer.weight, before)
+        assert torch.equal(layer.weight, cut_off(masters.masters[layer.weight]))
+
+
+def test_the_places_of_a_launch_are_not_kept_for_ever():
+    """Experts without a token have no gradient: other ones in each step."""
+    mine, theirs = ([nn.Parameter(torch.full((3,), float(i))) for i in range(6)] for _ in range(2))
+    optimizer, other = MasterAdamW([{"params": mine, **OPTIONS}], Tied({})), torch.optim.AdamW(theirs, **OPTIONS)
+    for step in range(1, 40):
+        for i, (p, q) in enumerate(zip(mine, theirs, strict=True)):
+            p.grad = q.grad = torch.full((3,), float(step)) if step >> i & 1 else None
+        optimizer.step()
+        other.step()
+        assert len(optimizer.table.blocks) <= MOST_BLOCKS
+    assert len(optimizer.state[mine[0]]) == 3 and optimizer.state[mine[5]]["step"] == 8
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-6)
 
 
 def test_parameters_without_a_gradient_keep_their_own_count():
