@@ -3,11 +3,14 @@
 A setting (learning rate, and temperature where none is given) is chosen on one half of the items and scored on the
 other half, as in `deftune.comparison.scores`. Two objectives are compared on the cells that both have: the same seeds,
 the same rates to choose from. An interval is the percentile bootstrap's: items and seeds are drawn with replacement,
-independently of each other. The p-value comes from the same resamples.
+independently of each other. The p-value comes from the same resamples. With two or three seeds the bootstrap leaves
+out a half or a third of their variance. So a difference also has the p-value of an analysis of variance, which counts
+all of it (`deftune.evaluation.crossed`), and is decided where both are small.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,6 +21,8 @@ from torch import Tensor
 from deftune.comparison.grid import BASE, Evaluation
 from deftune.comparison.scores import Scores, Shown, averaged_columns, common, show
 from deftune.comparison.show import MOST_CUT
+from deftune.comparison.tables import LEVEL
+from deftune.evaluation.crossed import crossed
 from deftune.evaluation.statistics import drawn_counts, holm, interval_of
 
 from .cells import Record, Study
@@ -29,12 +34,16 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Effect:
-    """A mean over items, seeds and tasks, with its 95% interval; of a difference, also its two-sided p-value."""
+    """A mean over items, seeds and tasks, with its 95% interval; of a difference, also its two-sided p-values.
+
+    ``p`` is the bootstrap's, ``p_variance`` that of the analysis of variance (1 where it has none).
+    """
 
     value: float
     low: float
     high: float
     p: float
+    p_variance: float
     seeds: int
     items: int
 
@@ -66,7 +75,7 @@ def effect_of(columns: Sequence[Tensor]) -> Effect:
     With one seed the interval says nothing about other seeds.
 
     >>> effect_of([torch.tensor([[1.0, 1.0, 1.0]])])
-    Effect(value=1.0, low=1.0, high=1.0, p=0.0002, seeds=1, items=3)
+    Effect(value=1.0, low=1.0, high=1.0, p=0.0002, p_variance=0.0, seeds=1, items=3)
     """
     seeds = len(columns[0])
     drawn = torch.zeros(RESAMPLES, dtype=torch.float64)
@@ -78,7 +87,11 @@ def effect_of(columns: Sequence[Tensor]) -> Effect:
     interval = interval_of(drawn)
     beyond = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     p = min(1.0, 2 * (beyond + 1) / (RESAMPLES + 1))
-    return Effect(value, interval.low, interval.high, round(p, 6), seeds, sum(c.shape[1] for c in columns))
+    p_variance = crossed(columns).p_value
+    return Effect(
+        value, interval.low, interval.high, round(p, 6), 1.0 if math.isnan(p_variance) else round(p_variance, 6), seeds,
+        sum(c.shape[1] for c in columns),
+    )  # fmt: skip
 
 
 def share(answers: Iterable[Record], key: str, kinds: Sequence[str]) -> float | None:
@@ -188,10 +201,12 @@ class Section:
 
     @cached_property
     def open_rates(self) -> list[float]:
-        """The rates that NLL's scores are chosen from: those that all of the seeds have with which it is shown."""
-        if REFERENCE not in self.scores:
-            return self.rates
-        known = common(self.scores[REFERENCE])
+        """The rates that NLL's scores are chosen from."""
+        return self.rates_of(REFERENCE) if REFERENCE in self.scores else self.rates
+
+    def rates_of(self, objective: str) -> list[float]:
+        """The rates that an objective's scores are chosen from: those that all of the seeds have that are shown."""
+        known = common(self.scores[objective])
         options = known.options(sorted(known.seeds, key=str), None)
         return sorted({option.learning_rate for option in options if option.learning_rate is not None})
 
@@ -237,8 +252,13 @@ class Section:
         found = {name: self.difference(name, None) for name in self.objectives}
         return {name: effect for name, effect in found.items() if effect}
 
+    def decided(self, objective: str, temperature: float | None = None) -> bool:
+        """Whether an objective differs from NLL by both tests: Holm's p-value, and the analysis of variance."""
+        effect = self.difference(objective, temperature)
+        return bool(effect) and self.holm(temperature)[objective] < LEVEL and effect.p_variance < LEVEL
+
     def holm(self, temperature: float | None = None) -> dict[str, float]:
-        """Holm's p-values of all objectives minus NLL."""
+        """Holm's p-values of all objectives minus NLL, by the bootstrap."""
         found = {name: self.difference(name, temperature) for name in self.primary}
         effects = {name: effect for name, effect in found.items() if effect}
         return dict(zip(effects, holm([effect.p for effect in effects.values()])))

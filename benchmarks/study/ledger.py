@@ -17,7 +17,7 @@ from deftune.paper.board import REGIMES, TUNED, Difference, FocusPath, PaperBoar
 from deftune.paper.claims import CLAIMS
 
 from .cells import Record
-from .effects import REFERENCE, Effect, Section
+from .effects import REFERENCE, Section, in_points
 from .plan import Plan
 from .tables import seeds_text, table
 
@@ -42,8 +42,8 @@ class StudyBoard:
     """The committed cells as a board: each objective at its own best learning rate.
 
     A case is a regime of the study. The temperature is the one at which the paper's numbers were sampled, or with
-    ``best`` the objective's own best one. A difference from NLL is decided where Holm's p-value is below 0.05, any
-    other difference where its own p-value is.
+    ``best`` the objective's own best one. A difference is decided where the p-values of the bootstrap (of a difference
+    from NLL Holm's) and of the analysis of variance are below 0.05.
     """
 
     def __init__(self, found: Sequence[Section], plan: Plan, *, best: bool = False):
@@ -92,11 +92,12 @@ class StudyBoard:
         effect = section.difference(a, temperature, against=b)
         if effect is None:
             return None
-        p = effect.p
         if REFERENCE in (a, b) and BASE not in (a, b):
-            p = section.holm(temperature)[a if b == REFERENCE else b]
+            decided = section.decided(a if b == REFERENCE else b, temperature)
+        else:
+            decided = max(effect.p, effect.p_variance) < LEVEL
         error = 100 * (effect.high - effect.low) / (2 * 1.96)
-        return Difference(100 * effect.value, error, p < LEVEL)
+        return Difference(100 * effect.value, error, decided)
 
     def focus(self, setting: str) -> FocusPath | None:
         """A results file keeps some steps of a run: the early one is the kept step nearest to the fifth."""
@@ -176,7 +177,7 @@ def evidence(found: Sequence[Section], plan: Plan, earlier: Sequence[Record]) ->
 
 
 MEASURES = (BEST, None), (GREEDY, 0.0), (HOT, 1.0)
-LEAST_SEEDS = 2  # of a learning rate that not all seeds have, for a row of its own
+LEAST_SEEDS = 2  # of a row at one learning rate
 BELOW_UNTUNED = "all tuned models were below the untuned model"
 
 
@@ -196,25 +197,34 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
         "where": "docs/study/results.md",
     }  # fmt: skip
     for name in section.primary:
-        for measure, temperature in MEASURES:
-            pair, effect = section.pair(name, temperature), section.difference(name, temperature)
-            if pair and effect:
-                rates = sorted({o.learning_rate for o in pair[0].chosen if o.learning_rate is not None})
-                yield {
-                    **about_all, "objective": name, **differences(measure, effect, rates),
-                    "p_holm": section.holm(temperature)[name], **(note if measure == BEST else {}), **more,
-                }  # fmt: skip
-        for rate in section.rates:  # that not all seeds have; these rows are no tests, so they have no p
-            for measure, temperature in MEASURES[1:]:
-                effect = section.difference(name, temperature, rate=rate)
-                if rate not in section.open_rates and effect and effect.seeds >= LEAST_SEEDS:
-                    yield {**about_all, "objective": name, **differences(measure, effect, [rate]), **more}
+        for measure, temperature, rate in shown_differences(section):
+            pair, effect = (find(name, temperature, rate=rate) for find in (section.pair, section.difference))
+            if not pair or not effect or (rate is not None and effect.seeds < LEAST_SEEDS):
+                continue
+            mine = pair[0]
+            rates = sorted({option.learning_rate for option in mine.chosen if option.learning_rate is not None})
+            value, low, high = effect.points
+            score = sum(float(mine.columns[column].mean()) for column in section.averaged) / len(section.averaged)
+            yield {
+                **about_all, "objective": name, "measure": measure, "difference": value, "low": low, "high": high,
+                "score": in_points(score), "seeds": effect.seeds, "learning_rates": rates,
+                **({"p_holm": section.holm(temperature)[name]} if rate is None else {}),
+                "p_variance": round(effect.p_variance, 4), **(note if measure == BEST else {}), **more,
+            }  # fmt: skip
 
 
-def differences(measure: str, effect: Effect, rates: list[float]) -> Record:
-    value, low, high = effect.points
-    return {"measure": measure, "difference": value, "low": low, "high": high, "seeds": effect.seeds,
-            "learning_rates": rates}  # fmt: skip
+def shown_differences(section: Section) -> Iterator[tuple[str, float | None, float | None]]:
+    """(measure, temperature, learning rate) of the rows of each objective; the rate is None where it is chosen.
+
+    With several rates to choose from only the best temperature has a chosen one: greedy answers and those at T = 1 are
+    compared at each rate. Rows at one rate are no tests of the plan, so they have no p-value after Holm.
+    """
+    several = len(section.open_rates) > 1
+    for measure, temperature in MEASURES[:1] if several else MEASURES:
+        yield measure, temperature, None
+    for rate in section.rates:
+        if several or rate not in section.open_rates:
+            yield from ((measure, temperature, rate) for measure, temperature in MEASURES[1:])
 
 
 def paper_rows() -> list[Record]:

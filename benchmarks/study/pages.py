@@ -71,7 +71,7 @@ def answers(section: Section, plan: Plan) -> list[str]:
         by.setdefault(verdict(section, name), []).append(f"{code(name)} {points(effect)}")
     seeds = max(effect.seeds for effect in section.primary.values())
     verdicts = {"above NLL": "Above NLL", "below NLL": "Below NLL",
-                "not decided": f"Not decided (p of Holm at least {LEVEL:g})"}  # fmt: skip
+                "not decided": "Not decided"}  # fmt: skip
     texts = [f"{title}: {', '.join(by[key])}" for key, title in verdicts.items() if key in by]
     several = len(section.open_rates) > 1
     rates = f"learning rate{'s' * several} {', '.join(f'{rate:g}' for rate in section.open_rates)}"
@@ -209,6 +209,22 @@ def environments_text(study: Study) -> str:
     return f"- {', '.join(study.config['regimes'])}: cells of different environments are paired: {'; '.join(parts)}."
 
 
+def rates_text(study: Study) -> str:
+    """Where the cells of different learning rates have different environments, so that a version may act as a rate."""
+    used: dict[float, Counter[int]] = {}
+    for cell in study.cells.values():
+        if cell["state"] == "finished" and cell["learning_rate"] is not None:
+            used.setdefault(cell["learning_rate"], Counter())[cell["environment"]] += 1
+    usual = {rate: counts.most_common(1)[0][0] for rate, counts in sorted(used.items())}
+    if len(set(usual.values())) < 2:
+        return ""
+    parts = [f"{rate:g} ({environment_text(study.environments[place])})" for rate, place in usual.items()]
+    return (
+        f"- {', '.join(study.config['regimes'])}: learning rates were run with different versions, so that a difference "
+        f"between two rates may be one between versions; most cells of each: {'; '.join(parts)}."
+    )
+
+
 def versions_text(study: Study) -> str:
     """The versions of the tasks that graded the answers, where they differ: another version may give other verdicts."""
     finished = [cell for cell in study.cells.values() if cell["state"] == "finished"]
@@ -241,7 +257,12 @@ def limits(studies: Sequence[Study], found: Sequence[Section], plan: Plan) -> st
     lines += [f"- {s.regime}: the untuned model's score{left_out_text(s)} is left out: {cut_text(s)}."
               for s in found if s.base_cut > MOST_CUT]  # fmt: skip
     lines += [f"- {s.regime}: {tokens_text(s)}" for s in found if tokens_text(s)]
-    lines += [line for study in studies for line in (environments_text(study), versions_text(study)) if line]
+    lines += [
+        line
+        for study in studies
+        for line in (environments_text(study), rates_text(study), versions_text(study))
+        if line
+    ]
     few = [f"{s.regime} {code(n)}" for s in found for n, e in s.primary.items() if e.seeds < 3]
     if few:
         lines.append(f"- Fewer than 3 seeds, so that the interval says little about other seeds: {', '.join(few)}.")
@@ -400,7 +421,8 @@ READING = (
     "Numbers are per cent or points with 95% intervals in brackets, by a bootstrap over items and seeds. *Score* is at "
     "the temperature and learning rate that were chosen on the other half of the items. *Minus NLL* is paired by item "
     "and seed, on the cells that both objectives have; *by seed* has its value for each seed. *p (Holm)* is over the "
-    f"objectives of a regime; a difference is decided below {LEVEL:g}. *Fall* is the score minus the "
+    f"objectives of a regime, by the bootstrap; a difference is decided if it is below {LEVEL:g}, and so is the "
+    "p-value of an analysis of variance, which counts all of the variance of seeds. *Fall* is the score minus the "
     "score at T = 1. *Explicit* answers state their result "
     "(boxed, marked or in words). *Conflicts* are confident conflicts, a share of the held-out tokens; *likeliest* is "
     "the share of tokens that are the model's first choice."

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from deftune.comparison.grid import BASE
-from deftune.comparison.tables import LEVEL, escape_markdown
+from deftune.comparison.tables import escape_markdown
 
 from .cells import Record, Study, seconds_of
 from .effects import REFERENCE, Effect, Section, effect_of, in_points, share
@@ -77,10 +77,9 @@ def rate_text(section: Section) -> str:
 
 def verdict(section: Section, objective: str) -> str:
     """above / below / not decided, by the primary measure."""
-    effect = section.primary[objective]
-    if section.holm()[objective] >= LEVEL:
+    if not section.decided(objective):
         return "not decided"
-    return "above NLL" if effect.value > 0 else "below NLL"
+    return "above NLL" if section.primary[objective].value > 0 else "below NLL"
 
 
 def shown(section: Section) -> list[str]:
@@ -99,7 +98,7 @@ def primary_table(section: Section) -> str:
             f"T={o.temperature:g}" + ("" if o.learning_rate is None else f", {o.learning_rate:g}")
             for o in chosen.chosen
         )
-        rates = {option.learning_rate for _, option in section.scores[name].values} - {None}
+        rates = section.rates_of(name)
         effect = section.primary.get(name)
         by_seed = ", ".join(f"{in_points(value):+.1f}" for value in section.by_seed(name)) if effect else "-"
         rows.append([

@@ -7,7 +7,16 @@ import pytest
 
 from deftune.cli import main
 from deftune.cli.advise import probe_text
-from deftune.comparison.advise import advice_from, advise, best_of, best_when_sampled, probe, regime_of, strength_of
+from deftune.comparison.advise import (
+    advice_from,
+    advise,
+    best_of,
+    best_when_sampled,
+    gain,
+    probe,
+    regime_of,
+    strength_of,
+)
 from deftune.comparison.evidence import BEST, GREEDY, HOT, Evidence, evidence
 from deftune.objectives import objective
 
@@ -27,9 +36,9 @@ def measured(p: float, **changes) -> dict:
 
 def row(name: str, measure: str, difference: float, *, half: float | None = 1.0, seeds: int = 3, **more) -> Evidence:
     interval = {} if half is None else {"low": difference - half, "high": difference + half}
-    settled = {"regime": "strong", "model": "a model", "against": "nll", "source": "study", "where": "here"}
-    return Evidence(objective=name, measure=measure, difference=difference, seeds=seeds, learning_rates=(1e-5,),
-                    **(settled | interval | more))  # fmt: skip
+    settled = {"regime": "strong", "model": "a model", "against": "nll", "source": "study", "where": "here",
+               "learning_rates": (1e-5,)}  # fmt: skip
+    return Evidence(objective=name, measure=measure, difference=difference, seeds=seeds, **(settled | interval | more))
 
 
 def test_the_shipped_evidence_gives_three_answers_for_three_regimes():
@@ -62,6 +71,8 @@ def test_an_objective_is_advised_where_a_decided_difference_says_so():
     assert best_of([up, open_, down]) == "deft" and best_of([open_, down]) == "nll" and best_of([]) == "nll"
     assert best_of([row("deft", BEST, 3.0, p_holm=0.2)]) == "nll"  # Holm's p-value decides where there is one
     assert "+3.0 points [+2.0, +4.0] (p = 0.2 after Holm), best temperature" in str(row("deft", BEST, 3.0, p_holm=0.2))
+    loose = row("deft", BEST, 3.0, p_holm=0.01, p_variance=0.3)  # the seeds differ
+    assert best_of([loose]) == "nll" and "(p = 0.3 by the analysis of variance)" in str(loose)
     assert "Holm" not in str(row("deft", BEST, 3.0, p_holm=0.01)) + str(row("deft", BEST, 0.5, p_holm=0.9))
     assert best_of([up, row("deft", BEST, -3.0, model="another")]) == "nll"
     assert best_of([row("deft", HOT, 9.0), row("deft", GREEDY, 9.0)]) == "nll"
@@ -83,6 +94,7 @@ def sampled(rows, objective):
 def test_for_sampled_answers_an_objective_that_costs_little_greedily_goes_first():
     rows = [row("deft", HOT, 17.0), row("deft", GREEDY, -3.0), row("cayley", HOT, 8.0), row("cayley", GREEDY, -0.5)]
     assert sampled(rows, "nll") == "cayley" and sampled(rows[:2], "nll") == "deft"
+    assert sampled(rows[:-1], "nll") == "deft"  # what cayley costs greedily is not known
     assert sampled(rows, "cayley") is None
     assert sampled([row("deft", HOT, 4.0)], "nll") is None  # less than the study's 5 points
     assert sampled([row("deft", HOT, 9.0, half=10.0)], "nll") is None
@@ -96,6 +108,34 @@ def test_a_learning_rate_at_which_an_objective_costs_nothing_greedily_goes_first
             ]  # fmt: skip
     found = best_when_sampled(rows, "nll")
     assert found is not None and (found.objective, found.learning_rates) == ("deft", (5e-6,))
+
+
+def test_a_cost_counts_for_the_cells_that_it_was_measured_on():
+    rows = [row("deft", GREEDY, -6.0), row("deft", HOT, 9.0), row("cayley", GREEDY, -0.5), row("cayley", HOT, 8.0)]
+    elsewhere = [row("deft", GREEDY, 0.0, model="another"), row("deft", HOT, 1.0, model="another")]
+    assert (
+        sampled(rows, "nll") == "cayley" == sampled([*rows, *elsewhere], "nll") == sampled([*elsewhere, *rows], "nll")
+    )
+
+
+def test_a_gain_is_above_the_best_score_of_nll():
+    """At 2e-5 NLL is poor, and DEFT is far above it without being good."""
+    good = row("deft", HOT, 12.0, score=50.0)
+    poor = row("deft", HOT, 15.0, score=40.0, learning_rates=(2e-5,))
+    cost = [row("deft", GREEDY, 0.0, score=50.0), row("deft", GREEDY, 1.0, score=45.0, learning_rates=(2e-5,))]
+    ours = [good, poor, *cost]
+    assert [gain(one, ours) for one in ours] == [12.0, 2.0, 0.0, -5.0]
+    assert best_when_sampled(ours, "nll") is good and best_when_sampled([poor, *cost], "nll") is poor
+    assert best_when_sampled([poor, row("eaft", HOT, 0.0, score=38.0)], "nll") is None
+    assert gain(row("deft", HOT, 7.0), ours) == 7.0  # no score is recorded
+    advice = advice_from(measured(0.6), known=ours)
+    assert advice.because[-1] == (
+        "at T = 1 deft is 12.0 points above NLL at the same learning rate, 1e-05 (3 seeds; the interval excludes 0), "
+        "and 12.0 above NLL at its best rate"
+    )
+    assert advice.strength == "moderate: 3 seeds of 1 model at most (a model)"
+    few = [dataclasses.replace(good, seeds=1), cost[0], row("linear", HOT, -3.0, model="another")]
+    assert advice_from(measured(0.6), known=few).strength == "weak: 1 seed of 1 model at most (a model)"
 
 
 def test_without_a_measured_cell_the_advice_says_so_and_the_claim_stays_the_papers():

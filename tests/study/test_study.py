@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from benchmarks.study.tables import (
     rerun_difference,
     rerun_table,
     series_table,
+    verdict,
     wall_seconds,
 )
 
@@ -302,7 +304,7 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
         and f"| {value:+.1f} [{low:+.1f}, {high:+.1f}] |" in readme
     )
     assert value == pytest.approx(20, abs=6)
-    for text in ("Below NLL: `linear`", "Not decided (p of Holm at least 0.05): `deft`", "training helps",
+    for text in ("Below NLL: `linear`", "Not decided: `deft`", "training helps",
                  "(run again, finished)", "## Cells that were run again", "| 1 | 7 | 4 | 3 |"):  # fmt: skip
         assert text in page, text
     assert {path.name for path in (root / "docs/images").iterdir()} == {
@@ -310,9 +312,26 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
     }  # fmt: skip
     rows = [Evidence(**row) for row in json.loads((root / EVIDENCE).read_text())]
     assert {row.source for row in rows} == {"study", "comparison", "paper"}  # the first look is replaced
-    (row,) = [r for r in rows if (r.source, r.objective, r.measure) == ("study", "deft", "T = 1")]
-    assert (row.difference, row.seeds, row.regime) == (value, 3, "strong")
-    assert row.p_holm == section.holm(1.0)["deft"]  # at every temperature, as in the ledger
+    (best,) = [r for r in rows if (r.source, r.objective, r.measure) == ("study", "deft", "best temperature")]
+    assert (best.seeds, best.regime, best.p_holm) == (3, "strong", section.holm()["deft"])  # as in the ledger
+    assert best.score == section.accuracy("deft", None).points[0]
+    found = [r for r in rows if (r.source, r.objective, r.measure) == ("study", "deft", "T = 1")]
+    assert [r.learning_rates for r in found] == [[rate] for rate in section.rates] and len(found) > 1
+    for row in found:  # both rates have all seeds: such a row is at one rate
+        effect, pair = (find("deft", 1.0, rate=row.learning_rates[0]) for find in (section.difference, section.pair))
+        assert (row.difference, row.low, row.high) == effect.points and row.p_holm is None
+        assert row.p_variance == pytest.approx(crossed(pair[0].minus(pair[1], ["gsm8k"])).p_value, abs=1e-4)
+
+
+def test_both_tests_decide(root):
+    """The bootstrap leaves out half of the variance of two seeds; the analysis of variance does not."""
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    study = invented(nll=(0.5, 0.45, 0.3), deft=(0.7, 0.7, 0.7))
+    (section,) = plan.arranged(sections([study]))
+    assert section.decided("deft") and verdict(section, "deft") == "above NLL"
+    effect = section.primary["deft"]
+    section.primary["deft"] = section._differences["deft", "nll", None, None] = replace(effect, p_variance=0.06)
+    assert section.holm()["deft"] < 0.05 and not section.decided("deft") and verdict(section, "deft") == "not decided"
 
 
 @pytest.mark.parametrize("kept", ["base", "nll/", "deft/lr2e-05-s1"])
@@ -495,6 +514,11 @@ def test_the_page_says_what_each_seed_and_each_environment_gave(root):
     assert ("strong: cells of different environments are paired: 11 with a GPU, commit not recorded; 1 with a GPU, "
             "torch 2.12, commit abc.") in limits([study], [section], plan)  # fmt: skip
     assert "different versions" not in text
+    for name, cell in study.cells.items():
+        cell["environment"] = int("2e-05" in name)
+    assert ("strong: learning rates were run with different versions, so that a difference between two rates may be "
+            "one between versions; most cells of each: 1e-05 (a GPU, commit not recorded); 2e-05 (a GPU, torch 2.12, "
+            "commit abc).") in limits([study], [section], plan)  # fmt: skip
     study.cells["strong/deft/lr1e-05-s0"]["task_versions"] = {"gsm8k": "3"}
     assert ("strong: cells graded by different versions are paired: 11 by a version that was not recorded; 1 by gsm8k "
             "3.") in limits([study], [section], plan)  # fmt: skip

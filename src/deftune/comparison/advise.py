@@ -100,12 +100,17 @@ def advice_from(
     objective = best_of(ours)
     hot = best_when_sampled(ours, objective)
     sampled = hot.objective if hot else None
-    about = [hot] if hot else [row for row in ours if row.objective == objective] or ours
+    if hot:  # its own learning rate, on any model
+        about = [
+            row for row in gains_at_hot(ours) if (row.objective, row.learning_rates) == (sampled, hot.learning_rates)
+        ]
+    else:
+        about = [row for row in ours if row.objective == objective] or ours
     rates = sorted({rate for row in about for rate in row.learning_rates})
     return Advice(
         model=model, data=data, measured=measured, regime=regime, place=place, objective=objective, sampled=sampled,
-        learning_rates=tuple(rates), strength=strength_of(ours),
-        because=tuple(reasons(against_nll, objective, hot)),
+        learning_rates=tuple(rates), strength=strength_of(about),
+        because=tuple(reasons(against_nll, objective, hot, gain(hot, ours) if hot else 0.0)),
         evidence=tuple([*(row for row in here if row.measured), *(row for row in here if not row.measured)]),
         watch=tuple(watch(measured, regime, [name for name in (objective, sampled) if name and name != NLL], here)),
     )  # fmt: skip
@@ -141,36 +146,52 @@ def best_of(ours: Sequence[Evidence]) -> str:
     return max(above, key=lambda row: row.difference).objective if above else NLL
 
 
+def gain(row: Evidence, ours: Sequence[Evidence]) -> float:
+    """Points above NLL's best score of the same measure, at any learning rate: at some rates NLL itself is poor.
+
+    The row's difference where its score is not recorded.
+    """
+    if row.score is None:
+        return row.difference
+    like = [other for other in ours if (other.cells, other.measure) == (row.cells, row.measure)]
+    return row.score - max(other.score - other.difference for other in [row, *like] if other.score is not None)
+
+
 def best_when_sampled(ours: Sequence[Evidence], objective: str) -> Evidence | None:
     """The row of the objective and learning rate that gain most at T = 1.
 
-    None where none gains 5 points, or the objective is the same one. Those that cost at most 1 point greedily go first.
-    A row without an interval counts by its difference alone.
+    None where none gains 5 points, or the objective is the same one. Those that cost at most 1 point greedily, measured
+    on the same cells, go first. A row without an interval counts by its difference alone.
     """
-    greedy = {(row.objective, row.learning_rates): row for row in ours if row.measure == GREEDY}
-    hot = [
-        row for row in ours
-        if row.measure == HOT and row.difference >= GAIN_AT_HOT and (row.low is None or row.decided > 0)
-    ]  # fmt: skip
-    costs = {row: greedy.get((row.objective, row.learning_rates)) for row in hot}
-    cheap = [row for row, cost in costs.items() if cost is None or cost.difference >= -COST_OF_GREEDY]
-    found = max(cheap or hot, key=lambda row: row.difference, default=None)
+    greedy = {(row.cells, row.objective, row.learning_rates): row for row in ours if row.measure == GREEDY}
+    hot = gains_at_hot(ours)
+    costs = {row: greedy.get((row.cells, row.objective, row.learning_rates)) for row in hot}
+    cheap = [row for row, cost in costs.items() if cost is not None and gain(cost, ours) >= -COST_OF_GREEDY]
+    found = max(cheap or hot, key=lambda row: gain(row, ours), default=None)
     return found if found and found.objective != objective else None
 
 
-def strength_of(ours: Sequence[Evidence]) -> str:
-    """How strong the measured evidence of a regime is, in a word and its reason."""
-    if not ours:
+def gains_at_hot(ours: Sequence[Evidence]) -> list[Evidence]:
+    """The rows of objectives that gain at T = 1."""
+    return [
+        row for row in ours
+        if row.measure == HOT and gain(row, ours) >= GAIN_AT_HOT and (row.low is None or row.decided > 0)
+    ]  # fmt: skip
+
+
+def strength_of(rows: Sequence[Evidence]) -> str:
+    """How strong the rows are that an advice rests on, in a word and its reason."""
+    if not rows:
         return "none: no cell of this regime was measured; what the paper claims is the paper's"
-    seeds = max(row.seeds for row in ours)
-    models = list(dict.fromkeys(row.model.split(" (")[0] for row in ours if row.seeds == seeds))
+    seeds = max(row.seeds for row in rows)
+    models = list(dict.fromkeys(row.model.split(" (")[0] for row in rows if row.seeds == seeds))
     word = "weak" if seeds < 2 else "strong" if seeds >= 3 and len(models) > 1 else "moderate"
     number = f"{seeds} seed{'s' * (seeds > 1)} of {len(models)} model{'s' * (len(models) > 1)}"
     return f"{word}: {number} at most ({', '.join(models)})"
 
 
-def reasons(ours: Sequence[Evidence], objective: str, hot: Evidence | None) -> list[str]:
-    """Why these objectives, in sentences about measured rows."""
+def reasons(ours: Sequence[Evidence], objective: str, hot: Evidence | None, above_best: float) -> list[str]:
+    """Why these objectives, in sentences about measured rows; ``above_best`` is the `gain` of ``hot``."""
     lines: list[str] = []
     best = [row for row in ours if row.measure == BEST]
     notes = dict.fromkeys(f"{row.note} ({row.data})" for row in best if row.note)
@@ -188,8 +209,9 @@ def reasons(ours: Sequence[Evidence], objective: str, hot: Evidence | None) -> l
         interval = "no interval was recorded" if hot.low is None else "the interval excludes 0"
         rates = ", ".join(f"{rate:g}" for rate in hot.learning_rates)
         seeds = f"{hot.seeds} seed{'s' * (hot.seeds != 1)}"
+        best = "" if hot.score is None else f", and {above_best:.1f} above NLL at its best rate"
         lines.append(f"at T = 1 {hot.objective} is {hot.difference:.1f} points above NLL at the same learning rate, "
-                     f"{rates} ({seeds}; {interval})")  # fmt: skip
+                     f"{rates} ({seeds}; {interval}){best}")  # fmt: skip
     return lines
 
 

@@ -15,15 +15,17 @@ from typing import Any
 
 NLL = "nll"
 BEST, GREEDY, HOT = "best temperature", "greedy", "T = 1"  # measures
+LEVEL = 0.05
 
 
 @dataclass(frozen=True)
 class Evidence:
     """A difference of two objectives in points, with its 95% interval where one was recorded.
 
-    ``base_p`` and ``base_concentration`` are the untuned model's means on the data. ``source`` is study, comparison,
-    first look, or paper. ``counts``: False where the scores show no knowledge of the task, so that no advice rests on
-    the row.
+    ``score`` is the objective's own, in per cent. ``p_holm`` is the bootstrap's p-value after Holm, ``p_variance`` that
+    of an analysis of variance. ``base_p`` and ``base_concentration`` are the untuned model's means on the data.
+    ``source`` is study, comparison, first look, or paper. ``counts``: False where the scores show no knowledge of the
+    task, so that no advice rests on the row.
     """
 
     regime: str
@@ -40,7 +42,9 @@ class Evidence:
     task: str = ""
     low: float | None = None
     high: float | None = None
+    score: float | None = None
     p_holm: float | None = None
+    p_variance: float | None = None
     base_p: float | None = None
     base_concentration: float | None = None
     note: str = ""
@@ -52,19 +56,32 @@ class Evidence:
         return self.source != "paper"
 
     @property
+    def cells(self) -> tuple[str, ...]:
+        """Model, data, task and source: rows that agree in them can be compared."""
+        return self.model, self.data, self.task, self.source
+
+    @property
     def decided(self) -> int:
-        """1: above, -1: below, 0: the interval holds 0, or Holm's p-value is 0.05 or more, or there is no interval."""
-        if self.low is None or self.high is None or (self.p_holm is not None and self.p_holm >= 0.05):
+        """1: above, -1: below, 0: the interval holds 0, or a p-value is 0.05 or more, or there is no interval."""
+        if self.low is None or self.high is None or any(p is not None and p >= LEVEL for p in self._p_values):
             return 0
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
     @property
+    def _p_values(self) -> tuple[float | None, float | None]:
+        return self.p_holm, self.p_variance
+
+    @property
     def interval(self) -> str:
-        """The interval, and Holm's p-value where that leaves a difference undecided that the interval would decide."""
+        """The interval, and the p-value that leaves a difference undecided which the interval would decide."""
         if self.low is None or self.high is None:
             return ""
         text = f" [{self.low:+.1f}, {self.high:+.1f}]"
-        return text if self.decided or self.low <= 0 <= self.high else f"{text} (p = {self.p_holm:.2g} after Holm)"
+        if self.decided or self.low <= 0 <= self.high:
+            return text
+        names = ("after Holm", "by the analysis of variance")
+        reasons = [f"p = {p:.2g} {name}" for p, name in zip(self._p_values, names) if p is not None and p >= LEVEL]
+        return f"{text} ({', '.join(reasons)})"
 
     @property
     def short(self) -> str:
