@@ -198,7 +198,8 @@ def section_rows(section: Section, plan: Plan) -> Iterator[Record]:
     }  # fmt: skip
     for name in section.primary:
         for measure, temperature, rate in shown_differences(section):
-            pair, effect = (find(name, temperature, rate=rate) for find in (section.pair, section.difference))
+            pair = section.pair(name, temperature, rate=rate)
+            effect = section.difference(name, temperature, rate=rate)
             if not pair or not effect or (rate is not None and effect.seeds < LEAST_SEEDS):
                 continue
             mine = pair[0]

@@ -220,8 +220,8 @@ def rates_text(study: Study) -> str:
         return ""
     parts = [f"{rate:g} ({environment_text(study.environments[place])})" for rate, place in usual.items()]
     return (
-        f"- {', '.join(study.config['regimes'])}: learning rates were run with different versions, so that a difference "
-        f"between two rates may be one between versions; most cells of each: {'; '.join(parts)}."
+        f"- {', '.join(study.config['regimes'])}: learning rates were run with different versions, so that a "
+        f"difference between two rates may be one between versions; most cells of each: {'; '.join(parts)}."
     )
 
 
