@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 HANG_SECONDS = 900.0
 """When a process or a condition counts as hung. It ends a wait that would never end, whatever the load; nothing that
@@ -16,3 +17,11 @@ def wait_for(condition: Callable[[], object], what: Callable[[], str] = lambda: 
     while not condition():
         assert time.monotonic() < end, f"waited {HANG_SECONDS:.0f} s in vain: {what()}"
         time.sleep(0.01)
+
+
+def is_dead(pid: int | str) -> bool:
+    """Whether a process has ended, reaped or not; it may end while one looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -79,11 +79,12 @@ def test_an_early_process_takes_the_first_cell(tmp_path, model, monkeypatch):
 
 def test_an_early_process_that_has_died_gets_no_cell(tmp_path, model, monkeypatch):
     code = """
-import json, pathlib, sys
+import json, os, pathlib, sys
 for request in map(json.loads, sys.stdin):
     folder = pathlib.Path(request["comparison"], request["cell"])
     folder.mkdir(parents=True)
-    (folder / "cell.json").write_text('{"state": "finished"}')
+    (folder / "part").write_text('{"state": "finished"}')
+    os.replace(folder / "part", folder / "cell.json")
 """
     codes, real = ["raise SystemExit(3)", code], subprocess.Popen
     monkeypatch.setattr(

@@ -15,6 +15,7 @@ from deftune.comparison.grid import Cell, load_comparison
 from deftune.comparison.process import Process
 from deftune.comparison.schedule import WATCH_SECONDS, Child, Children, cell_progress, run_grid
 from tiny_comparison import content, save_model, write
+from waiting import is_dead
 
 HANG_SECONDS = 1200  # a machine that is loaded may be slow; one that hangs ends the test
 
@@ -151,7 +152,18 @@ def test_a_killed_process_group_of_the_command_stops_its_cells(tmp_path, model, 
 
 
 ASKED = """
-import json, pathlib, sys
+import json, os, pathlib, sys, time
+HANG_SECONDS = 900
+def whole(path, text):  # as the product writes: who reads sees all of the text, or no file
+    part = path.with_name("." + path.name)
+    with part.open("w") as file:
+        file.write(text)
+    os.replace(part, path)
+pathlib.Path.write_text = whole
+def wait_until(ready):
+    end = time.monotonic() + HANG_SECONDS
+    while not ready() and time.monotonic() < end:
+        time.sleep(0.01)
 def asked():
     for request in map(json.loads, sys.stdin):
         folder = pathlib.Path(request["comparison"], request["cell"])
@@ -179,19 +191,19 @@ def stand_in(tmp_path, model, monkeypatch):
 def test_helpers_of_a_dead_cell_are_ended(stand_in):
     """A process that dies and leaves a child behind, which would hold the cell's lock."""
     cell = stand_in(
-        "import os, subprocess; os.write(2, str(subprocess.Popen(['sleep', '1000']).pid).encode()); os._exit(3)"
+        "import subprocess; os.write(2, str(subprocess.Popen(['sleep', '1000']).pid).encode()); os._exit(3)"
     )[0]
     child = Child(Process())
     child.start(cell)
     wait_until(child.is_over)
     assert child.end(asked_to_stop=False) == "failed" and cell.state()["error"].startswith("exit code 3; see ")
     helper = int((cell.folder / "log.txt").read_text())
-    wait_until(lambda: not Path(f"/proc/{helper}").exists() or "Z" in Path(f"/proc/{helper}/stat").read_text())
+    wait_until(lambda: is_dead(helper))
 
 
 def test_a_cell_stopped_while_it_measures_says_so(stand_in):
     """The default action of SIGTERM leaves it no time: whoever started it writes the state."""
-    cell = stand_in("import time; (next(asked()) / 'log.txt').write_text('up'); time.sleep(1000)")[0]
+    cell = stand_in("(next(asked()) / 'log.txt').open('a').write('up'); time.sleep(1000)")[0]
     child = Child(Process())
     child.start(cell)
     wait_until(lambda: "up" in log(cell))
@@ -203,7 +215,7 @@ def test_a_cell_stopped_while_it_measures_says_so(stand_in):
 
 
 def test_the_first_signal_is_the_exit_code(stand_in):
-    cells = stand_in("import time; time.sleep(1000)")
+    cells = stand_in("time.sleep(1000)")
     before = signal.getsignal(signal.SIGINT)
     runner = Children(1, watch=lambda _: os.kill(os.getpid(), signal.SIGINT), clock=Clock(WATCH_SECONDS))
     found = list(runner(cells, lambda cell: True))
@@ -241,9 +253,13 @@ class Clock:
         return self.now
 
 
-def test_running_cells_are_watched_by_the_clock(stand_in):
-    cells, seen = stand_in("import time; time.sleep(0.5)", base=False, seeds=[0]), []
-    list(Children(2, seen.append, Clock(WATCH_SECONDS))(cells, lambda cell: True))
+def test_running_cells_are_watched_by_the_clock(stand_in, tmp_path):
+    """They end once they have been seen."""
+    go, seen = tmp_path / "go", []
+    cells = stand_in(f"wait_until(pathlib.Path({str(go)!r}).exists)", base=False, seeds=[0])
+    list(
+        Children(2, lambda running: (seen.append(running), go.touch()), Clock(WATCH_SECONDS))(cells, lambda cell: True)
+    )
     assert [cell.name for cell in seen[0]] == [cell.name for cell in cells]
     seen.clear()
     list(Children(2, seen.append, clock=lambda: 0.0)(cells, lambda cell: True))  # no time passes
@@ -266,7 +282,6 @@ def test_where_a_cell_stands(stand_in):
 
 
 OUT_OF_MEMORY_ONCE = """
-import time
 for folder in asked():  # as a worker: a process that ended after each cell might be given one more before it is gone
     tries = folder / "tries"
     tries.write_text((tries.read_text() if tries.exists() else "") + "x")
@@ -291,16 +306,19 @@ def test_a_cell_without_gpu_memory_beside_others_runs_again_alone(stand_in, alwa
 
 
 TWO_HAVE_ROOM = """
-import time
+def three(mark):  # of the first crowd have come this far; later cells find three marks
+    (home / f"{mark}-{folder.parent.name}").touch()
+    wait_until(lambda: len(list(home.glob(f"{mark}-*"))) >= 3)
 for folder in asked():
     home = folder.parents[2]
     here = home / f"here-{folder.parent.name}"
     here.touch()
-    time.sleep(0.5)  # the others come
+    three("came")
+    time.sleep(0.5)  # a fourth would come
     beside = len(list(home.glob("here-*")))
     with (folder / "beside").open("a") as file:
         file.write(str(beside))
-    time.sleep(0.5)
+    three("counted")
     here.unlink()
     fails = beside > 2
     state = {"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."} if fails else {"state": "finished"}
@@ -322,14 +340,21 @@ def test_where_two_cells_have_room_two_run_at_a_time_after_three_did_not(stand_i
 
 
 CROWDED_ONCE = """
-import os, time
+def is_dead(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:  # reaped already, or not yet here
+        return pid.exists()
+    except ProcessLookupError:
+        return True
 for folder in asked():
     again = (folder / "pid").exists()
     (folder / "pid").write_text(str(os.getpid()))
     if folder.parent.name == "deft" and not again:
         (folder / "cell.json").write_text('{"state": "failed", "error": "OutOfMemoryError: CUDA out of memory."}')
         sys.exit(1)
-    time.sleep(0 if folder.parent.name == "deft" else 1)
+    if folder.parent.name == "nll":  # a process that is idle before deft has failed is ended
+        wait_until(lambda: is_dead(folder.parents[1] / "deft" / folder.name / "pid"))
     (folder / "cell.json").write_text('{"state": "finished"}')
 """
 
@@ -348,7 +373,6 @@ def test_a_single_cell_without_gpu_memory_fails(stand_in):
 
 
 SEVERAL = """
-import os
 for folder in asked():
     home = folder.parents[1 if folder.name == "base" else 2]
     (folder / "pid").write_text(str(os.getpid()))
@@ -390,8 +414,8 @@ def test_a_cell_of_another_comparison_gets_another_process(stand_in, tmp_path):
 
 
 GONE_AFTERWARDS = """
-import os
 for folder in asked():
+    (folder / "pid").write_text(str(os.getpid()))
     print(f"{folder} is at work", flush=True)
     (folder / "cell.json").write_text('{"state": "finished"}')
     if folder.parent.name == "deft":
@@ -401,6 +425,12 @@ for folder in asked():
 
 def test_a_finished_cell_stays_finished_whatever_becomes_of_its_process(stand_in):
     cells = stand_in(GONE_AFTERWARDS, base=False, seeds=[0], objectives=["nll", "deft", "linear"])
-    assert [state for _, state in Children(1)(cells, lambda cell: True)] == ["finished"] * 3
+
+    def begin(cell: Cell) -> bool:
+        if cell.objective == "linear":  # asked earlier, the process might take it and end
+            wait_until(lambda: is_dead((cells[1].folder / "pid").read_text()))
+        return True
+
+    assert [state for _, state in Children(1)(cells, begin)] == ["finished"] * 3
     assert all(cell.is_finished for cell in cells)
     assert f"{cells[0].folder} is at work" in log(cells[0])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from waiting import is_dead, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -202,11 +203,6 @@ def start(out, model, jobs):
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def lives(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the workers in /proc")
 def test_a_killed_command_leaves_no_process_and_continues_with_what_one_job_gives(rates, model, tmp_path):
@@ -219,10 +215,7 @@ def test_a_killed_command_leaves_no_process_and_continues_with_what_one_job_give
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     before = json.loads(path.read_text())["runs"]
-    end = time.monotonic() + 60
-    while any(map(lives, workers)):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_for(lambda: all(map(is_dead, workers)))
     assert 0 < len(before) < 15 and len(workers) >= 2
     for out, jobs in ((path, 2), (tmp_path / "one.json", 1)):
         process = start(out, model, jobs)

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from deftune.data.examples import IGNORE_INDEX, Encoded, Examples
 from deftune.data.parallel import encode_packed
 from deftune.data.rows import BadRows, PackedRows, Row, RowError
 from deftune.data.sandbox import TemplateLimitError
+from waiting import is_dead, wait_for
 
 CHATML = TEMPLATES["chatml"]
 
@@ -87,8 +88,12 @@ def test_the_processes_have_none_of_our_files_and_are_gone_afterwards(tmp_path, 
     def look(_: int) -> None:
         for process in started:
             if process.poll() is None:
-                folder = Path(f"/proc/{process.pid}/fd")
-                opened.append([os.readlink(link) for link in folder.iterdir() if link.exists()])
+                names: list[str] = []
+                with suppress(OSError):  # the process ends
+                    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+                        with suppress(FileNotFoundError):  # the process imports, and has closed this file again
+                            names.append(os.readlink(link))
+                opened.append(names)
 
     monkeypatch.setattr(parallel.subprocess, "Popen", start)
     with (tmp_path / ".lock").open("w") as lock:
@@ -144,14 +149,7 @@ def test_processes_end_with_their_parent(tmp_path):
     assert lines[2] == "started"
     parent.kill()
     parent.wait()
-    for pid in lines[:2]:
-        for _ in range(1200):
-            state = Path(f"/proc/{pid}/stat")
-            if not state.exists() or state.read_text().rsplit(") ", 1)[1].startswith("Z"):
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail(f"process {pid} outlives its parent")
+    wait_for(lambda: all(map(is_dead, lines[:2])), lambda: f"{lines[:2]} outlive their parent")
 
 
 def test_small_data_and_one_core_start_no_process(monkeypatch):

@@ -28,7 +28,7 @@ def test_every_job_states_what_became_of_it(gpu, tmp_path, capsys):
         gpu.Job("good", 5, "-c 'print(\"fine\")'", ""),
         gpu.Job("bad", 5, "-c 'raise SystemExit(3)'", ""),
         gpu.Job("slow", 600, "-c pass", ""),
-        gpu.Job("hangs", 1, "-c 'import time; print(\"begun\"); time.sleep(600)'", "", timed=False),
+        gpu.Job("hangs", 4, "-c 'import time; print(\"begun\"); time.sleep(600)'", "", timed=False),
         gpu.Job("old", 5, "-c 'raise SystemExit(1)'", ""),
     ]
     (tmp_path / "old.done").write_text("4 s\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import random
 import runpy
 import socket
 import sys
@@ -44,11 +45,22 @@ def rank_main(script: str, arguments: list[str], output: str, variables: dict[st
     runpy.run_path(script, run_name="__main__")
 
 
+def free_port() -> int:
+    """A port below those that the system gives to others, from the part of this process of the tests."""
+    first = 20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    for port in random.SystemRandom().sample(range(first, first + 1000), 1000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free port from {first} on")
+
+
 def start_ranks(ranks: int, script: Path, *arguments: object, output: Path) -> list[Started]:
     """The script begun over so many ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",

@@ -1,6 +1,7 @@
 """What goes wrong around a run: kills, signals, full disks, wrong inputs. One clear line, nothing lost, no litter."""
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -15,14 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from run_process import Started, start
 from test_resume import check_same, rewound, train, weights
+from torch.utils.data import DataLoader
 
 from deftune.artifacts import checkpoints, folders
 from deftune.artifacts.config import render_yaml
 from deftune.artifacts.runs import Run, find_run
-from deftune.training.stopping import StopSignal
+from deftune.training.stopping import STOPS, StopSignal, leave_workers_undisturbed
 from waiting import HANG_SECONDS, wait_for
 
 
@@ -136,7 +139,7 @@ def last_checkpoint_name(run: Path) -> int:
     ],
 )
 def test_sigterm_and_ctrl_c_save_and_stop(tmp_path, make_config, whom, number, code):
-    steps = 60
+    steps = 200
     settings = {"train.max_steps": steps, "train.save_steps": 1000, "train.workers": 0 if whom == "process" else 2}
     run = tmp_path / "run"
     config = write_config(make_config(run, settings))
@@ -160,6 +163,29 @@ def test_sigterm_and_ctrl_c_save_and_stop(tmp_path, make_config, whom, number, c
     assert f"resuming from {run}/checkpoints/checkpoint-{step}" in again.output.read_text()
     train(make_config(tmp_path / "reference", settings | {"train.workers": 0}))
     check_same(run, tmp_path / "reference", steps)
+
+
+class EarlySignal(multiprocessing.context.ForkProcess):
+    """A data worker that gets SIGTERM and SIGINT before its first line of Python."""
+
+    def run(self) -> None:
+        for number in STOPS:
+            os.kill(os.getpid(), number)
+        super().run()
+
+
+@pytest.mark.parametrize("undisturbed", [True, False])
+def test_a_data_worker_that_is_being_born_is_not_disturbed(monkeypatch, undisturbed):
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(context, "Process", EarlySignal, raising=False)
+    loader = DataLoader([torch.tensor(1), torch.tensor(2)], num_workers=1, multiprocessing_context=context)
+    if not undisturbed:
+        with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly|killed by signal"):
+            list(loader)
+        return
+    leave_workers_undisturbed(loader)
+    assert [int(row) for row in loader] == [1, 2] == [int(row) for row in loader]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(STOPS)
 
 
 def test_a_second_sigterm_changes_nothing():

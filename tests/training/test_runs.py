@@ -19,7 +19,9 @@ from deftune.artifacts.environment import environment, git_state
 from deftune.artifacts.folders import is_locked, locked
 from deftune.artifacts.runs import Run, open_run
 from deftune.cli import main
+from deftune.selftest import tiny
 from deftune.training.train import train_run
+from waiting import wait_for
 
 
 def snapshot(folder: Path) -> dict[str, object]:
@@ -181,7 +183,10 @@ def test_a_forked_process_does_not_hold_the_lock(run):
 def test_orphaned_data_workers_do_not_hold_the_lock(tmp_path, make_config):
     """A real run with workers is killed; a supervisor that starts it again at once finds the lock free."""
     folder = tmp_path / "run"
-    config = write_config(make_config(folder, {"train.max_steps": 100_000, "train.save_steps": 10, "train.workers": 2}))
+    rows = tiny.save_conversations(tmp_path / "rows.jsonl", 4000)  # one long epoch: each starts workers of its own
+    config = write_config(make_config(folder, {
+        "train.max_steps": 100_000, "train.save_steps": 10, "train.workers": 2, "data.train": [{"path": str(rows)}],
+    }))  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
@@ -192,8 +197,9 @@ def test_orphaned_data_workers_do_not_hold_the_lock(tmp_path, make_config):
             while last_record(folder) < 2:
                 assert process.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.05)
+            wait_for(lambda: len(children(process.pid)) >= 2 or process.poll() is not None)
             workers = children(process.pid)
-            assert len(workers) >= 2
+            assert len(workers) >= 2, (tmp_path / "output").read_text()
             for worker in workers:  # they would end by themselves some seconds after their parent
                 os.kill(worker, signal.SIGSTOP)
             process.kill()

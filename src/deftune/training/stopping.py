@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from deftune.training.machine import has_ranks, is_main
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopSignal:
     """SIGTERM and SIGINT: finish the step, save, stop.
@@ -39,7 +41,7 @@ class StopSignal:
     def handling(self) -> Generator[None]:
         """Handle the signals inside; in a thread, as in Ray Train's workers, Python does not allow it."""
         allowed = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGTERM, signal.SIGINT) if allowed else ()
+        numbers = STOPS if allowed else ()
         before = {number: signal.signal(number, self._receive) for number in numbers}
         StopSignal.last, self.active = self, True
         try:
@@ -74,7 +76,26 @@ class Undisturbed:
         self.then = then
 
     def __call__(self, worker: int) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if self.then is not None:
             self.then(worker)
+
+
+def leave_workers_undisturbed(loader: Any) -> None:
+    """Let the data workers of a torch DataLoader ignore SIGTERM and SIGINT.
+
+    They are born with both blocked: a signal before their first line of Python would end them, and the run with them.
+    """
+    loader.worker_init_fn = Undisturbed(loader.worker_init_fn)
+    start = loader._get_iterator  # torch has no public hook here
+
+    def start_blocked() -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            return start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    loader._get_iterator = start_blocked

@@ -47,7 +47,7 @@ from deftune.training.nonfinite import GuardedTrainer, StepInputs
 from deftune.training.optimizers import FLOAT32, Masters
 from deftune.training.recording import StepRecord, input_tokens, scalars
 from deftune.training.refusals import check_arguments, check_divided, check_masters, check_model, check_parallelism
-from deftune.training.stopping import Undisturbed
+from deftune.training.stopping import leave_workers_undisturbed
 
 HISTORY = 20  # log records that a checkpoint's trainer_state.json keeps
 
@@ -475,7 +475,7 @@ class DeftSFTTrainer(GuardedTrainer):
         loader: Any = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # what accelerate's iterates over
         if inner.num_workers:
-            inner.worker_init_fn = Undisturbed(inner.worker_init_fn)
+            leave_workers_undisturbed(inner)
         return loader
 
 
