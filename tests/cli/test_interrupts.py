@@ -24,10 +24,11 @@ done = True
 
 
 def run_python(folder, count: int, code: str) -> subprocess.CompletedProcess:
+    """Without bytecode: in one second, modules of one size have the same."""
     (folder / "stubborn.py").write_text(MODULE.format(count=count))
-    code = f"import sys\nfrom deftune.cli.interrupts import hold_interrupts_of\n{code}"
+    code = f"from deftune.cli.interrupts import hold_interrupts_of\n{code}"
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, start_new_session=True,
+        [sys.executable, "-B", "-c", code], cwd=folder, capture_output=True, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
 
