@@ -588,6 +588,22 @@ def test_scores_by_seed_stand_under_their_seeds(finished):
     )
 
 
+def test_chosen_rates_are_shown_and_hold_for_every_seed():
+    """Seed 0 is better at the large rate, seed 1 and both together at the small one."""
+    grades = {(0, 1e-5): 0.5, (0, 1e-3): 0.75, (1, 1e-5): 1.0, (1, 1e-3): 0.25}
+    scores = Scores()
+    for (seed, rate), share in grades.items():
+        items = {f"exam/{i}": float(i % 4 < 4 * share) for i in range(64)}
+        scores.values[seed, Option(0.0, rate)] = {"exam": items}
+    view = view_record("T=0", 0.0, {"nll": scores}, ["exam"], ["exam"])
+    row = view["rows"]["nll"]
+    assert row["by_seed"] == {"0": pytest.approx(0.5), "1": pytest.approx(1.0)} and row["options"] == 2
+    assert sum(row["by_seed"].values()) / 2 == pytest.approx(row["columns"]["exam"]["value"])
+    evaluation = {"notes": {}, "missing": [], "views": [view], "averaged": ["exam"], "cut_off": {}, "constant": {}}
+    chosen = "Each half of the items at what was best on the other half: nll T=0, lr 1e-05."
+    assert chosen in view_notes(evaluation, view)
+
+
 def test_the_papers_numbers_stand_beside_with_a_dagger(finished, capsys):
     tables = tables_beside_paper(summarize_comparison(finished), beside="Qwen2.5-7B")
     text = render_markdown(tables[0])

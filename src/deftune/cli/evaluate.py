@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
     engine.add_argument(
         "--change-endpoint", action="store_true", help="endpoint: resume a result of another server with this one"
     )
-    add_output(run, "results/MODEL-SUITE")
+    add_output(run, "results/MODEL-SUITE, results/MODEL-tasks without a suite")
     run.set_defaults(run=run_questions)
 
     heldout = verbs.add_parser("heldout", help="measure a model on the supervised tokens of any dataset")

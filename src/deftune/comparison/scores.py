@@ -219,11 +219,11 @@ def view_record(
             cells[AVERAGE] = score_record([mine.columns[column] for column in averaged])
         by_seed: dict[str, float] = {}
         if averaged and len(mine.seeds) > 1:
-            for seed in mine.seeds:
-                alone = show(whole[objective], averaged, temperature, [seed])
-                by_seed[str(seed)] = crossed([alone.columns[column] for column in averaged]).mean
+            for place, seed in enumerate(mine.seeds):  # at the settings that all seeds chose together
+                by_seed[str(seed)] = crossed([mine.columns[column][place : place + 1] for column in averaged]).mean
         rows[objective] = {
             "columns": cells, "seeds": len(mine.seeds), "by_seed": by_seed,
+            "options": len(whole[objective].options(mine.seeds, temperature)),
             "chosen": [[option.temperature, option.learning_rate] for option in mine.chosen],
         }  # fmt: skip
     pairs: dict[tuple[str, str], tuple[Shown, Shown]] = {}

@@ -68,7 +68,7 @@ def view_notes(evaluation: Record, view: Record) -> list[str]:
     if (averaged := evaluation["averaged"]) and len(averaged) > 1:
         notes.append(f"The average is over {', '.join(averaged)}.")
     chosen = {name: list(dict.fromkeys(setting_text(*o) for o in row["chosen"])) for name, row in view["rows"].items()}
-    if view["name"] == BEST or any(len(settings) > 1 for settings in chosen.values()):
+    if view["name"] == BEST or any(row.get("options", 1) > 1 for row in view["rows"].values()):
         texts = [f"{name} {' and '.join(settings)}" for name, settings in chosen.items()]
         notes.append(f"Each half of the items at what was best on the other half: {'; '.join(texts)}.")
     by_seed = {name: row["by_seed"] for name, row in view["rows"].items() if row["by_seed"]}
