@@ -205,7 +205,7 @@ class Section:
         return self.rates_of(REFERENCE) if REFERENCE in self.scores else self.rates
 
     def rates_of(self, objective: str) -> list[float]:
-        """The rates that an objective's scores are chosen from: those that all of the seeds have that are shown."""
+        """The rates that an objective's scores are chosen from: those that all of its shown seeds have."""
         known = common(self.scores[objective])
         options = known.options(sorted(known.seeds, key=str), None)
         return sorted({option.learning_rate for option in options if option.learning_rate is not None})

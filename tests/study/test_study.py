@@ -323,6 +323,16 @@ def test_a_report_of_invented_cells_says_what_they_say(root):
         assert row.p_variance == pytest.approx(crossed(pair[0].minus(pair[1], ["gsm8k"])).p_value, abs=1e-4)
 
 
+def test_the_table_counts_the_rates_that_were_chosen_from(root):
+    plan = Plan(root / "benchmarks/study/plan.yaml")
+    for lacking, rates in (("", [1e-5, 2e-5]), ("strong/deft/lr2e-05-s2", [1e-5])):
+        study = invented(nll=(0.5, 0.45, 0.3), deft=(0.7, 0.7, 0.7))
+        study.cells.pop(lacking, None)
+        (section,) = plan.arranged(sections([study]))
+        assert section.rates_of("deft") == rates and section.rates_of("nll") == [1e-5, 2e-5]
+        assert f"| `deft` | 3 | {len(rates)} | T=" in primary_table(section)
+
+
 def test_both_tests_decide(root):
     """The bootstrap leaves out half of the variance of two seeds; the analysis of variance does not."""
     plan = Plan(root / "benchmarks/study/plan.yaml")

@@ -68,6 +68,7 @@ class ImportedWhole(MetaPathFinder):
 
 
 def hold_interrupts_of(name: str) -> None:
-    """Import a module whole, whenever it will be imported."""
-    if name not in sys.modules and not any(isinstance(finder, ImportedWhole) for finder in sys.meta_path):
+    """Hold interrupts while a module is imported, whenever that will be; nothing where it has been."""
+    known = any(isinstance(finder, ImportedWhole) and finder.name == name for finder in sys.meta_path)
+    if name not in sys.modules and not known:
         sys.meta_path.insert(0, ImportedWhole(name))

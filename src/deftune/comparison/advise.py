@@ -147,9 +147,9 @@ def best_of(ours: Sequence[Evidence]) -> str:
 
 
 def gain(row: Evidence, ours: Sequence[Evidence]) -> float:
-    """Points above NLL's best score of the same measure, at any learning rate: at some rates NLL itself is poor.
+    """How many points a row's score is above NLL's best score of the same measure, over all learning rates.
 
-    The row's difference where its score is not recorded.
+    A difference at one rate may be large because NLL is poor there. Where no score is recorded, it is the difference.
     """
     if row.score is None:
         return row.difference

@@ -13,9 +13,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from deftune.comparison.tables import LEVEL
+
 NLL = "nll"
 BEST, GREEDY, HOT = "best temperature", "greedy", "T = 1"  # measures
-LEVEL = 0.05
 
 
 @dataclass(frozen=True)

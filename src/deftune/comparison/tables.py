@@ -20,7 +20,7 @@ from deftune.artifacts.terminal import align
 BASE = "base"
 AVERAGE = "average"
 DECIMALS = 2
-LEVEL = 0.05  # of a test: a difference is decided where its Holm-adjusted p-value is below
+LEVEL = 0.05  # of a test: a difference is decided where its p-values are below (after Holm, for a family of tests)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,9 @@ class Masters:
             master.grad = None
 
     def follow(self) -> bool:
-        """Note where the model's weights are: `model.to`, there and back, leaves them elsewhere. Whether any has moved.
+        """Find the model's weights again where they have moved; return whether any has.
+
+        A model that is moved to another device and back has its weights in other memory.
 
         Raises:
             ValueError: a weight is on another device than its master.

@@ -86,7 +86,7 @@ class Undisturbed:
 def leave_workers_undisturbed(loader: Any) -> None:
     """Let the data workers of a torch DataLoader ignore SIGTERM and SIGINT.
 
-    They are born with both blocked: a signal before their first line of Python would end them, and the run with them.
+    They start with both blocked: a signal before their first line of Python would end them, and the run with them.
     """
     loader.worker_init_fn = Undisturbed(loader.worker_init_fn)
     start = loader._get_iterator  # torch has no public hook here
